@@ -1,0 +1,1 @@
+"""Saving, verifying, loading, exporting."""

@@ -1,0 +1,1 @@
+"""The run file: its sections, its rules, its loading."""

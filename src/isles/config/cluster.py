@@ -1,0 +1,38 @@
+"""The section `clusters`: where the ranks run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isles.config.section import DurationS, Section
+
+
+class LocalLauncherConfig(Section):
+    """Ranks on this machine, under torch's elastic agent."""
+
+    kind: Literal["local"] = "local"
+    """This machine."""
+
+
+LauncherConfig = LocalLauncherConfig
+"""With a second kind this becomes a union with `kind` as its discriminator."""
+
+
+class ClusterConfig(Section):
+    """A group of ranks on fast links that take every optimizer step together."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "local"
+    """A short name, for messages."""
+
+    launcher: LauncherConfig = LocalLauncherConfig()
+    """How the processes are started."""
+
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Ranks on each node, one per GPU. auto: every GPU that is visible. On a machine without GPUs
+    these are CPU processes (auto: one)."""
+
+    comm_timeout: Annotated[DurationS, Field(ge=1)] = 600.0
+    """Longest wait for another rank in one collective operation, before the run stops with an
+    error that names the rank."""

@@ -1,0 +1,56 @@
+"""The whole run file, and the rules between its sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isles.config.checkpoint import CheckpointConfig
+from isles.config.cluster import ClusterConfig
+from isles.config.data import DataConfig
+from isles.config.model import ModelConfig, TokenizerConfig
+from isles.config.section import Section
+from isles.config.strategy import AutoStrategy, StrategyConfig
+from isles.config.training import TrainingConfig
+
+
+class RunConfig(Section):
+    """One training run, from its first to its last step."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    """Short name; the run directory is OUTPUT_DIR/NAME-N."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the weights, the order of the data and dropout."""
+
+    output_dir: Annotated[str, Field(min_length=1)] = "runs"
+    """Folder of the run directories; relative to where isles is called."""
+
+    model: ModelConfig
+    """Which model."""
+
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Which tokenizer."""
+
+    data: DataConfig
+    """What the model reads."""
+
+    training: TrainingConfig
+    """How long, how large, how fast, how precise."""
+
+    strategy: StrategyConfig = AutoStrategy()
+    """How a cluster holds the model."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, and how many to keep."""
+
+    track: Annotated[
+        tuple[Literal["jsonl", "tensorboard"], ...], Field(strict=False)
+    ] = ("jsonl", "tensorboard")
+    """Where curves go besides metrics.jsonl, which every run writes."""
+
+    clusters: Annotated[tuple[ClusterConfig, ...], Field(min_length=1, max_length=1, strict=False)] = (
+        ClusterConfig(),
+    )
+    """Where the ranks run. Left out: this machine."""

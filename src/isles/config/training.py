@@ -1,0 +1,94 @@
+"""The section `training`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isles.config.section import DurationS, Section
+
+PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+Precision = Literal["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"]
+Scheduler = Literal["constant", "linear", "cosine", "wsd"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
+
+
+class TrainingConfig(Section):
+    """How long, how large, how fast, how precise."""
+
+    max_steps: PositiveInt | None = None
+    """Length of the run in inner (optimizer) steps. One of max_steps, num_train_epochs or max_time
+    must be given."""
+
+    num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    """Length of the run in passes over the training data."""
+
+    max_time: Annotated[DurationS, Field(gt=0)] | None = None
+    """Wall-clock limit of one start of the run, such as 23h30m: it saves, exits with 85, and
+    `isles train` again goes on. Given alone, it is the length of the run."""
+
+    global_batch_size: PositiveInt = 64
+    """Sequences per inner step, over all ranks and accumulation."""
+
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    """Sequences per rank in one forward pass. auto: the largest that fits on the GPU (8 at most
+    on a CPU); gradient accumulation follows from it."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
+    """Peak learning rate."""
+
+    lr_scheduler_type: Scheduler = "cosine"
+    """Shape of the learning rate after the warm-up. wsd: warm-up, stable, then a linear decay."""
+
+    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+
+    decay_steps: PositiveInt | None = None
+    """wsd only: steps of the final decay. null: a fifth of the run."""
+
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
+
+    optimizer: OptimizerName = "adamw"
+    """adamw, sgd, or muon (Muon on matrices, AdamW on embeddings, norms and the head)."""
+
+    adam_beta1: Fraction = 0.9
+    """Decay of AdamW's first moment."""
+
+    adam_beta2: Fraction = 0.95
+    """Decay of AdamW's second moment."""
+
+    adam_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    """AdamW's denominator offset."""
+
+    momentum: Fraction = 0.9
+    """Momentum of sgd and muon."""
+
+    weight_decay: Annotated[float, Field(ge=0, lt=10)] = 0.1
+    """Decoupled weight decay on matrices; never on norms and biases."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the global gradient norm to this. null: no clipping."""
+
+    precision: Precision = "bf16-mixed"
+    """32-true, bf16-mixed (weights fp32, matmuls bf16), fp16-mixed (with a loss scaler), or
+    bf16-true (weights bf16, least memory)."""
+
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in the backward pass to save memory. selective: keep the results of
+    matrix products and attention, recompute the rest."""
+
+    torch_compile: bool = False
+    """Compile the model with torch.compile: slower start, faster steps."""
+
+    logging_steps: PositiveInt = 10
+    """Record loss, speed and memory every so many steps."""
+
+    eval_steps: PositiveInt | None = 200
+    """Evaluate every so many steps, and at the end. null: only at the end."""
+
+    eval_samples: PositiveInt | None = 512
+    """Validation sequences per evaluation, always the same ones. null: all of them."""

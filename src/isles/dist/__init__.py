@@ -1,0 +1,1 @@
+"""Ranks of one cluster: the process group and small collectives."""

@@ -1,0 +1,27 @@
+"""What one rank computes in one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""A target that is not trained on, as in torch.nn.functional.cross_entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch of one rank. B: rows, T: tokens in a sample.
+
+    Targets are shifted already: `targets_BT[b, t]` is the token that follows `input_ids_BT[b, t]`.
+    """
+
+    input_ids_BT: Tensor
+    """int64, on the rank's device."""
+
+    targets_BT: Tensor
+    """int64; IGNORE_INDEX where nothing is trained."""
+
+    sample_ids: tuple[int, ...]
+    """The global sample index of each row."""

@@ -1,0 +1,1 @@
+"""Numbers about the world: units, GPUs, FLOP counts, shapes of models."""

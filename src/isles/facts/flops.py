@@ -1,0 +1,23 @@
+"""FLOP counts of training, for model FLOPs utilisation."""
+
+from __future__ import annotations
+
+
+def train_flops_per_token(
+    *, matmul_params: int, num_layers: int, hidden_size: int, seq_length: int
+) -> float:
+    """Training FLOPs for one token, forward and backward, of a causal transformer.
+
+    Args:
+        matmul_params: parameters that multiply activations: all but the input embedding.
+        num_layers: transformer blocks.
+        hidden_size: width of the attention (heads x head size).
+        seq_length: context length, tokens.
+
+    Returns:
+        FLOPs, not FLOP/s. Recomputation is not counted; attention is counted as causal (half).
+
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; attention term as in Chowdhery et
+    al. 2022 (arXiv:2204.02311), appendix B, halved for the causal mask.
+    """
+    return 6.0 * matmul_params + 6.0 * num_layers * hidden_size * seq_length

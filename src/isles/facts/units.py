@@ -1,0 +1,56 @@
+"""Durations, bytes and counts: read from text, and written for people."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds from `90s`, `1h30m`, `2d`, `hh:mm:ss`, or Slurm's `d-hh:mm:ss`.
+
+    Raises:
+        ValueError: the text is none of these; the message says which forms there are.
+    """
+    stripped = text.strip().lower()
+    if clock := _CLOCK.fullmatch(stripped):
+        days, hours, minutes, seconds = (int(group or 0) for group in clock.groups())
+        return days * 86400.0 + hours * 3600.0 + minutes * 60.0 + seconds
+    if stripped and not _PARTS.sub("", stripped).strip():
+        return sum(float(number) * _UNITS_S[unit] for number, unit in _PARTS.findall(stripped))
+    raise ValueError(f"{text!r} is not a duration: write 90s, 20m, 23h30m, 2d or 12:30:00")
+
+
+def format_duration(seconds: float) -> str:
+    """`47s`, `12m 05s`, `3h 20m`, `2d 04h`: two units at most."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """`512 B`, `1.5 KiB`, `13.5 GiB`: powers of 1024."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_count(number: float) -> str:
+    """`812`, `4.1k`, `2.1M`, `8.0B`: powers of 1000, as the field counts parameters and tokens."""
+    value = float(number)
+    for unit in ("", "k", "M", "B"):
+        if abs(value) < 1000:
+            return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
+        value /= 1000
+    return f"{value:.1f}T"

@@ -1,0 +1,1 @@
+"""The run directory: where the two wings meet."""

@@ -1,0 +1,58 @@
+"""The only place that reads environment variables: what launchers and torchrun set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_DIR = "ISLES_RUN_DIR"
+ATTEMPT = "ISLES_ATTEMPT"
+STORE = "ISLES_STORE"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnv:
+    """What one process knows of its place: torchrun's variables and ours.
+
+    Args:
+        rank, local_rank, world_size, local_world_size: as torchrun sets them; a process started
+            by hand without torchrun is rank 0 of 1.
+        attempt: which start of the run this is; 0 where no launcher of ours started it.
+        store: file through which the ranks of one machine find one another; None: env://.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    attempt: int
+    store: Path | None
+
+
+def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
+    """This process' place among the ranks."""
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    store = environ.get(STORE)
+    return RankEnv(
+        rank=int(environ.get("RANK", "0")),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+        world_size=world_size,
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+        attempt=int(environ.get(ATTEMPT, "0")),
+        store=Path(store) if store else None,
+    )
+
+
+def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where caches belong by the XDG base directory specification."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isles"
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES, or None where it is not set."""
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    return [entry.strip() for entry in value.split(",") if entry.strip() not in ("", "-1")]

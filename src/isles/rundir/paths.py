@@ -1,0 +1,120 @@
+"""Where everything lies inside a run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a run: its records and the logs of its ranks."""
+
+    path: Path
+    number: int
+
+    @property
+    def launch(self) -> Path:
+        """Who started what: written by whoever starts the ranks."""
+        return self.path / "launch.json"
+
+    @property
+    def outcome(self) -> Path:
+        """How it ended: written last; absent while it runs or after a kill."""
+        return self.path / "outcome.json"
+
+    @property
+    def agent_log(self) -> Path:
+        """Output of the elastic agent."""
+        return self.path / "agent.log"
+
+    def rank_log(self, rank: int) -> Path:
+        """All that one rank printed."""
+        return self.path / f"rank-{rank}.log"
+
+    def rank_record(self, rank: int) -> Path:
+        """Host, pid and start time of one rank."""
+        return self.path / f"rank-{rank}.json"
+
+    def rank_error(self, rank: int) -> Path:
+        """The error that ended one rank."""
+        return self.path / f"rank-{rank}.error.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A run directory: one training from first to last step, over all restarts."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name, as commands take it."""
+        return self.path.name
+
+    @property
+    def run_file(self) -> Path:
+        """The run file as it was given, word for word."""
+        return self.path / "run.yaml"
+
+    @property
+    def resolved(self) -> Path:
+        """What the ranks read: every value, and where it came from."""
+        return self.path / "resolved.yaml"
+
+    @property
+    def status(self) -> Path:
+        """What the run is doing now."""
+        return self.path / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per recorded step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Final figures."""
+        return self.path / "summary.json"
+
+    @property
+    def loss_plot(self) -> Path:
+        """The loss curve as a picture."""
+        return self.path / "loss.png"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that the run trains with."""
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The exported Hugging Face folder."""
+        return self.path / "model"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "logs" / "runs"
+
+    def attempts(self) -> list[Attempt]:
+        """Every start of this run, oldest first."""
+        folder = self.path / "attempts"
+        if not folder.is_dir():
+            return []
+        numbers = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
+        return [self.attempt(number) for number in numbers]
+
+    def attempt(self, number: int) -> Attempt:
+        """The attempt of this number, whether or not it exists."""
+        return Attempt(self.path / "attempts" / f"{number:03d}", number)
+
+    def last_attempt(self) -> Attempt | None:
+        """The newest start of this run."""
+        attempts = self.attempts()
+        return attempts[-1] if attempts else None

@@ -1,0 +1,59 @@
+"""Processes named so that a reused pid is never taken for the old process."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process on one host, for as long as it lives.
+
+    Args:
+        host: the machine's name.
+        pid: process id there.
+        started: seconds since the epoch at which the kernel started it.
+    """
+
+    host: str
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """The process that has this pid now.
+
+        Raises:
+            psutil.NoSuchProcess: there is none.
+        """
+        return cls(socket.gethostname(), pid, psutil.Process(pid).create_time())
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> ProcessId | None:
+        """From a launch or rank record; None where the record names no process."""
+        try:
+            return cls(str(record["host"]), int(record["pid"]), float(record["started"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def record(self) -> dict[str, Any]:
+        """As a part of a record."""
+        return {"host": self.host, "pid": self.pid, "started": self.started}
+
+    def is_here(self) -> bool:
+        """Whether this machine can see the process at all."""
+        return self.host == socket.gethostname()
+
+    def is_alive(self) -> bool:
+        """Whether it still runs. Only meaningful on its own host."""
+        try:
+            process = psutil.Process(self.pid)
+            # One clock tick apart is the same start: the kernel counts in hundredths.
+            same = abs(process.create_time() - self.started) < 0.05
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False

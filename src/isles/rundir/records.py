@@ -1,0 +1,58 @@
+"""Small JSON records, written so that a reader never sees half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace a file with `text`: a reader sees the old one or the new one, never a part.
+
+    Raises:
+        OSError: the folder is missing, read-only or full; the old file is as it was.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write one JSON record, atomically."""
+    write_text_atomic(path, json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """A JSON record, or None where there is none (or it is not one)."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; a last line that is still being written is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # a line torn by a full disk or a kill
+    return rows
