@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, WithJsonSchema
 
 from isles.facts.units import parse_duration_s
 
@@ -22,17 +22,31 @@ class Section(BaseModel):
     )
 
 
-def _seconds(value: object) -> object:
+def _seconds(value: object, info: ValidationInfo) -> object:
+    is_run_file = bool(info.context and info.context.get("is_run_file"))
     if isinstance(value, str):
-        return parse_duration_s(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"{value} has no unit: write {value}s, {value}m or {value}h")
-    return value  # a float is what a resolved file holds; anything else pydantic refuses
+        if len(value) > 40:
+            raise ValueError("that is no duration: write 90s, 20m, 23h30m, 2d or 12:30:00")
+        try:
+            return parse_duration_s(value)
+        except OverflowError:
+            raise ValueError(f"{value} is too long a time") from None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int) or is_run_file:
+            raise ValueError(f"{value} has no unit: write {value}s, {value}m or {value}h")
+        return value  # seconds, as a resolved file and Python code hold them
+    return value  # pydantic refuses it
 
 
 DurationS = Annotated[
     float,
     BeforeValidator(_seconds),
-    WithJsonSchema({"type": "string", "examples": ["90s", "20m", "23h30m", "12:30:00"]}),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "examples": ["90s", "20m", "23h30m", "12:30:00"],
+            "x-isles-type": "duration",
+        }
+    ),
 ]
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""

@@ -1,0 +1,176 @@
+"""The tree of a run file's keys: which there are, and what each may hold, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from isles.config.run import RunConfig
+
+Schema = Mapping[str, Any]  # a JSON schema: its values are of every kind
+
+
+@cache
+def run_schema() -> dict[str, Any]:
+    """The JSON schema of a run file as pydantic writes it. Shared: do not change it."""
+    return RunConfig.model_json_schema()
+
+
+def children(node: Schema) -> dict[str, Schema]:
+    """The keys of a section; of every kind, where it comes in kinds. Empty for a value."""
+    found: dict[str, Schema] = {}
+    for option in _options(node):
+        for key, child in option.get("properties", {}).items():
+            known = found.get(key)
+            found[key] = child if known is None else {"anyOf": [known, child]}
+    return found
+
+
+def items(node: Schema) -> Schema | None:
+    """What an item of a list is; None where the key holds no list."""
+    for option in _options(node):
+        if "items" in option:
+            item: Schema = option["items"]
+            return item
+    return None
+
+
+def schema_at(path: tuple[str | int, ...]) -> Schema | None:
+    """The schema of one key; None where there is no such key."""
+    node: Schema | None = run_schema()
+    for part in path:
+        if node is None:
+            return None
+        node = items(node) if isinstance(part, int) else children(node).get(part)
+    return node
+
+
+@cache
+def all_paths() -> tuple[tuple[str | int, ...], ...]:
+    """Every key and section, from the top down; the items of a list as its item 0."""
+    return tuple(_walk(run_schema(), ()))
+
+
+def is_duration(node: Schema) -> bool:
+    """Whether a key holds a length of time."""
+    return any(option.get("x-isles-type") == "duration" for option in _options(node))
+
+
+def is_section(node: Schema) -> bool:
+    """Whether a key holds keys."""
+    return bool(children(node))
+
+
+def allowed(node: Schema, *, with_caps: bool = False) -> str:
+    """What a key may hold, such as `a whole number, at least 1, or auto`.
+
+    Args:
+        node: the key's schema.
+        with_caps: name the upper limits that nobody meets but by a slip, too.
+    """
+    words: list[str] = []
+    for option in _options(node):
+        if not _is_literal(option) and option.get("type") != "null":
+            word = _wording(option, with_caps)
+            words += [word] if word not in words else []
+    if choices := literals(node):
+        words.append(choices[0] if len(choices) == 1 else f"one of: {', '.join(choices)}")
+    if "null" in value_types(node):
+        words.append("null")
+    return ", or ".join(words)
+
+
+def literals(node: Schema) -> tuple[str, ...]:
+    """The words that a key may hold."""
+    return tuple(
+        str(value)
+        for option in _options(node)
+        if _is_literal(option)
+        for value in option.get("enum", [option.get("const")])
+    )
+
+
+def value_types(node: Schema) -> set[str]:
+    """JSON types that a key may hold, `duration` among them."""
+    return {
+        "duration" if option.get("x-isles-type") == "duration" else option.get("type", "object")
+        for option in _options(node)
+    }
+
+
+def has_numbers(node: Schema) -> bool:
+    """Whether a key may hold a number."""
+    return bool(value_types(node) & {"integer", "number"})
+
+
+def noun(node: Schema) -> str:
+    """What a key holds, in two words: `a whole number`."""
+    option = next(option for option in _options(node) if option.get("type") != "null")
+    return _NOUNS.get(option.get("type", ""), "a value")
+
+
+def kinds(node: Schema) -> tuple[str, ...]:
+    """The kinds of a section that comes in kinds, such as `auto` and `ddp`."""
+    kind = children(node).get("kind")
+    return literals(kind) if kind is not None else ()
+
+
+def _walk(node: Schema, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    for key, child in children(node).items():
+        here = (*path, key)
+        yield here
+        item = items(child)
+        if item is not None:
+            yield from _walk(item, (*here, 0))
+        else:
+            yield from _walk(child, here)
+
+
+def _options(node: Schema) -> Iterator[Schema]:
+    if "$ref" in node:
+        yield from _options(run_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+        return
+    alternatives = node.get("anyOf") or node.get("oneOf")
+    if alternatives is None:
+        yield node
+        return
+    for option in alternatives:
+        yield from _options(option)
+
+
+_NOUNS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a section with keys of its own",
+}
+_LIMITS = (
+    ("minimum", "at least"),
+    ("exclusiveMinimum", "greater than"),
+    ("maximum", "at most"),
+    ("exclusiveMaximum", "less than"),
+)
+
+
+def _is_literal(option: Schema) -> bool:
+    return "const" in option or "enum" in option
+
+
+def _wording(option: Schema, with_caps: bool) -> str:
+    if option.get("x-isles-type") == "duration":
+        return "a time such as 90s, 20m, 23h30m, 2d or 12:30:00"
+    if "pattern" in option:
+        return "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
+    if option.get("type") == "array":
+        if is_section(option["items"]):
+            return "a list of sections, each with '- ' before its first key"
+        return f"a list such as [a, b], each item {allowed(option['items'])}"
+    limits = [
+        f"{word} {option[key]}"
+        for key, word in _LIMITS
+        if key in option and (with_caps or option[key] < 10**9)
+    ]
+    return ", ".join((_NOUNS.get(option.get("type", ""), "a value"), *limits))
