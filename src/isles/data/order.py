@@ -1,0 +1,141 @@
+"""Which sample comes when: index arithmetic that needs the seed and the sample index alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from isles.data.rng import Int64Array, UInt64Array, draw, key_from
+
+PERIOD = 65_536
+"""Samples in which every weighted source gets exactly its share."""
+
+_ROUNDS = 6
+
+
+def permute(index: Int64Array, n: int, key: UInt64Array) -> Int64Array:
+    """The place of each index in a random order of 0..n-1, without holding that order in memory.
+
+    A Feistel network over the next power of two, walked until it lands below n (cycle walking).
+
+    Args:
+        index: int64, each in 0..n-1.
+        n: how many there are; at most 2**62.
+        key: from `key_from`; one, or one for each index. Each key is another order.
+
+    Source: Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains, section 5.
+    """
+    assert 1 <= n <= 2**62
+    bits = max(2, (n - 1).bit_length())
+    keys = np.broadcast_to(key, index.shape)
+    placed = _feistel(index, bits, keys)
+    outside = np.flatnonzero(placed >= n)
+    while outside.size:
+        placed[outside] = _feistel(placed[outside], bits, keys[outside])
+        outside = outside[placed[outside] >= n]
+    return placed
+
+
+def _feistel(values: Int64Array, bits: int, keys: UInt64Array) -> Int64Array:
+    low_bits = bits // 2
+    low_mask, high_mask = 2**low_bits - 1, 2 ** (bits - low_bits) - 1
+    low, high = values & low_mask, values >> low_bits
+    for number in range(_ROUNDS):
+        round_keys = keys + np.uint64(number << 32)
+        # The top bits of the draw are as good as the low ones, and stay positive as int64.
+        if number % 2:
+            low ^= (draw(round_keys, high) >> np.uint64(1)).view(np.int64) & low_mask
+        else:
+            high ^= (draw(round_keys, low) >> np.uint64(1)).view(np.int64) & high_mask
+    joined: Int64Array = (high << low_bits) | low
+    return joined
+
+
+def shares(weights: Sequence[float], slots: int) -> list[int]:
+    """Slots dealt in proportion to the weights: largest remainder, at least one each."""
+    assert 0 < len(weights) <= slots
+    total = sum(weights)
+    exact = [weight / total * slots for weight in weights]
+    dealt = [max(1, int(share)) for share in exact]
+    by_want = sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])
+    for i in range(slots - sum(dealt)):
+        dealt[by_want[i % len(dealt)]] += 1
+    while sum(dealt) > slots:  # the ones given to tiny sources come from the largest
+        dealt[dealt.index(max(dealt))] -= 1
+    return dealt
+
+
+class SampleOrder:
+    """The endless order of the samples of several sources.
+
+    It depends on the seed and the global sample index alone, never on ranks or batches.
+    Without weights, an epoch holds every sample of every source once. With weights, each run of
+    PERIOD samples holds each source in proportion, and each source is read in epochs of its own.
+
+    Args:
+        sizes: samples in each source; all positive.
+        weights: shares of the sources; None: no weights.
+        seed: another seed is another order.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, seed: int) -> None:
+        assert sizes and all(size > 0 for size in sizes), sizes
+        assert weights is None or len(weights) == len(sizes)
+        self._sizes = np.asarray(sizes, dtype=np.int64)
+        self._ends = np.cumsum(self._sizes)
+        self._seed = seed
+        self._slots = None if weights is None else np.asarray(shares(weights, PERIOD), np.int64)
+        # Two: a batch may lie across the border between periods.
+        self._deal = lru_cache(maxsize=2)(self._deal_period)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """As many samples as all sources have together."""
+        return int(self._ends[-1])
+
+    def locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Where the samples with these global indices lie.
+
+        Returns:
+            The source of each, and the sample within that source; int64.
+        """
+        if self._slots is None:
+            return self._locate_in_epoch(sample_ids)
+        return self._locate_by_weight(sample_ids)
+
+    def _locate_in_epoch(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        total = self.samples_per_epoch
+        epoch, place = np.divmod(sample_ids, total)
+        chosen = permute(place, total, key_from(self._seed, 0, epoch))
+        source = np.searchsorted(self._ends, chosen, side="right").astype(np.int64)
+        return source, chosen - (self._ends[source] - self._sizes[source])
+
+    def _locate_by_weight(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        assert self._slots is not None
+        period, slot = np.divmod(sample_ids, PERIOD)
+        source, drawn = np.empty_like(slot), np.empty_like(slot)
+        for number in np.unique(period):
+            here = period == number
+            sources, ranks = self._deal(int(number))
+            source[here] = sources[slot[here]]
+            drawn[here] = ranks[slot[here]] + number * self._slots[source[here]]
+        sample = np.empty_like(slot)
+        for k in np.unique(source):
+            here = source == k
+            size = int(self._sizes[k])
+            epoch, place = np.divmod(drawn[here], size)
+            sample[here] = permute(place, size, key_from(self._seed, 1, int(k), epoch))
+        return source, sample
+
+    def _deal_period(self, period: int) -> tuple[Int64Array, Int64Array]:
+        """For each slot of one period: its source, and how many earlier slots that source has."""
+        assert self._slots is not None
+        ends = np.cumsum(self._slots)
+        chosen = permute(np.arange(PERIOD), PERIOD, key_from(self._seed, 2, period))
+        sources = np.searchsorted(ends, chosen, side="right").astype(np.int64)
+        by_source = np.argsort(sources, kind="stable")
+        ranks = np.empty(PERIOD, dtype=np.int64)
+        ranks[by_source] = np.arange(PERIOD) - np.repeat(ends - self._slots, self._slots)
+        return sources, ranks

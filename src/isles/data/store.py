@@ -1,0 +1,106 @@
+"""Prepared tokens on disk: what a folder of them holds, opened and verified."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from isles.data.rng import Int64Array
+from isles.errors import DataError
+from isles.rundir.records import read_record
+
+FORMAT = 1
+"""Of the files, and of how text becomes tokens; another number is another key."""
+
+TOKENS = "tokens.bin"
+DOCUMENTS = "docs.npy"
+MANIFEST = "manifest.json"
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+def find_fault(folder: Path) -> str | None:
+    """Why this folder is not whole, or None: the manifest is there and the sizes are right."""
+    manifest = read_record(folder / MANIFEST)
+    if manifest is None:
+        return f"{MANIFEST} is missing or damaged"
+    if manifest.get("format") != FORMAT:
+        return f"{MANIFEST} has format {manifest.get('format')}, not {FORMAT}"
+    for name in (TOKENS, DOCUMENTS):
+        expected = manifest["files"][name]["size_bytes"]
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if size != expected:
+            return f"{name} has {size} bytes instead of {expected}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStore:
+    """The tokens of one source, memory-mapped. Each document ends with the end-of-text id.
+
+    Args:
+        folder: where it lies.
+        name: the source, for messages.
+        tokens: all tokens, document after document; uint16 or uint32.
+        document_ends: for each document, the place after its last token.
+        end_of_text_id: the id that ends every document.
+        max_token_id: the largest id there is.
+    """
+
+    folder: Path
+    name: str
+    tokens: TokenArray
+    document_ends: Int64Array
+    end_of_text_id: int
+    max_token_id: int
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore:
+        """A folder that `prepare` returned.
+
+        Raises:
+            DataError: it is not whole.
+        """
+        fault = find_fault(folder)
+        if fault is not None:
+            raise DataError(
+                f"the prepared tokens are not whole: {fault}",
+                where=str(folder),
+                fix="start again: they are prepared anew",
+            )
+        manifest = cast("dict[str, Any]", read_record(folder / MANIFEST))
+        tokens = np.memmap(folder / TOKENS, dtype=manifest["dtype"], mode="r")
+        ends = np.load(folder / DOCUMENTS, mmap_mode="r", allow_pickle=False)
+        return cls(
+            folder=folder,
+            name=manifest["name"],
+            tokens=tokens.view(np.ndarray),  # a plain view: slicing a memmap object is slow
+            document_ends=ends.view(np.ndarray),
+            end_of_text_id=manifest["end_of_text_id"],
+            max_token_id=manifest["max_token_id"],
+        )
+
+    def verify(self) -> None:
+        """Read every byte and compare with the hashes that were taken when it was written.
+
+        Raises:
+            DataError: a file has changed.
+        """
+        manifest = cast("dict[str, Any]", read_record(self.folder / MANIFEST))
+        for name, facts in manifest["files"].items():
+            with (self.folder / name).open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != facts["sha256"]:
+                raise DataError(
+                    f"{name} has changed since it was prepared",
+                    where=str(self.folder),
+                    fix=f"rm -r {self.folder}: it is prepared anew at the next start",
+                )

@@ -1,0 +1,186 @@
+"""Text to token ids: loading, training and naming a tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isles.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+"""The one special token of a tokenizer trained here."""
+
+TRAINING_TEXT_BYTES = 256 * 2**20
+"""A tokenizer is trained on at most this much text, about."""
+
+PIECE_CHARS = 2**18
+"""Longer documents are tokenized in pieces of about this many characters, each cut after a line.
+
+Tokenizers need some 100 bytes a token at once, and some are quadratic in a text without spaces.
+"""
+
+_LOCAL_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+_FIX = (
+    "name a folder or hub id that holds a tokenizer in tokenizer.name_or_path, or train one on the "
+    "data with tokenizer.train_vocab_size"
+)
+
+
+def load_tokenizer(
+    name_or_path: str, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """A Hugging Face tokenizer from a local folder or the hub.
+
+    Raises:
+        DataError: there is none, or it does not work.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if not any((path / name).is_file() for name in _LOCAL_FILES):
+            raise DataError("the folder holds no tokenizer", where=str(path), fix=_FIX)
+        name_or_path = str(path)
+    elif name_or_path.startswith(("/", ".", "~")):
+        raise DataError("there is no such folder", where=name_or_path, fix=_FIX)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    # Tokenizer classes let whatever their files provoke pass through.
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"the tokenizer cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
+            where=name_or_path,
+            fix=_FIX,
+        ) from error
+    # A model type without tokenizer files yields an empty vocabulary instead of an error.
+    if not encode(tokenizer, ["The quick brown fox."])[0]:
+        raise DataError("the tokenizer knows no tokens", where=name_or_path, fix=_FIX)
+    return tokenizer
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of this many tokens; the same documents give the same tokenizer.
+
+    Only about the first TRAINING_TEXT_BYTES of the documents are used. END_OF_TEXT, id 0, ends
+    documents and pads.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    assert vocab_size >= 257, "256 bytes and the end of text"
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_first_pieces(documents), trainer)
+    if bpe.get_vocab_size() < vocab_size:
+        log.warning(
+            "tokenizer tokens=%d asked=%d: the text has no more pairs to merge",
+            bpe.get_vocab_size(),
+            vocab_size,
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _first_pieces(documents: Iterable[str]) -> Iterator[str]:
+    read = 0
+    for document in documents:
+        for piece in _pieces(document):
+            yield piece
+            read += len(piece)
+            if read >= TRAINING_TEXT_BYTES:
+                log.info("tokenizer trained_on_chars=%d: the rest is not needed", read)
+                return
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Names what the ids of a text depend on: equal before saving and after loading."""
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Truncation and padding change with use; the last two do not touch ids as we ask for them.
+        for part in ("truncation", "padding", "post_processor", "decoder"):
+            state.pop(part, None)
+    else:
+        state = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+        vocab_file = getattr(tokenizer, "vocab_file", None)
+        if vocab_file and Path(vocab_file).is_file():
+            state["file"] = hashlib.sha256(Path(vocab_file).read_bytes()).hexdigest()
+    state["eos"] = tokenizer.eos_token_id
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that ends every document.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no eos_token, which ends every document",
+            where=str(tokenizer.name_or_path or type(tokenizer).__name__),
+            fix="set eos_token in its tokenizer_config.json, or train a tokenizer on the data with "
+            "tokenizer.train_vocab_size",
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id; larger than the number of tokens where ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:
+    """The ids of each document, without special tokens around them."""
+    pieces = [_pieces(document) for document in documents]
+    encoded: list[list[int]] = tokenizer(
+        [piece for parts in pieces for piece in parts],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # a document may be longer than the model's context
+    )["input_ids"]
+    if len(encoded) == len(documents):
+        return encoded
+    rest = iter(encoded)
+    return [[token for _ in parts for token in next(rest)] for parts in pieces]
+
+
+def _pieces(text: str) -> list[str]:
+    cuts = [0]
+    while len(text) - cuts[-1] > PIECE_CHARS:
+        earliest, latest = cuts[-1] + PIECE_CHARS // 2, cuts[-1] + PIECE_CHARS
+        line = text.rfind("\n", earliest, latest) + 1
+        # A space belongs to the word after it.
+        cuts.append(line or max(text.rfind(" ", earliest, latest), 0) or latest)
+    return [text[start:end] for start, end in pairwise([*cuts, len(text)])]

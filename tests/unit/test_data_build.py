@@ -1,0 +1,125 @@
+"""A run's data, put together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isles.config.data import DataConfig, SourceConfig
+from isles.data.build import build_datasets, documents_for_tokenizer
+from isles.data.samples import FAKE_SAMPLES
+from isles.data.tokenizer import train_tokenizer
+from isles.dist.batch import IGNORE_INDEX
+from isles.errors import CommunicationError, DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["some words, and some more words"], 260)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    file = tmp_path / "corpus.jsonl"
+    rows = [{"text": f"document {i}: " + "words " * (i % 7 + 1)} for i in range(100)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def build(data: DataConfig, tokenizer: Any, cache: Path, *, seed: int = 0, **keys: Any):
+    keys = {"is_preparer": True, "progress": lambda text: None, **keys}
+    return build_datasets(data, tokenizer, cache, seed=seed, **keys)
+
+
+def section(*paths: Path | str, weights: tuple[float, ...] | None = None, **keys: Any):
+    sources = tuple(
+        SourceConfig(path=str(path), weight=weights[i] if weights else None)
+        for i, path in enumerate(paths)
+    )
+    return DataConfig(sources=sources, **keys)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_training_and_validation_set(tokenizer, corpus: Path, tmp_path: Path, packing: bool):
+    data = section(corpus, seq_length=16, packing=packing, validation_fraction=0.1)
+    training, validation = build(data, tokenizer, tmp_path / "cache")
+    assert validation is not None
+    assert training.num_samples > 5 * validation.num_samples > 0
+    assert 0 < training.vocab_size_needed <= 260
+    inputs, targets = training.batch(np.arange(training.num_samples))
+    assert inputs.shape == (training.num_samples, 16)
+    assert training.num_targets(np.arange(training.num_samples)) == (targets != -100).sum()
+    # All ranks and all restarts see the same; another seed holds out other documents.
+    again, _ = build(data, tokenizer, tmp_path / "cache", is_preparer=False)
+    assert np.array_equal(again.batch(np.arange(9))[0], training.batch(np.arange(9))[0])
+    other, _ = build(data, tokenizer, tmp_path / "cache", seed=1)
+    assert not np.array_equal(other.batch(np.arange(9))[0], training.batch(np.arange(9))[0])
+
+
+def test_documents_do_not_leak(tokenizer, corpus: Path, tmp_path: Path):
+    data = section(corpus, seq_length=256, packing=False, validation_fraction=0.3)
+    training, validation = build(data, tokenizer, tmp_path / "cache")
+    texts = []
+    for part in (training, validation):
+        inputs, targets = part.batch(np.arange(part.num_samples))
+        texts.append(
+            {
+                tokenizer.decode(row[: (goal != IGNORE_INDEX).sum()].tolist()).split(":")[0]
+                for row, goal in zip(inputs, targets, strict=True)
+            }
+        )
+    assert len(texts[0]) == 70 and len(texts[1]) == 30 and not texts[0] & texts[1]
+
+
+def test_no_validation(tokenizer, corpus: Path, tmp_path: Path):
+    data = section(corpus, seq_length=16, validation_fraction=0.0)
+    assert build(data, tokenizer, tmp_path / "cache")[1] is None
+
+
+def test_weights(tokenizer, corpus: Path, tmp_path: Path):
+    other = tmp_path / "other.txt"
+    other.write_text("ZZZZZZZZ\n" * 2000)
+    data = section(corpus, other, weights=(3.0, 1.0), seq_length=16)
+    training, validation = build(data, tokenizer, tmp_path / "cache")
+    z = tokenizer("Z")["input_ids"][0]
+    for dataset in (training, validation):
+        inputs, _ = dataset.batch(np.arange(4000))
+        assert abs((inputs == z).any(axis=1).mean() - 0.25) < 0.04
+
+
+def test_too_little_text(tokenizer, tmp_path: Path):
+    file = tmp_path / "a.txt"
+    file.write_text("0123456789")
+    with pytest.raises(DataError, match="9 training tokens of 1 documents") as caught:
+        build(section(file, seq_length=32), tokenizer, tmp_path / "cache")
+    assert "data.seq_length to 8 or less" in caught.value.fix
+    training, validation = build(section(file, seq_length=8), tokenizer, tmp_path / "cache")
+    assert training.num_samples == 1 and validation is not None
+    assert validation.num_targets(np.arange(1)) == 1
+
+
+def test_fake_data_needs_no_tokenizer(tmp_path: Path):
+    data = DataConfig(sources=(SourceConfig(type="fake"),), seq_length=8)
+    training, validation = build(data, None, tmp_path / "cache", vocab_size=77)
+    assert training.num_samples == training.samples_per_epoch == FAKE_SAMPLES
+    assert validation is not None and validation.num_samples == round(0.02 * FAKE_SAMPLES)
+    assert training.vocab_size_needed == 77
+    assert training.num_targets(np.arange(5)) == 40
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(DataError, match="every source is fake"):
+        next(documents_for_tokenizer(data))
+
+
+def test_text_for_a_tokenizer_comes_from_all_sources_in_turn(corpus: Path, tmp_path: Path):
+    (tmp_path / "b.txt").write_text("the other")
+    texts = list(documents_for_tokenizer(section(corpus, tmp_path / "b.txt")))
+    assert len(texts) == 101 and texts[1] == "the other" and texts[2].startswith("document 1:")
+
+
+def test_a_rank_that_waits_does_so_in_time(tokenizer, corpus: Path, tmp_path: Path):
+    with pytest.raises(CommunicationError, match="no process has begun"):
+        build(section(corpus), tokenizer, tmp_path / "none", is_preparer=False, no_progress_s=0.1)

@@ -1,0 +1,131 @@
+"""Loading, training and naming tokenizers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isles.config.data import SourceConfig
+from isles.data import tokenizer as module
+from isles.data.sources import open_source, read_source
+from isles.data.tokenizer import (
+    END_OF_TEXT,
+    PIECE_CHARS,
+    encode,
+    end_of_text_id,
+    load_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+    vocabulary_size,
+)
+from isles.errors import DataError
+
+DOCS = SourceConfig(path="python-docs")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(read_source(open_source(DOCS)), 600)
+
+
+def test_a_trained_tokenizer_gives_text_back(trained):
+    assert len(trained) == vocabulary_size(trained) == 600
+    assert trained.eos_token == trained.bos_token == trained.pad_token == END_OF_TEXT
+    assert end_of_text_id(trained) == 0
+    text = 'The "for" statement\n\n\tzwölf 😀 \x00'
+    (ids,) = encode(trained, [text])
+    assert trained.decode(ids) == text and 0 not in ids
+
+
+def test_training_is_deterministic_over_processes(trained):
+    script = (
+        "from isles.config.data import SourceConfig\n"
+        "from isles.data.sources import open_source, read_source\n"
+        "from isles.data.tokenizer import train_tokenizer, tokenizer_digest\n"
+        "docs = read_source(open_source(SourceConfig(path='python-docs')))\n"
+        "print(tokenizer_digest(train_tokenizer(docs, 600)))\n"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert other.stdout.strip() == tokenizer_digest(trained)
+
+
+def test_the_digest_survives_saving_and_use(trained, tmp_path: Path):
+    digest = tokenizer_digest(trained)
+    trained.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert tokenizer_digest(loaded) == digest
+    loaded(["a", "b c"], truncation=True, max_length=1, padding="max_length")
+    assert tokenizer_digest(loaded) == digest
+    loaded.add_tokens(["another"])
+    assert tokenizer_digest(loaded) != digest
+
+
+def test_little_text_gives_a_warning(caplog: pytest.LogCaptureFixture):
+    tokenizer = train_tokenizer(["aaa bbb"], 5000)
+    assert len(tokenizer) < 5000
+    assert "asked=5000" in caplog.text
+
+
+def test_training_stops_reading_after_enough(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "TRAINING_TEXT_BYTES", 1000)
+    read = []
+
+    def documents():
+        for number in range(100):
+            read.append(number)
+            yield "ab " * 100
+
+    train_tokenizer(documents(), 260)
+    assert len(read) < 10
+
+
+@given(st.text(alphabet="ab \n", max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_pieces_are_the_text(text: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE_CHARS", 8)
+        pieces = module._pieces(text)
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= 8 for piece in pieces) or text == ""
+
+
+def test_a_very_long_document_takes_no_longer_than_its_parts(trained):
+    text = "some words of a long document 😀\n" * (2 * PIECE_CHARS // 32)
+    start = time.perf_counter()
+    ids = encode(trained, [text, "", "short"])
+    assert time.perf_counter() - start < 20
+    assert trained.decode(ids[0]) == text
+    assert ids[1] == [] and ids[2] == encode(trained, ["short"])[0]
+
+
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(DataError, match="holds no tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "train_vocab_size" in caught.value.fix
+    with pytest.raises(DataError, match="no such folder"):
+        load_tokenizer(str(tmp_path / "none"))
+
+
+def test_a_damaged_tokenizer_is_an_error(trained, tmp_path: Path):
+    trained.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_end_of_text_is_an_error():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+    with pytest.raises(DataError, match="no eos_token"):
+        end_of_text_id(bare)
