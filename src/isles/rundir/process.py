@@ -52,8 +52,9 @@ class ProcessId:
         """Whether it still runs. Only meaningful on its own host."""
         try:
             process = psutil.Process(self.pid)
-            # One clock tick apart is the same start: the kernel counts in hundredths.
-            same = abs(process.create_time() - self.started) < 0.05
+            # psutil derives the time from the boot time in whole seconds, which a correction of
+            # the clock moves by one.
+            same = abs(process.create_time() - self.started) < 2.0
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_text_atomic(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a file with `text`: a reader sees the old one or the new one, never a part.
+
+    Args:
+        path: the file.
+        text: its new content.
+        durable: wait until it would survive a power cut.
 
     Raises:
         OSError: the folder is missing, read-only or full; the old file is as it was.
@@ -20,7 +25,8 @@ def write_text_atomic(path: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:
@@ -28,9 +34,10 @@ def write_text_atomic(path: Path, text: str) -> None:
         raise
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write one JSON record, atomically."""
-    write_text_atomic(path, json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
+def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) -> None:
+    """Write one JSON record, atomically. See `write_text_atomic`."""
+    text = json.dumps(record, indent=1, allow_nan=False, default=str) + "\n"
+    write_text_atomic(path, text, durable=durable)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

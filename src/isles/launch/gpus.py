@@ -1,0 +1,123 @@
+"""The GPUs of this machine, by nvidia-smi: without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from isles.rundir.env import visible_devices
+
+_QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=csv,noheader")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGpu:
+    """One GPU that a rank could use.
+
+    Args:
+        name: as the driver reports it.
+        uuid: as the driver reports it.
+        memory_bytes: memory on the card; None where the driver does not say.
+    """
+
+    name: str
+    uuid: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFinding:
+    """The GPUs that are visible, and what is wrong with asking for them.
+
+    Args:
+        gpus: in the order of local ranks.
+        warning: why the list may be incomplete; empty when all is well.
+    """
+
+    gpus: tuple[LocalGpu, ...]
+    warning: str = ""
+
+
+def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) -> GpuFinding:
+    """The GPUs that this process' children would see.
+
+    No nvidia-smi means no GPU. One that fails is a warning, since the GPUs may well be there.
+
+    Args:
+        environ: CUDA_VISIBLE_DEVICES and PATH are taken from it.
+        timeout_s: longest wait for nvidia-smi, which hangs when a driver does.
+    """
+    wanted = visible_devices(environ)
+    if wanted == []:
+        return GpuFinding(())
+    try:
+        answer = subprocess.run(
+            _QUERY,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError:
+        return GpuFinding(())
+    except subprocess.TimeoutExpired:
+        return _unknown(f"nvidia-smi gave no answer in {timeout_s:g} s")
+    except OSError as error:
+        return _unknown(f"nvidia-smi cannot be run: {error.strerror}")
+    return _finding_from_answer(answer, wanted)
+
+
+def _finding_from_answer(
+    answer: subprocess.CompletedProcess[str], wanted: list[str] | None
+) -> GpuFinding:
+    said = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
+    if said and said[0].lower().startswith("no devices were found"):
+        return GpuFinding(())
+    if answer.returncode:
+        cause = said[0] if said else "no message"
+        return _unknown(f"nvidia-smi failed with exit code {answer.returncode}: {cause}")
+    present = [gpu for line in answer.stdout.splitlines() if (gpu := _gpu_from_line(line))]
+    return GpuFinding(tuple(present)) if wanted is None else _select(present, wanted)
+
+
+def _unknown(cause: str) -> GpuFinding:
+    return GpuFinding(
+        (), f"{cause}; going on as if there were no GPU. If there is one, check its driver."
+    )
+
+
+def _gpu_from_line(line: str) -> LocalGpu | None:
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) < 4:
+        return None
+    # A name may hold a comma; the other three fields cannot.
+    name, uuid, memory = ", ".join(parts[1:-2]), parts[-2], parts[-1].removesuffix("MiB").strip()
+    return LocalGpu(name, uuid, int(memory) * 2**20 if memory.isdigit() else None)
+
+
+def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
+    """What CUDA shows for CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there."""
+    chosen: list[LocalGpu] = []
+    for entry in wanted:
+        gpu = _find_entry(present, entry)
+        if gpu is None:
+            return GpuFinding(
+                tuple(chosen),
+                f"CUDA_VISIBLE_DEVICES names {entry}, and this machine has no such GPU "
+                f"({len(present)} there); CUDA ignores it and all after it.",
+            )
+        chosen.append(gpu)
+    return GpuFinding(tuple(chosen))
+
+
+def _find_entry(present: list[LocalGpu], entry: str) -> LocalGpu | None:
+    if entry.isdigit():
+        return present[int(entry)] if int(entry) < len(present) else None
+    if entry.startswith("MIG-"):
+        return LocalGpu("MIG device", entry, None)  # nvidia-smi's query does not list them
+    return next((gpu for gpu in present if gpu.uuid.startswith(entry)), None)

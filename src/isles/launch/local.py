@@ -1,0 +1,129 @@
+"""The local launcher: the ranks of this machine, under one agent process."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from isles.errors import UserError
+from isles.launch.base import Job, JobId, JobState
+from isles.rundir.begin import write_launch
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.signals import kill_now
+
+
+def local_job(
+    run_dir: RunDir,
+    attempt: Attempt,
+    *,
+    world_size: int,
+    device: str,
+    resumed_from: Path | None = None,
+) -> Job:
+    """The job that trains a run on this machine."""
+    asked = ("--resume-from", str(resumed_from.absolute())) if resumed_from else ()
+    command = (
+        sys.executable,
+        "-m",
+        "isles.train.agent",
+        str(run_dir.path.absolute()),
+        "--attempt",
+        str(attempt.number),
+        "--nproc-per-node",
+        str(world_size),
+        *asked,
+    )
+    return Job(run_dir, attempt, world_size, device, command, resumed_from)
+
+
+class LocalLauncher:
+    """Starts the agent in a session of its own, so that the run outlives the terminal."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """`environ`: what the job inherits."""
+        self._environ = environ
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+
+    def render(self, job: Job) -> str:
+        """The command line, with the variables that are added to the environment."""
+        added = [f"{key}={value}" for key, value in self._added(job).items()]
+        return shlex.join([*(["env", *added] if added else []), *job.command])
+
+    def submit(self, job: Job) -> JobId:
+        """Start the agent and record it; its output goes to the attempt's agent.log.
+
+        Raises:
+            UserError: the machine cannot start a process.
+        """
+        try:
+            with job.attempt.agent_log.open("ab") as log:
+                child = subprocess.Popen(
+                    job.command,
+                    env={**self._environ, **self._added(job)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise UserError(
+                f"the run cannot be started: {error.strerror or error}",
+                where=str(error.filename or job.attempt.path),
+                fix="make room for a new process or file on this machine, then start again",
+            ) from error
+        self._children[child.pid] = child
+        # Even a child that has ended keeps its pid and start time until it is waited for.
+        process = ProcessId.of(child.pid)
+        write_launch(
+            job.attempt,
+            process,
+            world_size=job.world_size,
+            device=job.device,
+            command=job.command,
+            resumed_from=job.resumed_from,
+        )
+        return process
+
+    def state(self, job_id: JobId) -> JobState:
+        """Whether the agent still runs."""
+        child = self._children.get(job_id.pid)
+        if child is not None:
+            child.poll()
+        return "running" if job_id.is_alive() else "ended"
+
+    def cancel(self, job_id: JobId) -> None:
+        """Kill the agent; its ranks end with it."""
+        kill_now(job_id)
+
+    def _added(self, job: Job) -> dict[str, str]:
+        """Variables that make a good start on one machine, where the user has set none."""
+        added = {}
+        if job.device == "cpu":
+            # Without it every rank starts a thread per core, and they fight for the cores.
+            added["OMP_NUM_THREADS"] = str(max(1, _num_cores() // job.world_size))
+        loopback = _loopback()
+        if loopback:
+            added["GLOO_SOCKET_IFNAME"] = loopback
+            added["NCCL_SOCKET_IFNAME"] = loopback
+        return {key: value for key, value in added.items() if key not in self._environ}
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _loopback() -> str | None:
+    """The interface that reaches this machine only, so that no port is open to the network."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return None

@@ -1,0 +1,64 @@
+"""Commands of the worker wing, each run in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from isles import __version__
+from isles.errors import ExitCode, MissingDependencyError
+from isles.rundir.paths import RunDir
+
+NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def require_train() -> None:
+    """Make sure that this installation can train.
+
+    Raises:
+        MissingDependencyError: a package is missing; the message says how to install it.
+    """
+    missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"this command needs packages that are not installed: {', '.join(missing)}",
+            where=sys.executable,
+            fix="pip install 'isles[train]'",
+        )
+
+
+def version_lines() -> list[str]:
+    """Versions of isles and of what it builds on."""
+    lines = [f"isles {__version__}", f"python {sys.version.split()[0]}"]
+    for name in NEEDED_TO_TRAIN:
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return lines
+
+
+def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
+    """Run a worker command on this terminal and give its exit code.
+
+    Args:
+        verb: export, generate or eval.
+        run_dir: the run.
+        options: by their names; those that are None are left to the command.
+
+    Raises:
+        MissingDependencyError: this installation cannot train.
+    """
+    require_train()
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    command = [sys.executable, "-m", "isles.train.verbs", verb, str(run_dir.path), *given]
+    with subprocess.Popen(command) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.wait()  # Ctrl+C on the terminal has reached it as well
+            return ExitCode.INTERRUPTED
+    return code if code >= 0 else 128 - code

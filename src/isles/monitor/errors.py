@@ -1,0 +1,83 @@
+"""Why a run failed: the rank that caused it first, the others as one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from isles.rundir.paths import Attempt
+from isles.rundir.records import read_record
+from isles.rundir.state import number_of
+
+_TRACEBACK_LINES = 15
+_LOG_LINES = 15
+
+
+def find_culprit(attempt: Attempt) -> dict[str, Any] | None:
+    """The error that ended an attempt: an error record, or the outcome's; None if there is none.
+
+    A rank's own error comes before the agent's verdict, and that before the errors of ranks
+    that only lost touch with the others. Among equals the earliest is the cause.
+    """
+    records = [record for path in _error_files(attempt) if (record := read_record(path))]
+    records.sort(key=lambda record: number_of(record, "at") or 0.0)
+    own = [record for record in records if not record.get("is_communication")]
+    if own:
+        return own[0]
+    verdict = (read_record(attempt.outcome) or {}).get("error")
+    if isinstance(verdict, dict):
+        return verdict
+    return records[0] if records else None
+
+
+def failure_lines(attempt: Attempt) -> list[str]:
+    """The failure as it is shown to the user; the first line begins with `error: `."""
+    outcome = read_record(attempt.outcome) or {}
+    culprit = find_culprit(attempt)
+    if culprit is None:
+        what = (
+            outcome.get("reason")
+            or "the processes of this run are gone and have left no word: killed, perhaps"
+        )
+        return [f"error: {what}", *_agent_tail(attempt)]
+    rank = number_of(culprit, "rank")
+    what = str(culprit.get("what") or culprit.get("kind") or "unknown error").rstrip()
+    lines = [f"error: {what}"]
+    who = f"rank {rank:.0f} on {culprit.get('host', 'this host')}" if rank is not None else ""
+    where = str(culprit.get("where") or "")
+    places = [who, where] if who not in where else [where]
+    if any(places):
+        lines.append(f"  where: {', '.join(place for place in places if place)}")
+    trace = str(culprit.get("traceback") or "").rstrip().splitlines()
+    if culprit.get("fix"):
+        lines.append(f"  fix: {culprit['fix']}")
+    elif trace:
+        # No fix: nobody foresaw this error, and where it came from is all there is.
+        lines += ["  traceback (its end):", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
+    log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
+    if log.is_file():
+        lines.append(f"  log: {log}")
+    return lines + _others(attempt)
+
+
+def _error_files(attempt: Attempt) -> list[Path]:
+    return sorted(attempt.path.glob("rank-*.error.json"))
+
+
+def _others(attempt: Attempt) -> list[str]:
+    count = int(number_of(read_record(attempt.launch), "world_size") or 1) - 1
+    if count < 1:
+        return []
+    return [f"  {count} other rank{'s' if count > 1 else ''} stopped because of it"]
+
+
+def _agent_tail(attempt: Attempt) -> list[str]:
+    """The end of what the agent printed, for an end that left no record."""
+    try:
+        text = attempt.agent_log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    tail = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    if not tail:
+        return []
+    return [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]

@@ -1,0 +1,99 @@
+"""`isles status`: runs as a table, one run as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.table import Table
+
+from isles.facts.units import format_count, format_duration
+from isles.monitor.collect import RunReport
+
+_COLOURS = {
+    "running": "green",
+    "finished": "blue",
+    "stopped": "yellow",
+    "failed": "red",
+    "killed": "red",
+}
+
+
+def runs_table(reports: Sequence[RunReport]) -> Table:
+    """One row a run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started"):
+        table.add_column(column, no_wrap=True)
+    for report in reports:
+        colour = _COLOURS.get(report.state, "")
+        table.add_row(
+            report.name,
+            f"[{colour}]{report.state}[/]" if colour else report.state,
+            steps_text(report.step, report.total_steps),
+            _number(report.loss),
+            format_count(report.tokens_per_second) if report.tokens_per_second else "-",
+            format_duration(report.eta_s) if report.eta_s is not None else "-",
+            f"step {report.checkpoint_step}" if report.checkpoint_step is not None else "-",
+            _moment(report.begun_at),
+        )
+    return table
+
+
+def report_lines(report: RunReport) -> list[str]:
+    """One run, in full."""
+    rows = [
+        ("state", _state_text(report)),
+        ("step", steps_text(report.step, report.total_steps)),
+        ("loss", _number(report.loss)),
+        ("eval loss", _number(report.eval_loss)),
+        (
+            "speed",
+            f"{format_count(report.tokens_per_second)} tokens/s"
+            if report.tokens_per_second
+            else "-",
+        ),
+        ("left", format_duration(report.eta_s) if report.eta_s is not None else "-"),
+        ("saved", _saved_text(report)),
+        ("started", _moment(report.begun_at)),
+        ("where", _where_text(report)),
+        ("directory", report.path),
+    ]
+    lines = [report.name, *(f"  {key:<10} {value}" for key, value in rows if value != "-")]
+    return [*lines, f"  {report.hint}"] if report.hint else lines
+
+
+def steps_text(step: int | None, total: int | None) -> str:
+    """`30/60`, `30` where the length is not known in steps, or `-`."""
+    if step is None:
+        return "-"
+    return f"{step}/{total}" if total is not None else str(step)
+
+
+def _state_text(report: RunReport) -> str:
+    text: str = report.state
+    if report.phase:
+        text += f": {report.phase}" + (f", {report.detail}" if report.detail else "")
+    if report.state == "killed":
+        text += ": its processes are gone and have left no outcome"
+    return f"{text}: {report.reason}" if report.reason not in ("", report.state) else text
+
+
+def _saved_text(report: RunReport) -> str:
+    if report.checkpoint_step is None:
+        return "-"
+    return f"step {report.checkpoint_step}, {_moment(report.checkpoint_at)}"
+
+
+def _where_text(report: RunReport) -> str:
+    if report.host is None:
+        return "-"
+    ranks = f"{report.world_size} x {report.device} on " if report.world_size else ""
+    return f"{ranks}{report.host} (pid {report.pid}, attempt {report.attempt})"
+
+
+def _moment(at: float | None) -> str:
+    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S") if at is not None else "-"
+
+
+def _number(value: float | None) -> str:
+    return f"{value:.4f}" if value is not None else "-"

@@ -1,0 +1,310 @@
+"""Beginning a run: a new run directory, or one to go on in."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.config.resolve import Resolved, dump_resolved, load_resolved
+from isles.config.resume import Change, changed_mathematics
+from isles.errors import UserError
+from isles.facts.units import format_duration
+from isles.rundir.find import find_run, is_run_dir, numbered_runs
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record, write_record, write_text_atomic
+from isles.rundir.state import AttemptState, Clock, attempt_state, run_state
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The run directory of a run that is about to start.
+
+    Args:
+        run_dir: where it is, or where `choose_run` would put it.
+        resumed: whether it goes on in a directory that was there.
+        note: one or more lines for the user; empty when there is nothing to say.
+        resume_from: the checkpoint to load; None: the newest whole one, if there is any.
+    """
+
+    run_dir: RunDir
+    resumed: bool
+    note: str
+    resume_from: Path | None = None
+
+
+def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
+    """What `begin_run` would do, without doing it.
+
+    Args:
+        resolved: the run file with its derived values.
+        resume: `auto`, `no`, or the path of a run directory or of a checkpoint in one.
+        now: the clock.
+
+    Raises:
+        UserError: the run is running already, cannot be gone on with, or is not there.
+    """
+    match resume:
+        case "auto":
+            return _choose_auto(resolved, now)
+        case "no":
+            return Begun(_next_run(resolved), resumed=False, note="")
+        case _:
+            return _choose_given(resolved, resume, now)
+
+
+def begin_run(resolved: Resolved, run_file_text: str, resume: str, now: Clock = time.time) -> Begun:
+    """Make the run directory, or choose the one to go on in, and write resolved.yaml into it.
+
+    Only one process of a run calls this: the launcher, or rank 0 where there is none.
+
+    Args:
+        resolved: the run file with its derived values.
+        run_file_text: the run file, word for word; a new run keeps it as run.yaml.
+        resume: as in `choose_run`.
+        now: the clock.
+
+    Raises:
+        UserError: as in `choose_run`, or the directory cannot be written.
+    """
+    begun = choose_run(resolved, resume, now)
+    with _clear_errors(begun.run_dir.path):
+        if begun.resumed:
+            write_text_atomic(begun.run_dir.resolved, dump_resolved(resolved))
+            return begun
+        run_dir = _make_run_dir(resolved)
+        try:
+            write_text_atomic(run_dir.run_file, run_file_text)
+            write_text_atomic(run_dir.resolved, dump_resolved(resolved))
+        except BaseException:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+            raise
+    note = begun.note.replace(begun.run_dir.name, run_dir.name)
+    return Begun(run_dir, resumed=False, note=note)
+
+
+def new_attempt(
+    run_dir: RunDir, run_file_text: str | None = None, now: Clock = time.time
+) -> Attempt:
+    """The folder of the next start of a run, claimed for this process.
+
+    Its launch record names this process until `write_launch` puts the agent there, so that of
+    two users who start the same run at once one is told that it is running.
+
+    Args:
+        run_dir: the run.
+        run_file_text: the run file of this start; kept beside its logs if it is not the first's.
+        now: the clock.
+
+    Raises:
+        UserError: the run is running, or the folder cannot be written.
+    """
+    folder = run_dir.path / "attempts"
+    with _clear_errors(folder):
+        folder.mkdir(exist_ok=True)
+        while True:
+            # One look decides both, so that nobody can start in between.
+            last = run_dir.last_attempt()
+            if last:
+                _refuse_running(run_dir, attempt_state(run_dir, last, now), now)
+            attempt = run_dir.attempt(last.number + 1 if last else 1)
+            staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
+            try:
+                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, now)
+                staged.rename(attempt.path)
+            except OSError as error:
+                shutil.rmtree(staged, ignore_errors=True)
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    continue  # somebody else took this number just now
+                raise
+            return attempt
+
+
+def write_launch(
+    attempt: Attempt,
+    process: ProcessId,
+    *,
+    world_size: int,
+    device: str,
+    command: tuple[str, ...],
+    resumed_from: Path | None = None,
+    now: Clock = time.time,
+) -> None:
+    """Record who runs an attempt: the agent, or rank 0 under a torchrun typed by hand.
+
+    Args:
+        attempt: the attempt.
+        process: the process that ends when the attempt does.
+        world_size: number of ranks.
+        device: cpu or cuda.
+        command: the command line that started it.
+        resumed_from: the checkpoint that was asked for by name.
+        now: the clock, for an attempt that `new_attempt` did not make.
+    """
+    claimed = read_record(attempt.launch) or {}
+    record: dict[str, Any] = {
+        "attempt": attempt.number,
+        **process.record(),
+        "world_size": world_size,
+        "device": device,
+        "command": list(command),
+        "begun_at": claimed.get("begun_at", now()),
+        "resumed_from": str(resumed_from) if resumed_from else None,
+    }
+    with _clear_errors(attempt.path):
+        write_record(attempt.launch, record)
+
+
+def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, now: Clock) -> None:
+    attempt.path.chmod(0o755)
+    claim = {"attempt": attempt.number, **ProcessId.of(os.getpid()).record(), "begun_at": now()}
+    write_record(attempt.launch, claim)
+    first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
+    if text is not None and text != first:
+        write_text_atomic(attempt.path / "run.yaml", text)
+
+
+def _output_dir(resolved: Resolved) -> Path:
+    return Path(resolved.config.output_dir).expanduser()
+
+
+def _next_run(resolved: Resolved) -> RunDir:
+    output_dir, name = _output_dir(resolved), resolved.config.name
+    with _clear_errors(output_dir):
+        taken = numbered_runs(output_dir, name)
+    return RunDir(output_dir / f"{name}-{taken[-1][0] + 1 if taken else 1}")
+
+
+def _make_run_dir(resolved: Resolved) -> RunDir:
+    _output_dir(resolved).mkdir(parents=True, exist_ok=True)
+    while True:
+        run_dir = _next_run(resolved)
+        try:
+            run_dir.path.mkdir()
+        except FileExistsError:
+            continue  # somebody else took this number just now
+        return run_dir
+
+
+def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
+    output_dir, name = _output_dir(resolved), resolved.config.name
+    fresh = _next_run(resolved)
+    with _clear_errors(output_dir):
+        # A directory without an attempt was never started, or is being made at this instant.
+        started = [
+            run
+            for _, run in numbered_runs(output_dir, name)
+            if is_run_dir(run.path) and run.attempts()
+        ]
+    if not started:
+        return Begun(fresh, resumed=False, note="")
+    run_dir = started[-1]
+    state = run_state(run_dir, now)
+    _refuse_running(run_dir, state, now)
+    if state.state == "finished":
+        note = f"{run_dir.name} is finished; this is a new run: {fresh.name}"
+        return Begun(fresh, resumed=False, note=note)
+    steps = [info.step for info in list_checkpoints(run_dir)]
+    changes = _changes(run_dir, resolved)
+    if changes and not steps:
+        note = (
+            f"{run_dir.name} ended before its first checkpoint, with other values; "
+            f"this is a new run: {fresh.name}"
+        )
+        return Begun(fresh, resumed=False, note=note)
+    if changes:
+        raise UserError(
+            f"{run_dir.name} is not finished, and these values have changed since:\n"
+            + _lines(changes),
+            where=str(run_dir.path),
+            fix="put them back to go on with it, or `--resume no` for a new run, or "
+            f"`--resume {run_dir.path}` to go on with the new values",
+        )
+    place = f"from step {steps[-1]}" if steps else "from the start: it has no checkpoint"
+    return Begun(run_dir, resumed=True, note=f"going on with {run_dir.name} {place}")
+
+
+def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
+    path = Path(resume).expanduser()
+    run_dir, checkpoint = RunDir(path), None
+    if not is_run_dir(path):
+        if path.parent.name == "checkpoints" and is_run_dir(path.parent.parent):
+            run_dir, checkpoint = RunDir(path.parent.parent), path
+        else:
+            run_dir = find_run(resume, _output_dir(resolved))
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError(
+            f"there is no checkpoint {checkpoint.name}",
+            where=str(checkpoint.parent),
+            fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
+        )
+    _refuse_running(run_dir, run_state(run_dir, now), now)
+    note = f"going on with {run_dir.name}"
+    if checkpoint:
+        note += f" from {checkpoint.name}"
+    try:
+        changes = _changes(run_dir, resolved)
+    except UserError as error:
+        note += f"; its old values could not be compared: {error.what}"
+    else:
+        if changes:
+            note += ", with these new values:\n" + _lines(changes)
+    return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)
+
+
+def _changes(run_dir: RunDir, resolved: Resolved) -> list[Change]:
+    try:
+        old = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"resolved.yaml cannot be read: {error}",
+            where=str(run_dir.resolved),
+            fix="`--resume no` starts a new run",
+        ) from error
+    return changed_mathematics(old.config, resolved.config)
+
+
+def _lines(changes: list[Change]) -> str:
+    return "\n".join(f"    {change.key}: {change.old} -> {change.new}" for change in changes)
+
+
+def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
+    if not state.is_alive or state.process is None:
+        return
+    age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
+    doing = "is running" if state.state == "running" else "is just ending"
+    raise UserError(
+        f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
+        where=str(run_dir.path),
+        fix=f"`isles stop {run_dir.name}` saves and stops it; `--resume no` starts a second run",
+    )
+
+
+@contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    """Say what the operating system's refusal to write under `path` means."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or path)
+        match error.errno:
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                what, fix = "there is no space left", "free some, or set another output_dir"
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                what, fix = "this folder cannot be written", "set output_dir to one that can"
+            case errno.ENOTDIR | errno.EEXIST:
+                what = "a file stands where a folder is needed"
+                fix = "move it away, or set another output_dir"
+            case _:
+                what = f"the run directory cannot be written: {error.strerror or error}"
+                fix = "set another output_dir"
+        raise UserError(what, where=where, fix=fix) from error

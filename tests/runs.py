@@ -1,0 +1,93 @@
+"""Runs for tests of the control wing: real records, and a real process as their agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.launch.base import Job
+from isles.launch.local import LocalLauncher
+from isles.monitor.stop import wait_for_end
+from isles.rundir.begin import new_attempt
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.signals import kill_now
+
+FAKE_AGENT = Path(__file__).with_name("fake_agent.py")
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Agent:
+    """A running fake agent, its records and its pipe."""
+
+    run_dir: RunDir
+    attempt: Attempt
+    process: ProcessId
+    orders: int
+    answers: int
+
+    def order(self, do: str, **fields: Any) -> None:
+        """Have the agent do something, and wait until it is done."""
+        os.write(self.orders, json.dumps({"do": do, **fields}).encode() + b"\n")
+        if do != "exit":
+            self.wait_for_answer()
+
+    def wait_for_answer(self) -> None:
+        """Wait for one line from the agent."""
+        ready, _, _ = select.select([self.answers], [], [], DEADLINE_S)
+        assert ready, "the fake agent has not answered in time"
+        assert os.read(self.answers, 64)
+
+
+def fake_job(run_dir: RunDir, attempt: Attempt, world_size: int = 1) -> Job:
+    """A job that runs the fake agent."""
+    path = str(run_dir.path)
+    command = (sys.executable, str(FAKE_AGENT), path, "--attempt", str(attempt.number))
+    return Job(run_dir, attempt, world_size, "cpu", command)
+
+
+def make_pipes(run_dir: RunDir) -> tuple[int, int]:
+    """The agent's two pipes, open here: orders and answers."""
+    for name in ("orders", "answers"):
+        os.mkfifo(run_dir.path / name)
+    # Read-write: opening waits for nobody, and a reader that ends breaks nothing.
+    return (
+        os.open(run_dir.path / "orders", os.O_RDWR),
+        os.open(run_dir.path / "answers", os.O_RDWR),
+    )
+
+
+def bare_run(path: Path) -> RunDir:
+    """A run directory with nothing in it that is read here."""
+    path.mkdir(parents=True)
+    run_dir = RunDir(path)
+    run_dir.resolved.write_text("config: {}\n")
+    run_dir.run_file.write_text("name: x\n")
+    return run_dir
+
+
+@contextmanager
+def running_agent(run_dir: RunDir, world_size: int = 1) -> Iterator[Agent]:
+    """A fake agent that runs as the next attempt of a run; killed at the end."""
+    orders, answers = make_pipes(run_dir)
+    attempt = new_attempt(run_dir)
+    process = LocalLauncher().submit(fake_job(run_dir, attempt, world_size))
+    agent = Agent(run_dir, attempt, process, orders, answers)
+    try:
+        agent.wait_for_answer()
+        yield agent
+    finally:
+        kill_now(process)
+        assert wait_for_end(process, DEADLINE_S)
+        os.close(orders)
+        os.close(answers)
+        for name in ("orders", "answers"):
+            (run_dir.path / name).unlink()

@@ -1,0 +1,308 @@
+"""Beginning a run: new, gone on with, or refused."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from isles.config.load import load_run_file
+from isles.config.resolve import Resolved, load_resolved, resolve
+from isles.errors import UserError
+from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_launch
+from isles.rundir.find import find_run, list_runs
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record, write_record
+from tests.runs import bare_run, running_agent
+
+
+def resolved_from(run_file: Path, *overrides: str) -> Resolved:
+    return resolve(load_run_file(run_file, overrides), num_gpus=0)
+
+
+def begin(run_file: Path, *overrides: str, resume: str = "auto") -> Begun:
+    return begin_run(resolved_from(run_file, *overrides), run_file.read_text(), resume)
+
+
+def dead_process() -> ProcessId:
+    """A process of this host that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = ProcessId.of(child.pid)
+    child.wait()
+    return process
+
+
+def end_attempt(run_dir: RunDir, state: str | None) -> Attempt:
+    """One attempt that has ended with this outcome; None: killed."""
+    attempt = new_attempt(run_dir)
+    write_launch(attempt, dead_process(), world_size=1, device="cpu", command=("x",))
+    if state:
+        write_record(attempt.outcome, {"state": state, "exit_code": 0, "at": time.time()})
+    return attempt
+
+
+def add_checkpoint(run_dir: RunDir, step: int) -> Path:
+    folder = run_dir.checkpoints / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    manifest = {"version": 1, "step": step, "files": {}, "created_at": 1.0}
+    write_record(folder / "manifest.json", manifest)
+    return folder
+
+
+def test_a_first_run_gets_number_one_and_keeps_its_run_file(run_file: Path) -> None:
+    begun = begin(run_file)
+    assert (begun.run_dir.name, begun.resumed, begun.note) == ("tiny-1", False, "")
+    assert begun.run_dir.run_file.read_text() == run_file.read_text()
+    resolved = load_resolved(begun.run_dir.resolved.read_text())
+    assert resolved.config == resolved_from(run_file).config
+
+
+def test_choosing_makes_nothing(run_file: Path, tmp_path: Path) -> None:
+    assert choose_run(resolved_from(run_file), "auto").run_dir.name == "tiny-1"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed", None])
+def test_an_unfinished_run_is_gone_on_with(run_file: Path, state: str | None) -> None:
+    first = begin(run_file)
+    end_attempt(first.run_dir, state)
+    add_checkpoint(first.run_dir, 8)
+    again = begin(run_file, "training.max_steps=30", "checkpoint.keep=1")
+    assert again.resumed
+    assert again.run_dir.path == first.run_dir.path
+    assert again.resume_from is None
+    assert "tiny-1 from step 8" in again.note
+    config = load_resolved(again.run_dir.resolved.read_text()).config
+    assert config.training.max_steps == 30
+
+
+def test_a_finished_run_is_followed_by_a_new_one(run_file: Path) -> None:
+    first = begin(run_file)
+    end_attempt(first.run_dir, "finished")
+    again = begin(run_file)
+    assert again.run_dir.name == "tiny-2"
+    assert "tiny-1 is finished" in again.note
+    assert "tiny-2" in again.note
+
+
+def test_resume_no_is_always_new(run_file: Path) -> None:
+    end_attempt(begin(run_file).run_dir, "stopped")
+    assert begin(run_file, resume="no").run_dir.name == "tiny-2"
+
+
+def test_numbers_go_on_after_the_highest(run_file: Path, tmp_path: Path) -> None:
+    for name in ("tiny-3", "tiny-12", "tiny-x", "tiny", "tiny-2-7"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert begin(run_file).run_dir.name == "tiny-13"
+
+
+def test_changed_mathematics_are_refused_with_every_value(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    end_attempt(run_dir, "stopped")
+    add_checkpoint(run_dir, 8)
+    with pytest.raises(UserError) as caught:
+        begin(run_file, "training.learning_rate=0.002", "seed=3")
+    text = str(caught.value)
+    assert "training.learning_rate: 0.001 -> 0.002" in text
+    assert "seed: 0 -> 3" in text
+    assert "--resume no" in text
+    assert f"--resume {run_dir.path}" in text
+    # and the path goes on with the new values, saying which they are
+    begun = begin(run_file, "seed=3", resume=str(run_dir.path))
+    assert begun.resumed
+    assert "seed: 0 -> 3" in begun.note
+    assert load_resolved(run_dir.resolved.read_text()).config.seed == 3
+
+
+def test_other_values_before_the_first_checkpoint_make_a_new_run(run_file: Path) -> None:
+    end_attempt(begin(run_file).run_dir, "failed")
+    begun = begin(run_file, "seed=3")
+    assert begun.run_dir.name == "tiny-2"
+    assert "before its first checkpoint" in begun.note
+
+
+def test_resume_from_one_checkpoint(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    end_attempt(run_dir, "finished")
+    checkpoint = add_checkpoint(run_dir, 8)
+    begun = begin(run_file, resume=str(checkpoint))
+    assert begun.resume_from == checkpoint
+    assert begun.run_dir.path == run_dir.path
+    with pytest.raises(UserError, match="no checkpoint step-00000009"):
+        begin(run_file, resume=str(checkpoint.with_name("step-00000009")))
+    with pytest.raises(UserError, match="no run"):
+        begin(run_file, resume="nowhere")
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_running_run_is_never_started_twice(run_file: Path, by_path: bool) -> None:
+    run_dir = begin(run_file).run_dir
+    with running_agent(run_dir) as agent:
+        with pytest.raises(UserError) as caught:
+            begin(run_file, resume=str(run_dir.path) if by_path else "auto")
+        text = str(caught.value)
+        assert f"pid {agent.process.pid}" in text
+        assert agent.process.host in text
+        assert "isles stop tiny-1" in text
+        assert "--resume no" in text
+        with pytest.raises(UserError, match="is running"):
+            new_attempt(run_dir)
+        assert begin(run_file, resume="no").run_dir.name == "tiny-2"
+
+
+def test_a_run_on_another_host_counts_while_its_status_is_fresh(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    attempt = new_attempt(run_dir)
+    far = ProcessId("elsewhere", 1, 1.0)
+    write_launch(attempt, far, world_size=1, device="cpu", command=("x",))
+    resolved = resolved_from(run_file)
+    begun_at = time.time()
+    with pytest.raises(UserError, match="running on elsewhere"):
+        choose_run(resolved, "auto", lambda: begun_at + 30)
+    write_record(run_dir.status, {"updated_at": begun_at + 500})
+    with pytest.raises(UserError, match="running on elsewhere"):
+        choose_run(resolved, "auto", lambda: begun_at + 530)
+    assert choose_run(resolved, "auto", lambda: begun_at + 600).resumed
+
+
+def test_a_reused_pid_does_not_count_as_running(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    attempt = new_attempt(run_dir)
+    with running_agent(bare_run(run_file.parent / "other")) as agent:
+        reused = ProcessId(socket.gethostname(), agent.process.pid, agent.process.started - 100)
+        write_launch(attempt, reused, world_size=1, device="cpu", command=("x",))
+        assert begin(run_file).resumed
+
+
+def test_two_users_at_once_get_two_runs(run_file: Path) -> None:
+    barrier = threading.Barrier(8)
+    names = []
+
+    def one() -> None:
+        barrier.wait(10)
+        names.append(begin(run_file).run_dir.name)
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(names) == [f"tiny-{number}" for number in range(1, 9)]
+
+
+def test_of_two_starts_of_one_run_only_one_wins(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    end_attempt(run_dir, "stopped")
+    barrier = threading.Barrier(4)
+    won, refused = [], []
+
+    def one() -> None:
+        barrier.wait(10)
+        try:
+            won.append(new_attempt(run_dir).number)
+        except UserError:
+            refused.append(1)
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert won == [2]
+    assert len(refused) == 3
+    assert {path.name for path in (run_dir.path / "attempts").iterdir()} == {"001", "002"}
+
+
+def test_a_later_run_file_lies_beside_its_attempt(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    end_attempt(run_dir, "stopped")
+    attempt = new_attempt(run_dir, "name: other\n")
+    assert (attempt.path / "run.yaml").read_text() == "name: other\n"
+    assert run_dir.run_file.read_text() == run_file.read_text()
+
+
+def test_a_launch_record_carries_what_readers_need(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    attempt = new_attempt(run_dir)
+    claim = read_record(attempt.launch)
+    checkpoint = Path("x/checkpoints/step-00000008")
+    process = dead_process()
+    write_launch(
+        attempt, process, world_size=2, device="cpu", command=("a", "b"), resumed_from=checkpoint
+    )
+    record = read_record(attempt.launch)
+    assert claim and record
+    assert record == {
+        "attempt": 1,
+        **process.record(),
+        "world_size": 2,
+        "device": "cpu",
+        "command": ["a", "b"],
+        "begun_at": claim["begun_at"],
+        "resumed_from": str(checkpoint),
+    }
+
+
+def test_an_output_dir_that_is_a_file_is_named(run_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for name in ("taken", "taken/deeper"):
+        with pytest.raises(UserError, match="a file stands where a folder is needed"):
+            begin(run_file, f"output_dir={tmp_path / name}")
+
+
+def test_an_output_dir_that_cannot_be_written_is_named(run_file: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        begin(run_file, "output_dir=/proc/isles")
+    assert "/proc/isles" in caught.value.where
+    assert "output_dir" in caught.value.fix
+
+
+def test_a_full_disk_leaves_no_run_behind(run_file: Path, tmp_path: Path) -> None:
+    # A process that may write no byte to any file meets the error of a full disk.
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.errors import UserError
+from isles.rundir.begin import begin_run
+loaded = load_run_file(Path({str(run_file)!r}), ())
+resolved = resolve(loaded, num_gpus=0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+try:
+    begin_run(resolved, loaded.text, "auto")
+except UserError as error:
+    sys.exit(0 if "no space left" in str(error) else 9)
+"""
+    result = subprocess.run([sys.executable, "-B", "-c", code], timeout=30, check=False)
+    assert result.returncode == 0
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_runs_are_found_by_name_path_or_newest(run_file: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with pytest.raises(UserError, match="there is no run in"):
+        find_run(None, runs)
+    for _ in range(2):
+        end_attempt(begin(run_file).run_dir, "finished")
+    bare_run(runs / "other-1")
+    end_attempt(RunDir(runs / "other-1"), "finished")
+    end_attempt(RunDir(runs / "tiny-1"), "finished")
+    assert find_run("tiny", runs).name == "tiny-2"
+    assert find_run("tiny-1", runs).name == "tiny-1"
+    assert find_run(str(runs / "other-1"), Path("nowhere")).name == "other-1"
+    assert find_run(None, runs).name == "tiny-1", "the one that was started last"
+    assert [run.name for run in list_runs(runs)] == ["tiny-2", "other-1", "tiny-1"]
+    with pytest.raises(UserError, match="did you mean tiny-1"):
+        find_run("tiny_1", runs)
+    with pytest.raises(UserError, match="is a run file"):
+        find_run("run.yaml", runs)
+    with pytest.raises(UserError, match="tiny-1, other-1, tiny-2"):
+        find_run("zzz", runs)

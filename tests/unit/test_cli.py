@@ -1,0 +1,200 @@
+"""The command line: verbs, errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.cli import main
+from isles.rundir.paths import RunDir
+from isles.rundir.records import write_record
+from tests.runs import bare_run, running_agent
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, on a machine without GPUs."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return folder
+
+
+def test_help_imports_nothing_that_it_does_not_need() -> None:
+    code = (
+        "import sys; from isles.cli import main; main(['--help']);"
+        "print(*sorted(m for m in sys.modules if '.' not in m), file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    modules = set(result.stderr.split())
+    heavy = {"torch", "numpy", "transformers", "pydantic", "yaml", "psutil", "jinja2", "datasets"}
+    assert not modules & heavy
+    for verb in ("init", "train", "status", "logs", "stop", "checkpoint", "generate", "eval"):
+        assert verb in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("trian run.yaml", 'Did you mean "train"?'),
+        ("train run.yaml --resum no", "Did you mean --resume?"),
+        ("logs --rank x", "--rank"),
+        ("train", "RUN_FILE"),
+        ("stop --timeout soon", "--timeout"),
+        ("init --template quikstart", "did you mean quickstart?"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_1(
+    here: Path, capsys: Capture, words: str, hint: str
+) -> None:
+    assert main(words.split()) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert hint in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "verb", ["status x", "logs", "stop", "checkpoint list", "eval", "generate"]
+)
+def test_a_run_that_is_not_there_is_exit_code_1(here: Path, capsys: Capture, verb: str) -> None:
+    assert main(verb.split()) == 1
+    assert "error: there is no run" in capsys.readouterr().err
+
+
+def test_every_fault_of_a_run_file_is_an_error_line(here: Path, capsys: Capture) -> None:
+    main(["init"])
+    capsys.readouterr()
+    code = main(["train", "run.yaml", "--training.max-steps=x", "seed=-1", "modle.init=scratch"])
+    assert code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if line.startswith("error: ")]) == 3
+
+
+def test_init_writes_a_run_file_once(here: Path, capsys: Capture) -> None:
+    assert main(["init"]) == 0
+    first = Path("run.yaml").read_text()
+    assert main(["init", "--template", "finetune"]) == 1
+    assert "--force" in capsys.readouterr().err
+    assert Path("run.yaml").read_text() == first
+    assert main(["init", "--template", "finetune", "--force"]) == 0
+    assert Path("run.yaml").read_text() != first
+    assert main(["init", "--output", "no/such/folder.yaml"]) == 1
+
+
+def test_dry_run_shows_the_command_and_makes_nothing(here: Path, capsys: Capture) -> None:
+    main(["init"])
+    assert main(["train", "run.yaml", "--dry-run", "training.max_steps=77"]) == 0
+    out = capsys.readouterr().out
+    assert "max_steps: 77" in out
+    assert "quickstart-1" in out
+    assert "-m isles.train.agent" in out
+    assert [path.name for path in here.iterdir()] == ["run.yaml"]
+
+
+def test_config_show_and_schema(here: Path, capsys: Capture) -> None:
+    main(["init"])
+    capsys.readouterr()
+    assert main(["config", "show", "run.yaml", "--training.max-steps", "77"]) == 0
+    assert "max_steps: 77" in capsys.readouterr().out
+    assert main(["config", "schema"]) == 0
+    assert "training" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_without_torch_train_says_what_to_install(here: Path) -> None:
+    main(["init"])
+    code = """
+import sys
+from importlib.machinery import PathFinder
+class Without:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        missing = name.split(".")[0] in ("torch", "transformers", "numpy")
+        return None if missing else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from isles.cli import main
+assert main(["train", "run.yaml", "--dry-run"]) == 0
+sys.exit(main(["train", "run.yaml"]))
+"""
+    refused = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert refused.returncode == 1, refused.stderr
+    assert "pip install 'isles[train]'" in refused.stderr
+    assert "torch, transformers, numpy" in refused.stderr
+    assert "isles.train.agent" in refused.stdout, "a dry run needs none of them"
+    assert not (here / "runs").exists()
+
+
+def test_status_of_all_and_of_one(here: Path, capsys: Capture) -> None:
+    assert main(["status"]) == 0
+    assert "there is no run in runs/" in capsys.readouterr().out
+    with running_agent(bare_run(Path("runs/a-1"))) as agent:
+        agent.order("status", phase="training", step=3, total_steps=60, loss=5.5)
+        assert main(["status"]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert line.split()[:4] == ["a-1", "running", "3/60", "5.5000"]
+        assert main(["status", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["pid"] == agent.process.pid
+        assert main(["status", "a", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == 3
+        assert main(["status", "a-1"]) == 0
+        assert "running: training" in capsys.readouterr().out
+        assert main(["logs", "a"]) == 0
+        assert "agent is ready" in capsys.readouterr().out
+        assert main(["stop", "a"]) == 0
+        assert "has ended: stopped" in capsys.readouterr().out
+        assert main(["stop", "a"]) == 0
+
+
+def test_verify_names_the_broken_checkpoint(here: Path, capsys: Capture) -> None:
+    run_dir = bare_run(Path("runs/a-1"))
+    assert main(["checkpoint", "list", "a"]) == 0
+    assert "no checkpoint yet" in capsys.readouterr().out
+    for step in (10, 20):
+        folder = run_dir.checkpoints / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        files = {"x": {"size": 5, "sha256": "0"}} if step == 20 else {}
+        manifest = {"version": 1, "step": step, "files": files, "created_at": 1.0}
+        write_record(folder / "manifest.json", manifest)
+    assert main(["checkpoint", "list", "a"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["checkpoint", "verify", "a"]) == 3
+    out = capsys.readouterr().out
+    assert "step-00000010: whole" in out
+    assert "step-00000020: NOT whole" in out
+    assert main(["checkpoint", "verify", "a", "--step", "10"]) == 0
+    assert main(["checkpoint", "verify", "a", "--step", "11"]) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:
+    log = RunDir(bare_run(Path("runs/a-1")).path).attempt(1).rank_log(0)
+    log.parent.mkdir(parents=True)
+    log.write_text("x" * 80 + "\n" * 200_000)
+    command = f"{sys.executable} -m isles logs -n 200000 | head -1; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert result.stdout.splitlines() == ["x" * 80, "0"]
+    assert result.stderr == ""
+
+
+def test_an_error_of_ours_keeps_its_traceback(here: Path, capsys: Capture) -> None:
+    bare_run(Path("runs/a-1")).resolved.chmod(0o644)
+    attempt = RunDir(Path("runs/a-1")).attempt(1)
+    attempt.path.mkdir(parents=True)
+    attempt.launch.mkdir()  # nothing of ours leaves a folder there
+    assert main(["status"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "please report it" in err

@@ -1,0 +1,177 @@
+"""The local launcher, and the GPUs it counts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from isles.errors import UserError
+from isles.launch.arguments import normalise_overrides
+from isles.launch.base import Job
+from isles.launch.gpus import find_gpus
+from isles.launch.local import LocalLauncher, local_job
+from isles.monitor.stop import wait_for_end
+from isles.rundir.begin import new_attempt
+from isles.rundir.records import read_record
+from tests.runs import DEADLINE_S, bare_run, running_agent
+
+FOUR = "".join(
+    f"{index}, NVIDIA H100 80GB HBM3, GPU-{index}{index}aa-beef, 81559 MiB\n" for index in range(4)
+)
+
+
+def fake_smi(folder: Path, script: str) -> dict[str, str]:
+    """An environment in which nvidia-smi is this shell script."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def four_gpus(folder: Path) -> dict[str, str]:
+    (folder / "answer").write_text(FOUR)
+    return fake_smi(folder, f'echo "$@" >{folder}/asked\ncat {folder}/answer')
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    found = find_gpus(four_gpus(tmp_path))
+    assert [gpu.uuid[:8] for gpu in found.gpus] == ["GPU-00aa", "GPU-11aa", "GPU-22aa", "GPU-33aa"]
+    assert found.gpus[0].name == "NVIDIA H100 80GB HBM3"
+    assert found.gpus[0].memory_bytes == 81559 * 2**20
+    assert not found.warning
+    assert "--query-gpu=index,name,uuid,memory.total" in (tmp_path / "asked").read_text()
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("", []),
+        ("-1", []),
+        ("2", ["GPU-22aa"]),
+        ("3,0", ["GPU-33aa", "GPU-00aa"]),
+        ("GPU-11aa-beef,GPU-2", ["GPU-11aa", "GPU-22aa"]),
+        ("MIG-1234", ["MIG-1234"]),
+    ],
+)
+def test_cuda_visible_devices_is_honoured(
+    tmp_path: Path, visible: str, expected: list[str]
+) -> None:
+    found = find_gpus({**four_gpus(tmp_path), "CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.uuid[:8] for gpu in found.gpus] == expected
+    assert not found.warning
+
+
+def test_a_device_that_is_not_there_ends_the_list_with_a_warning(tmp_path: Path) -> None:
+    found = find_gpus({**four_gpus(tmp_path), "CUDA_VISIBLE_DEVICES": "1,7,2"})
+    assert len(found.gpus) == 1
+    assert "names 7" in found.warning
+
+
+def test_no_nvidia_smi_means_no_gpu(tmp_path: Path) -> None:
+    found = find_gpus({"PATH": str(tmp_path)})
+    assert (found.gpus, found.warning) == ((), "")
+
+
+def test_a_machine_with_the_driver_and_no_card_has_no_gpu(tmp_path: Path) -> None:
+    found = find_gpus(fake_smi(tmp_path, "echo No devices were found; exit 6"))
+    assert (found.gpus, found.warning) == ((), "")
+
+
+def test_a_broken_driver_is_a_warning_not_silence(tmp_path: Path) -> None:
+    script = "echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18"
+    found = find_gpus(fake_smi(tmp_path, script))
+    assert found.gpus == ()
+    assert "exit code 18" in found.warning
+    assert "version mismatch" in found.warning
+
+
+def test_a_hanging_nvidia_smi_is_given_up(tmp_path: Path) -> None:
+    found = find_gpus(fake_smi(tmp_path, "exec tail -f /dev/null"), timeout_s=0.3)
+    assert "no answer in 0.3 s" in found.warning
+
+
+def cpu_job(tmp_path: Path, world_size: int = 1, *, device: str = "cpu") -> Job:
+    run_dir = bare_run(tmp_path / "runs" / "a-1")
+    return local_job(run_dir, run_dir.attempt(3), world_size=world_size, device=device)
+
+
+def test_render_is_the_exact_command(tmp_path: Path) -> None:
+    words = shlex.split(LocalLauncher({}).render(cpu_job(tmp_path, 2)))
+    cores = len(os.sched_getaffinity(0))
+    assert words == [
+        "env",
+        f"OMP_NUM_THREADS={max(1, cores // 2)}",
+        "GLOO_SOCKET_IFNAME=lo",
+        "NCCL_SOCKET_IFNAME=lo",
+        sys.executable,
+        "-m",
+        "isles.train.agent",
+        str(tmp_path / "runs" / "a-1"),
+        "--attempt",
+        "3",
+        "--nproc-per-node",
+        "2",
+    ]
+
+
+def test_the_users_own_variables_stay(tmp_path: Path) -> None:
+    mine = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert shlex.split(LocalLauncher(mine).render(cpu_job(tmp_path)))[0] == sys.executable
+
+
+def test_gpu_ranks_keep_their_threads(tmp_path: Path) -> None:
+    assert "OMP_NUM_THREADS" not in LocalLauncher({}).render(cpu_job(tmp_path, device="cuda"))
+
+
+def test_a_checkpoint_asked_for_is_handed_on(tmp_path: Path) -> None:
+    run_dir = bare_run(tmp_path / "a-1")
+    checkpoint = run_dir.checkpoints / "step-00000008"
+    job = local_job(
+        run_dir, run_dir.attempt(1), world_size=1, device="cpu", resumed_from=checkpoint
+    )
+    assert job.command[-2:] == ("--resume-from", str(checkpoint))
+
+
+def test_submit_records_the_process_and_its_output(tmp_path: Path) -> None:
+    with running_agent(bare_run(tmp_path / "a-1"), world_size=2) as agent:
+        record = read_record(agent.attempt.launch)
+        assert record is not None
+        assert record["pid"] == agent.process.pid
+        assert record["world_size"] == 2
+        assert agent.process.is_alive()
+        assert os.getsid(agent.process.pid) == agent.process.pid, "a session of its own"
+        assert agent.attempt.agent_log.read_text() == "agent is ready\n"
+        launcher = LocalLauncher()
+        assert launcher.state(agent.process) == "running"
+        launcher.cancel(agent.process)
+        assert wait_for_end(agent.process, DEADLINE_S)
+        assert launcher.state(agent.process) == "ended"
+
+
+def test_a_program_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    run_dir = bare_run(tmp_path / "a-1")
+    job = Job(run_dir, new_attempt(run_dir), 1, "cpu", (str(tmp_path / "no-python"),))
+    with pytest.raises(UserError, match="cannot be started"):
+        LocalLauncher().submit(job)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("train r.yaml --training.max-steps 5", "train r.yaml training.max_steps=5"),
+        (
+            "train r.yaml --training.max-steps=5 --dry-run",
+            "train r.yaml training.max_steps=5 --dry-run",
+        ),
+        ("train r.yaml --a.b -1 --c.d-e --resume no", "train r.yaml a.b=-1 c.d_e=true --resume no"),
+        ("train r.yaml -- --a.b 1", "train r.yaml -- --a.b 1"),
+        ("config show r.yaml --a.b 1", "config show r.yaml a.b=1"),
+        ("generate --prompt --a.b", "generate --prompt --a.b"),
+    ],
+)
+def test_dotted_flags_are_overrides(given: str, expected: str) -> None:
+    assert normalise_overrides(given.split()) == expected.split()
