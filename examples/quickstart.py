@@ -1,0 +1,76 @@
+"""The quickstart, as one program: train, stop from "another terminal", go on, ask for text.
+
+Run by `make quickstart`. Everything it does is an isles command that you can type yourself; each
+is printed before it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUN_FILE = HERE / "quickstart.yaml"
+ISLES = [sys.executable, "-m", "isles"]
+STOP_AT = 100
+DEADLINE_S = 600
+
+
+def say(text: str) -> None:
+    print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
+
+
+def isles(*arguments: str, expected: int = 0) -> None:
+    """Run one isles command in the foreground."""
+    say(f"$ isles {' '.join(arguments)}")
+    code = subprocess.run([*ISLES, *arguments], check=False).returncode
+    if code != expected:
+        sys.exit(f"isles {arguments[0]} ended with {code}, expected {expected}")
+
+
+def status() -> dict[str, object]:
+    """The newest quickstart run, as `isles status --json` tells it."""
+    result = subprocess.run(
+        [*ISLES, "status", "quickstart", "--json"], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        return {}
+    found = json.loads(result.stdout)
+    return dict(found[0] if isinstance(found, list) else found)
+
+
+def main() -> None:
+    begun = time.monotonic()
+    say("1. Train a small language model on Python's own reference manual, on two processes.")
+    say(f"$ isles train {RUN_FILE}")
+    training = subprocess.Popen([*ISLES, "train", str(RUN_FILE)])
+    while training.poll() is None:
+        step = status().get("step")
+        if isinstance(step, int) and step >= STOP_AT:
+            break
+        if time.monotonic() - begun > DEADLINE_S:
+            training.terminate()
+            sys.exit(f"no step {STOP_AT} after {DEADLINE_S} s; see `isles logs quickstart`")
+        time.sleep(0.5)
+    if training.poll() is None:
+        say("2. Stop it, as if from another terminal: it saves first.")
+        isles("stop", "quickstart")
+    training.wait(60)
+
+    say("3. The same command again goes on where it stopped.")
+    isles("train", str(RUN_FILE))
+
+    say("4. Ask the model for text.")
+    isles("generate", "quickstart", "--prompt", "The for statement", "--max-new-tokens", "80")
+
+    say(f"Done in {time.monotonic() - begun:.0f} s. Three things to try next:")
+    print("  isles eval quickstart                     loss and perplexity on held-out text")
+    print("  isles train examples/quickstart.yaml name=longer training.max_steps=1000")
+    print("  isles init --template finetune            a run file for your own model and data")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""One checkpoint folder: written beside, hashed, read back, renamed; loaded without pickles."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from isles.errors import TrainingError
+from isles.rundir.manifest import (
+    MANIFEST,
+    PARTIAL_PREFIX,
+    hash_files,
+    sync_folder,
+    verify_checkpoint,
+)
+from isles.rundir.records import write_record
+
+
+def stage(state: dict[str, Any], *, rank: int, world_size: int) -> dict[str, Tensor]:
+    """A copy in CPU memory of what this rank writes.
+
+    Replicated tensors are dealt out over the ranks by size, so that each is copied and written
+    once; shards stay with their rank.
+    """
+    plain = [name for name, value in state.items() if not isinstance(value, DTensor)]
+    assigned = [0] * world_size
+    mine: set[str] = {name for name in state if isinstance(state[name], DTensor)}
+    for name in sorted(plain, key=lambda n: (-state[n].numel() * state[n].element_size(), n)):
+        owner = assigned.index(min(assigned))
+        assigned[owner] += state[name].numel() * state[name].element_size()
+        if owner == rank:
+            mine.add(name)
+    return {
+        name: value.detach().to("cpu", copy=True) for name, value in state.items() if name in mine
+    }
+
+
+def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write this rank's part into a folder beside the final one. All ranks must call this."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(staged, checkpoint_id=folder, process_group=group)
+
+
+def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Hash a written folder, read it back from the disk, and give it its name. Rank 0 only.
+
+    Raises:
+        TrainingError: what the disk gives back is not what was written.
+    """
+    record = {**manifest, "files": hash_files(partial)}
+    write_record(partial / MANIFEST, record)
+    for file in partial.iterdir():
+        _flush(file)
+    sync_folder(partial)
+    if faults := verify_checkpoint(partial):
+        raise TrainingError(
+            f"a checkpoint reads back differently than it was written: {'; '.join(faults)}",
+            where=str(partial),
+            fix="check the disk (dmesg, smartctl); the previous checkpoint is untouched",
+        )
+    partial.replace(final)
+    sync_folder(final.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint so that a kill in the middle leaves nothing that looks whole."""
+    doomed = folder.with_name(f"{PARTIAL_PREFIX}removed-{folder.name.lstrip('.')}")
+    folder.replace(doomed)
+    shutil.rmtree(doomed)
+
+
+def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) -> None:
+    """Fill the tensors of `state` from a checkpoint, in place, on any number of ranks.
+
+    Args:
+        state: tensors (or shards) by name, as an engine's `state_dict` gives them.
+        folder: the checkpoint.
+        alone: this process loads without the others; otherwise all ranks must call this.
+
+    Raises:
+        TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
+    """
+    reader = SafeReader(str(folder))
+    known = reader.read_metadata().state_dict_metadata
+    missing = [name for name in state if name not in known]
+    if missing:
+        raise TrainingError(
+            f"the checkpoint lacks {len(missing)} tensors, the first {missing[0]!r}",
+            where=str(folder),
+            fix="resume with the model and the optimizer that the run was started with",
+        )
+    for name, value in state.items():
+        saved = tuple(getattr(known[name], "size", ()))
+        if saved != tuple(value.shape):
+            raise TrainingError(
+                f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
+                where=str(folder),
+                fix="resume with the model and the tokenizer that the run was started with",
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(state, storage_reader=reader, no_dist=alone)
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint whose index may name torch's own metadata types and nothing else.
+
+    torch keeps the index (`.metadata`) as a pickle; its plain reader would run whatever code a
+    tampered file names.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the checkpoint.
+
+        Raises:
+            TrainingError: the index names something that does not belong into one.
+        """
+        path = Path(str(self.path)) / ".metadata"
+        try:
+            with path.open("rb") as stream:
+                metadata: Metadata = _MetadataUnpickler(stream).load()
+        except (pickle.UnpicklingError, EOFError, FileNotFoundError) as error:
+            raise TrainingError(
+                f"the checkpoint's index cannot be read: {error}",
+                where=str(path),
+                fix="take another checkpoint: `isles checkpoint list`",
+            ) from error
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    _METADATA = "torch.distributed.checkpoint.metadata"
+    _ALLOWED = frozenset(
+        {
+            (_METADATA, "Metadata"),
+            (_METADATA, "MetadataIndex"),
+            (_METADATA, "TensorStorageMetadata"),
+            (_METADATA, "BytesStorageMetadata"),
+            (_METADATA, "ChunkStorageMetadata"),
+            (_METADATA, "TensorProperties"),
+            (_METADATA, "StorageMeta"),
+            (_METADATA, "_MEM_FORMAT_ENCODING"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+
+
+def _flush(file: Path) -> None:
+    """To the disk, and out of the page cache, so that reading back reads the disk."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)

@@ -1,0 +1,155 @@
+"""The ranks of one cluster: the process group, the device, and this rank's place."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore
+
+from isles.errors import CommunicationError, PreflightError
+from isles.rundir.env import RankEnv
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place, and the groups it talks through.
+
+    Args:
+        rank, local_rank, world_size: as in PyTorch.
+        device: where this rank computes.
+        control: a CPU group for small messages: stop requests, statistics, saving.
+        timeout_s: longest wait in one collective operation.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    timeout_s: float
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the records."""
+        return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        """This machine's name."""
+        return socket.gethostname()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank. All ranks must call this."""
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values  # type: ignore[return-value]  # filled by all_gather_object
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value on every rank. All ranks must call this."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]  # type: ignore[return-value]  # rank 0 has put one in
+
+    def main_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0, and hand its result, or its error, to all. All must call this."""
+        outcome: tuple[T | None, Exception | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (work(), None)
+            except Exception as error:  # handed on to every rank, raised below
+                outcome = (None, error)
+        value, failure = self.broadcast(outcome if self.is_main else None)
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]  # no error: `work` has returned
+
+
+def join_world(env: RankEnv, *, device: str, timeout_s: float) -> World:
+    """Join the process group. All ranks must call this.
+
+    Args:
+        env: this process' place.
+        device: `cuda` or `cpu`.
+        timeout_s: longest wait for the others, here and in every later operation.
+
+    Raises:
+        PreflightError: there is no GPU for this rank.
+        CommunicationError: the others did not come in time.
+    """
+    chosen = _device(env, device)
+    timeout = timedelta(seconds=timeout_s)
+    store: FileStore | HashStore | None = None
+    try:
+        if env.store is not None:
+            store = FileStore(str(env.store), env.world_size)
+        elif env.world_size == 1:
+            store = HashStore()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=store,
+            rank=env.rank if store is not None else -1,
+            world_size=env.world_size if store is not None else -1,
+            timeout=timeout,
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        saving = dist.new_group(backend="gloo", timeout=timeout)
+    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
+        raise CommunicationError(
+            f"rank {env.rank} of {env.world_size} could not join the others: {error}",
+            where=f"rank {env.rank} on {socket.gethostname()}",
+            fix="look at the logs of the ranks that are missing: `isles logs`",
+        ) from error
+    return World(
+        rank=env.rank,
+        local_rank=env.local_rank,
+        world_size=env.world_size,
+        device=chosen,
+        control=control,
+        saving=saving,
+        timeout_s=timeout_s,
+    )
+
+
+def leave_world() -> None:
+    """Leave the process group; called once, at the end of a rank."""
+    if dist.is_initialized():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.destroy_process_group()
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an error only says that another rank was lost: a consequence, not a cause."""
+    if isinstance(error, CommunicationError | dist.DistBackendError | dist.DistNetworkError):
+        return True
+    text = str(error)
+    signs = ("Connection closed by peer", "gloo/transport", "Timed out waiting", "NCCL", "TCPStore")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def _device(env: RankEnv, kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if env.local_rank >= count:
+        raise PreflightError(
+            f"rank {env.rank} needs GPU {env.local_rank}, torch {torch.__version__} sees {count}",
+            where=f"rank {env.rank} on {socket.gethostname()}",
+            fix="compare `nvidia-smi` with `python -c 'import torch; print(torch.cuda."
+            "is_available())'`: a CPU build of torch or an older driver hides GPUs; or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+    device = torch.device("cuda", env.local_rank)
+    torch.cuda.set_device(device)
+    return device

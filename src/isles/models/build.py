@@ -1,0 +1,179 @@
+"""Hugging Face causal language models: from weights, from a config, or from a shipped shape."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isles.config.model import ModelConfig
+from isles.errors import UserError
+from isles.facts.models import load_shape, shape_names
+
+log = logging.getLogger(__name__)
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    vocab_size: int | None,
+) -> nn.Module:
+    """The model on its device, in train mode, with the same weights on every rank.
+
+    Args:
+        config: the run file's section.
+        device: where the parameters lie.
+        dtype: of the parameters.
+        seed: of fresh weights.
+        vocab_size: size of a tokenizer trained for this run; None keeps the config's.
+
+    Raises:
+        UserError: no such model, no safetensors, remote code that was not asked for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf_config = load_model_config(config)
+    if config.init == "scratch":
+        if vocab_size is not None:
+            hf_config.vocab_size = vocab_size
+            _forget_special_tokens(hf_config)
+        torch.manual_seed(seed)
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                hf_config,
+                attn_implementation=config.attn_implementation,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+            )
+    else:
+        model = _load_pretrained(config, dtype).to(device)
+    return model.train()  # type: ignore[no-any-return]  # transformers is untyped
+
+
+def load_model_config(config: ModelConfig) -> Any:
+    """The Hugging Face config that the run file names.
+
+    Raises:
+        UserError: it cannot be found or read.
+    """
+    from transformers import AutoConfig
+
+    name = config.name_or_path
+    if name in shape_names():
+        shape = load_shape(name)
+        return AutoConfig.for_model(**shape)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _model_error(config, error) from error
+
+
+def set_gradient_checkpointing(model: nn.Module, kind: str) -> None:
+    """Recompute activations in the backward pass: `none`, `full`, or `selective`.
+
+    Selective keeps the results of matrix products and attention and recomputes the rest.
+
+    Raises:
+        UserError: the model does not support it.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 5, by the policies of
+    torch.utils.checkpoint.
+    """
+    if kind == "none":
+        return
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(
+            f"{type(model).__name__} does not support gradient checkpointing",
+            where="training.gradient_checkpointing",
+            fix="set training.gradient_checkpointing: none",
+        )
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, _keep_products
+        )
+    # transformers 5 renamed it on the way and takes the old name away in 6.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable(options)
+
+
+def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = str(operation)
+    expensive = ("aten.mm", "aten.addmm", "aten.bmm", "aten.linear", "scaled_dot_product")
+    if any(sign in name for sign in expensive):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _forget_special_tokens(hf_config: Any) -> None:
+    """Ids of another tokenizer would point anywhere; the run's tokenizer sets its own."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(hf_config, name, None) is not None:
+            setattr(hf_config, name, None)
+
+
+def _load_pretrained(config: ModelConfig, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.name_or_path,
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise _model_error(config, error) from error
+    missing = sorted(report.get("missing_keys", ()))
+    if missing:
+        # transformers fills these with fresh weights and goes on; a run must not.
+        raise UserError(
+            f"{config.name_or_path} lacks {len(missing)} weights, the first {missing[0]!r}",
+            where="model.name_or_path",
+            fix="use a folder that holds the whole model, or init: scratch",
+        )
+    return model
+
+
+def _model_error(config: ModelConfig, error: Exception) -> UserError:
+    name = config.name_or_path
+    text = str(error).strip().splitlines()
+    first = text[0] if text else type(error).__name__
+    folder = Path(name)
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
+        fix = "read the model's code; if you trust it, set model.trust_remote_code: true"
+    elif folder.is_dir():
+        weights = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        if not (folder / "config.json").is_file():
+            fix = "the folder must hold config.json and *.safetensors"
+        elif weights and not list(folder.glob("*.safetensors")):
+            fix = (
+                f"{weights[0]} is a pickle, which can run code; convert the folder to safetensors "
+                "(save_pretrained does it)"
+            )
+        else:
+            fix = "look at config.json and the *.safetensors files of this folder"
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        fix = "there is no such folder here; give a folder with config.json, or a hub id"
+    else:
+        fix = (
+            "check the hub id, your network, and for a gated model its licence page and "
+            f"`hf auth login`; or use a shipped shape: {', '.join(shape_names())}"
+        )
+    return UserError(
+        f"cannot load the model {name!r}: {first}", where="model.name_or_path", fix=fix
+    )

@@ -1,0 +1,74 @@
+"""The seam between the loop and the way a cluster holds the model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from isles.dist.batch import Batch
+
+
+class Engine(Protocol):
+    """The model, its optimizer and their sharding in one cluster."""
+
+    model: nn.Module
+    """The model as it is called for evaluation; names of parameters are Hugging Face's."""
+
+    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+        """Add one micro-batch's gradient. All ranks must call this, as often as one another.
+
+        Args:
+            batch: this rank's micro-batch.
+            global_tokens: target tokens of the whole step, over all ranks and micro-batches.
+            is_last: whether gradients travel now; once a step.
+
+        Returns:
+            This micro-batch's summed loss over its target tokens, a detached fp32 scalar on the
+            rank's device; its gradient is that of the sum divided by `global_tokens`.
+        """
+        ...
+
+    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
+        """Clip, step, and clear the gradients. All ranks must call this.
+
+        A gradient that is not finite changes nothing, then or in any later step: the weights stay
+        those of the last good step until the loop notices, see `good_steps`.
+
+        Returns:
+            The global gradient norm before clipping, an fp32 scalar on the rank's device.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The summed loss of one micro-batch without gradients; as in `forward_backward`."""
+        ...
+
+    def good_steps(self) -> int | None:
+        """Optimizer steps before the first whose loss or gradient was not finite.
+
+        None while all were good. Waits for the GPU: not to be called in every step there.
+        """
+        ...
+
+    def communication_s(self) -> float | None:
+        """Seconds of the last timed step in which this rank only waited for communication.
+
+        None where it was not timed.
+        """
+        ...
+
+    def trainable(self) -> list[nn.Parameter]:
+        """This rank's parameters, or shards of them, that are trained."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name, sharded as they are held, for torch.distributed.checkpoint.
+
+        All ranks must call this.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. All ranks must call this."""
+        ...

@@ -1,0 +1,376 @@
+"""The only assembler: from a resolved run file to the parts of the loop."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+
+import isles
+from isles.checkpoint.manager import CheckpointManager
+from isles.checkpoint.rng import restore_rng
+from isles.checkpoint.store import load_tensors
+from isles.config.resolve import Resolved, digest
+from isles.config.run import RunConfig
+from isles.data.build import build_datasets
+from isles.data.dataset import Dataset
+from isles.data.loader import Loader, evaluation_batches
+from isles.dist.world import World
+from isles.errors import UserError
+from isles.facts.flops import train_flops_per_token
+from isles.models.build import build_model, load_model_config, set_gradient_checkpointing
+from isles.rundir.env import cache_home
+from isles.rundir.manifest import MANIFEST_VERSION, CheckpointInfo
+from isles.rundir.paths import RunDir
+from isles.strategies.base import Engine
+from isles.track.base import Tracker, Trackers
+from isles.track.jsonl import JsonlTracker
+from isles.track.tensorboard import TensorBoardTracker
+from isles.train.evaluate import evaluate
+from isles.train.metrics import Speed, StepMeter
+from isles.train.optimizer import make_optimizers
+from isles.train.probe import choose_micro_batch_size
+from isles.train.progress import Progress
+from isles.train.record import Recorder
+from isles.train.stop import Agreement, StopSignals
+from isles.train.tokenizer import make_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Parts:
+    """All that the loop works with, on one rank."""
+
+    resolved: Resolved
+    run_dir: RunDir
+    world: World
+    recorder: Recorder
+    tokenizer: Any
+    engine: Engine
+    loader: Loader
+    validation: Dataset | None
+    progress: Progress
+    agreement: Agreement
+    meter: StepMeter
+    checkpoints: CheckpointManager
+    micro_batch_size: int
+    start_step: int
+    total_steps: int | None
+    git_commit: str | None
+
+    @property
+    def config(self) -> RunConfig:
+        """The run file."""
+        return self.resolved.config
+
+    @property
+    def checks_every_step(self) -> bool:
+        """Whether looking at a number waits for nothing, as on a CPU."""
+        return self.world.device.type == "cpu"
+
+    def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
+        """Record the step that is just over. All ranks must call this."""
+        figures = self.meter.row(grad_norm=grad_norm, communication_s=self.engine.communication_s())
+        progress = self.progress
+        row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}
+        row |= {"tokens": progress.tokens, "elapsed_s": progress.elapsed_s, "at": time.time()}
+        self.recorder.row(row)
+        left = None if self.total_steps is None else self.total_steps - progress.step
+        self.recorder.update(
+            step=progress.step,
+            loss=figures["loss"],
+            learning_rate=lr,
+            tokens_per_second=figures["tokens_per_second"],
+            eta_s=None if left is None else left * figures["step_time_s"],
+            checkpoint_step=self.checkpoints.last_step,
+            checkpoint_at=self.checkpoints.last_at,
+        )
+        self.checkpoints.poll()
+
+    def evaluate(self) -> None:
+        """Evaluate on the validation text, if there is any. All ranks must call this."""
+        if self.validation is None:
+            return
+        paused = self.meter.pause()
+        self.recorder.phase("evaluating", f"step {self.progress.step}")
+        batches = evaluation_batches(
+            self.validation,
+            self.config.training.eval_samples or self.validation.num_samples,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            device=self.world.device,
+        )
+        figures = evaluate(self.engine, batches, self.world)
+        self.recorder.row(
+            {"kind": "eval", "step": self.progress.step, **figures, "at": time.time()}
+        )
+        self.recorder.update(eval_loss=figures["loss"])
+        self.recorder.phase("training")
+        self.meter.resume(paused)
+
+    def save(self, *, wait: bool) -> None:
+        """Save a checkpoint of this step. All ranks must call this."""
+        paused = self.meter.pause()
+        self.checkpoints.save(self.engine.state_dict(), self._manifest(), wait=wait)
+        self.agreement.saved()
+        self.meter.resume(paused)
+
+    def _manifest(self) -> dict[str, Any]:
+        import transformers
+
+        progress = self.progress
+        return {
+            "version": MANIFEST_VERSION,
+            "step": progress.step,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "elapsed_s": progress.elapsed_s,
+            "total_steps": self.total_steps,
+            "lr_scheduler_type": self.config.training.lr_scheduler_type,
+            "global_batch_size": self.config.training.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "seed": self.config.seed,
+            "world_size": self.world.world_size,
+            "strategy": self.resolved.derived["strategy"],
+            "config_digest": digest(self.config),
+            "git_commit": self.git_commit,
+            "created_at": time.time(),
+            "host": self.world.host,
+            "versions": {
+                "isles": isles.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+
+
+def build(
+    resolved: Resolved,
+    run_dir: RunDir,
+    world: World,
+    recorder: Recorder,
+    signals: StopSignals,
+    resume_from: CheckpointInfo | None,
+) -> Parts:
+    """Build every part, and take over the state of a checkpoint. All ranks must call this."""
+    config = resolved.config
+    tokenizer, training, validation = _make_data(config, run_dir, world, recorder)
+    recorder.phase("building model")
+    model = _make_model(config, world, tokenizer)
+    micro_batch_size = choose_micro_batch_size(
+        model, config, resolved.rows_per_rank, world, resume_from
+    )
+    if config.training.torch_compile:
+        model.compile()
+    engine = _make_engine(resolved, model, world)
+    progress = Progress.fresh()
+    torch.manual_seed(_rank_seed(config.seed, world.rank))
+    if resume_from is not None:
+        progress = _take_over(engine, resume_from, config, world)
+    total_steps = _total_steps(config, training)
+    checkpoints = CheckpointManager(run_dir, world, config.checkpoint)
+    if world.is_main:
+        checkpoints.clean()
+    recorder.use(_make_trackers(config, run_dir, progress.step, world))
+    recorder.update(step=progress.step, total_steps=total_steps)
+    return Parts(
+        resolved=resolved,
+        run_dir=run_dir,
+        world=world,
+        recorder=recorder,
+        tokenizer=tokenizer,
+        engine=engine,
+        loader=Loader(
+            training,
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=world.rank,
+            world_size=world.world_size,
+            device=world.device,
+        ),
+        validation=validation,
+        progress=progress,
+        agreement=_make_agreement(config, world, signals, progress),
+        meter=StepMeter(world, Speed.of(world.device, _flops_per_token(model, config))),
+        checkpoints=checkpoints,
+        micro_batch_size=micro_batch_size,
+        start_step=progress.step,
+        total_steps=total_steps,
+        git_commit=_git_commit() if world.is_main else None,
+    )
+
+
+def _make_data(
+    config: RunConfig, run_dir: RunDir, world: World, recorder: Recorder
+) -> tuple[Any, Dataset, Dataset | None]:
+    """Tokenizer, training and validation data. All ranks must call this."""
+    recorder.phase("preparing data")
+    tokenizer = make_tokenizer(config, run_dir, world)
+    vocab_size = _vocab_size(config, tokenizer)
+    training, validation = build_datasets(
+        config.data,
+        tokenizer,
+        Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+        seed=config.seed,
+        vocab_size=vocab_size,
+        is_preparer=world.local_rank == 0,
+        progress=lambda text: recorder.phase("preparing data", text),
+    )
+    if training.vocab_size_needed > vocab_size:
+        raise UserError(
+            f"the data holds token {training.vocab_size_needed - 1}, the model knows "
+            f"{vocab_size} tokens",
+            where="tokenizer.name_or_path",
+            fix="use the tokenizer that belongs to the model, or train one: "
+            "tokenizer.train_vocab_size with model.init: scratch",
+        )
+    return tokenizer, training, validation
+
+
+def _make_model(config: RunConfig, world: World, tokenizer: Any) -> nn.Module:
+    model = build_model(
+        config.model,
+        device=world.device,
+        dtype=torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32,
+        seed=config.seed,
+        vocab_size=len(tokenizer) if config.tokenizer.train_vocab_size else None,
+    )
+    set_gradient_checkpointing(model, config.training.gradient_checkpointing)
+    log.info(
+        "model=%s parameters=%d ranks=%d",
+        config.model.name_or_path,
+        sum(p.numel() for p in model.parameters()),
+        world.world_size,
+    )
+    return model
+
+
+def _vocab_size(config: RunConfig, tokenizer: Any) -> int:
+    """Tokens that the model knows; a tokenizer trained for the run decides it."""
+    if config.tokenizer.train_vocab_size:
+        return len(tokenizer)
+    return int(load_model_config(config.model).vocab_size)
+
+
+def _rank_seed(seed: int, rank: int) -> int:
+    """Seed of a rank's dropout; different on every rank."""
+    return seed + 1_000_003 * (rank + 1)
+
+
+def _make_engine(resolved: Resolved, model: nn.Module, world: World) -> Engine:
+    config = resolved.config
+    match config.strategy.kind:
+        case "auto" | "ddp":
+            from isles.strategies.ddp import DDPEngine
+
+            return DDPEngine(
+                model,
+                lambda module: make_optimizers(config.training, module),
+                world,
+                precision=config.training.precision,
+                comm_sample_every=config.training.logging_steps,
+            )
+        case _:
+            assert_never(config.strategy.kind)
+
+
+def _make_trackers(config: RunConfig, run_dir: RunDir, step: int, world: World) -> Trackers:
+    if not world.is_main:
+        return Trackers([])
+    trackers: list[Tracker] = [JsonlTracker(run_dir.metrics, resumed_step=step)]
+    for name in dict.fromkeys(config.track):
+        match name:
+            case "jsonl":
+                pass  # every run writes it: status and loss.png are made from it
+            case "tensorboard":
+                trackers.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
+            case _:
+                assert_never(name)
+    return Trackers(trackers)
+
+
+def _make_agreement(
+    config: RunConfig, world: World, signals: StopSignals, progress: Progress
+) -> Agreement:
+    limits = config.training
+    ends_run = limits.max_steps is None and limits.num_train_epochs is None
+    stop_at = None
+    if limits.max_time is not None:
+        already = progress.elapsed_s if ends_run else 0.0
+        stop_at = time.monotonic() + limits.max_time - already
+    minutes = config.checkpoint.every_minutes
+    return Agreement(
+        world,
+        signals,
+        stop_at=stop_at,
+        time_ends_run=ends_run,
+        save_every_s=None if minutes is None else minutes * 60,
+    )
+
+
+def _take_over(
+    engine: Engine, checkpoint: CheckpointInfo, config: RunConfig, world: World
+) -> Progress:
+    state = engine.state_dict()
+    load_tensors(state, checkpoint.path)
+    engine.load_state_dict(state)
+    progress = Progress.from_manifest(checkpoint.manifest)
+    saved_world_size = int(checkpoint.manifest["world_size"])
+    if not restore_rng(
+        checkpoint.path,
+        world.rank,
+        saved_world_size=saved_world_size,
+        world_size=world.world_size,
+    ):
+        torch.manual_seed(_rank_seed(config.seed, world.rank) + 7_919 * progress.step)
+    log.info(
+        "resumed step=%d samples=%d ranks=%d saved_with=%d checkpoint=%s",
+        progress.step,
+        progress.samples,
+        world.world_size,
+        saved_world_size,
+        checkpoint.path,
+    )
+    return progress
+
+
+def _total_steps(config: RunConfig, training: Dataset) -> int | None:
+    limits = config.training
+    if limits.max_steps is not None:
+        return limits.max_steps
+    if limits.num_train_epochs is None:
+        return None
+    samples = limits.num_train_epochs * training.samples_per_epoch
+    return max(1, -(-int(samples) // limits.global_batch_size))
+
+
+def _flops_per_token(model: nn.Module, config: RunConfig) -> float:
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    shape: Any = model.config
+    total = sum(p.numel() for p in model.parameters())
+    tied = bool(getattr(shape, "tie_word_embeddings", False))
+    return train_flops_per_token(
+        matmul_params=total - (0 if tied else embeddings.weight.numel()),
+        num_layers=int(getattr(shape, "num_hidden_layers", 0)),
+        hidden_size=int(getattr(shape, "hidden_size", 0)),
+        seq_length=config.data.seq_length,
+    )
+
+
+def _git_commit() -> str | None:
+    """The commit of the folder that the run was started in, if it is under git."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

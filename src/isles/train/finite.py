@@ -1,0 +1,67 @@
+"""Ending a run whose loss or gradient is not finite, with the culprit's name."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from isles.dist.batch import Batch
+from isles.errors import TrainingError
+from isles.train.build import Parts
+
+log = logging.getLogger(__name__)
+
+
+def check_finite(parts: Parts) -> None:
+    """Stop if some step since the last check was not finite. All ranks must call this.
+
+    The engine has kept the weights of the last good step; they are saved before the error.
+
+    Raises:
+        TrainingError: naming the step, the ranks and the sample indices.
+    """
+    good = parts.engine.good_steps()
+    if good is None:
+        parts.progress.forget_history()
+        return
+    parts.progress.rewind_to(parts.start_step + good)
+    bad_step = parts.progress.step + 1
+    culprits = _find_culprits(parts)
+    parts.save(wait=True)
+    if culprits:
+        what = f"the loss of step {bad_step} is not finite; " + "; ".join(culprits)
+    else:
+        what = (
+            f"the gradient of step {bad_step} is not finite, while every loss of it is "
+            f"(samples {parts.progress.samples} to "
+            f"{parts.progress.samples + parts.config.training.global_batch_size - 1})"
+        )
+    raise TrainingError(
+        what,
+        where=f"step {bad_step}",
+        fix="lower training.learning_rate or lengthen training.warmup_steps, look at those samples "
+        "of the data, or use a wider precision (bf16-mixed, 32-true). The weights of step "
+        f"{parts.progress.step}, the last good one, are saved",
+    )
+
+
+def _find_culprits(parts: Parts) -> list[str]:
+    """One line for each rank with a loss that is not finite, from the last good weights."""
+    data = parts.loader.step(parts.progress.samples)
+    bad = [
+        sample
+        for batch in data.micro_batches
+        for row, sample in enumerate(batch.sample_ids)
+        if not math.isfinite(float(parts.engine.evaluate(_one_row(batch, row))))
+    ]
+    every = parts.world.gather((parts.world.rank, parts.world.host, bad))
+    return [
+        f"rank {rank} on {host}: samples {', '.join(map(str, samples))}"
+        for rank, host, samples in every
+        if samples
+    ]
+
+
+def _one_row(batch: Batch, row: int) -> Batch:
+    rows = slice(row, row + 1)
+    return Batch(batch.input_ids_BT[rows], batch.targets_BT[rows], batch.sample_ids[rows])

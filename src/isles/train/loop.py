@@ -1,0 +1,61 @@
+"""The training loop: everything that happens to the weights, in order."""
+
+from __future__ import annotations
+
+from isles.errors import ExitCode
+from isles.train.build import Parts
+from isles.train.finite import check_finite
+from isles.train.optimizer import learning_rate
+from isles.train.stop import TIME_IS_UP
+
+
+def train(parts: Parts) -> ExitCode:
+    """Train to the end of the run, or to a stop. All ranks must call this.
+
+    Returns:
+        OK at the end; REQUEUE or INTERRUPTED after a stop that was asked for, with a checkpoint.
+    """
+    config, engine, progress = parts.config.training, parts.engine, parts.progress
+    while parts.total_steps is None or progress.step < parts.total_steps:
+        step = progress.step + 1
+        is_recorded = step % config.logging_steps == 0 or step in (1, parts.total_steps)
+        parts.agreement.ask()
+
+        # The inner step.
+        parts.meter.begin(is_recorded=is_recorded)
+        data = parts.loader.step(progress.samples)
+        parts.meter.mark("data")
+        for index, batch in enumerate(data.micro_batches):
+            is_last = index == len(data.micro_batches) - 1
+            loss_sum = engine.forward_backward(
+                batch, global_tokens=data.global_tokens, is_last=is_last
+            )
+            parts.meter.add(loss_sum)
+        parts.meter.mark("forward_backward")
+        lr = learning_rate(config, step, parts.total_steps)
+        grad_norm = engine.optimizer_step(lr=lr, max_norm=config.max_grad_norm)
+        parts.meter.mark("optimizer")
+        parts.meter.step_done(data.global_tokens)
+        progress.advance(samples=data.next_sample, tokens=data.global_tokens)
+
+        # The outer step, between clusters, has its place here.
+
+        if is_recorded or parts.checks_every_step:
+            check_finite(parts)
+        if is_recorded:
+            parts.record(lr=lr, grad_norm=grad_norm)
+        if config.eval_steps and step % config.eval_steps == 0 and step != parts.total_steps:
+            parts.evaluate()
+
+        decision = parts.agreement.decide()
+        every = parts.config.checkpoint.every_steps
+        if decision.save or decision.stop or (every and step % every == 0):
+            parts.save(wait=bool(decision.stop))
+        if decision.stop and decision.stop != TIME_IS_UP:
+            return ExitCode(decision.stop)
+        if decision.stop == TIME_IS_UP:
+            break
+
+    parts.evaluate()
+    parts.save(wait=True)
+    return ExitCode.OK

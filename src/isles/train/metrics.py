@@ -1,0 +1,146 @@
+"""What a step cost and what it gave: measured on every rank, recorded on rank 0."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isles.dist.world import World
+from isles.facts.gpus import find_gpu
+
+PHASES = ("data", "forward_backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What turns tokens per second into model FLOPs utilisation.
+
+    Args:
+        flops_per_token: of training, forward and backward.
+        peak_flops: of one rank's GPU; None where it is not in the table.
+    """
+
+    flops_per_token: float
+    peak_flops: float | None
+
+    @classmethod
+    def of(cls, device: torch.device, flops_per_token: float) -> Speed:
+        """For a rank's device; a CPU or an unknown GPU has no peak."""
+        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        return cls(flops_per_token, gpu.bf16_flops if gpu else None)
+
+
+class StepMeter:
+    """Adds up losses and times between two recorded steps.
+
+    On a GPU only recorded steps are timed in parts, because that has to wait for the GPU; nothing
+    else here waits for it.
+    """
+
+    def __init__(self, world: World, speed: Speed) -> None:
+        self._world = world
+        self._speed = speed
+        self._cuda = world.device.type == "cuda"
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._tokens = 0
+        self._steps = 0
+        self._timed = 0
+        self._parts = dict.fromkeys(PHASES, 0.0)
+        self._since = time.perf_counter()
+        self._mark_at = self._since
+        self._timing = False
+
+    def begin(self, *, is_recorded: bool) -> None:
+        """A step begins."""
+        self._timing = is_recorded or not self._cuda
+        if self._timing:
+            self._timed += 1
+            self._mark_at = self._now()
+
+    def mark(self, phase: str) -> None:
+        """A phase of the step is over."""
+        if self._timing:
+            now = self._now()
+            self._parts[phase] += now - self._mark_at
+            self._mark_at = now
+
+    def add(self, loss_sum: torch.Tensor) -> None:
+        """A micro-batch's summed loss on this rank."""
+        self._loss += loss_sum
+
+    def step_done(self, tokens: int) -> None:
+        """A step is over; its target tokens over all ranks."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def pause(self) -> float:
+        """Time from now to `resume` (evaluating, saving) is not a step's. Returns now."""
+        return time.perf_counter()
+
+    def resume(self, paused_at: float) -> None:
+        """Steps go on."""
+        self._since += time.perf_counter() - paused_at
+
+    def row(self, *, grad_norm: torch.Tensor, communication_s: float | None) -> dict[str, Any]:
+        """The figures since the last row, the same on every rank. All ranks must call this."""
+        elapsed = time.perf_counter() - self._since
+        timed = max(1, self._timed)
+        mine = [float(self._loss.item()), self._memory()]
+        mine += [self._parts[phase] / timed for phase in PHASES]
+        mine.append(math.nan if communication_s is None else communication_s)
+        ranks = self._gather(mine)
+        loss_sum = sum(rank[0] for rank in ranks)
+        means = [sum(rank[i] for rank in ranks) / len(ranks) for i in range(2, 6)]
+        communication = None if math.isnan(means[3]) else means[3]
+        forward_backward = means[1] - (communication or 0.0)
+        tokens_per_second = self._tokens / elapsed
+        mfu = None
+        if self._speed.peak_flops is not None:
+            per_rank = tokens_per_second / self._world.world_size
+            mfu = per_rank * self._speed.flops_per_token / self._speed.peak_flops
+        row = {
+            "loss": loss_sum / max(1, self._tokens),
+            "grad_norm": float(grad_norm.item()),
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_gpu": tokens_per_second / self._world.world_size,
+            "step_time_s": elapsed / self._steps,
+            "data_s": means[0],
+            "forward_backward_s": max(0.0, forward_backward),
+            "communication_s": communication,
+            "optimizer_s": means[2],
+            "mfu": mfu,
+            "memory_bytes": int(max(rank[1] for rank in ranks)),
+        }
+        self._clear()
+        return row
+
+    def _clear(self) -> None:
+        self._loss.zero_()
+        self._tokens = self._steps = self._timed = 0
+        self._parts = dict.fromkeys(PHASES, 0.0)
+        self._since = time.perf_counter()
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize(self._world.device)
+        return time.perf_counter()
+
+    def _memory(self) -> float:
+        """Peak bytes: allocated on the GPU, or of the whole process on a CPU."""
+        if self._cuda:
+            return float(torch.cuda.max_memory_allocated(self._world.device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+    def _gather(self, mine: list[float]) -> list[list[float]]:
+        if self._world.world_size == 1:
+            return [mine]
+        values = torch.tensor(mine, dtype=torch.float64)
+        gathered = [torch.empty_like(values) for _ in range(self._world.world_size)]
+        dist.all_gather(gathered, values, group=self._world.control)
+        return [rank.tolist() for rank in gathered]

@@ -1,0 +1,102 @@
+"""Optimizers and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from isles.config.training import TrainingConfig
+
+
+def make_optimizers(config: TrainingConfig, model: nn.Module) -> Sequence[Optimizer]:
+    """The optimizers of the run file over a model's parameters.
+
+    Weight decay falls on matrices only. Muon takes the matrices inside the blocks; embeddings,
+    the head, norms and biases go to AdamW, with the same learning rate (Muon's updates are scaled
+    to AdamW's size).
+
+    Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Liu et al. 2025 (arXiv:2502.16982) for
+    Muon's scale.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    match config.optimizer:
+        case "adamw":
+            return [_adamw(config, [p for _, p in named])]
+        case "sgd":
+            groups = _decay_groups(config, [p for _, p in named])
+            return [
+                torch.optim.SGD(
+                    groups, lr=config.learning_rate, momentum=config.momentum, fused=True
+                )
+            ]
+        case "muon":
+            ends = {id(p) for part in _ends(model) for p in part.parameters()}
+            inner = [p for _, p in named if p.ndim == 2 and id(p) not in ends]
+            chosen = {id(p) for p in inner}
+            rest = [p for _, p in named if id(p) not in chosen]
+            muon = torch.optim.Muon(
+                inner,
+                lr=config.learning_rate,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            return [muon, _adamw(config, rest)]
+
+
+def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
+    """The learning rate of an inner step.
+
+    Args:
+        config: the run file's section.
+        step: 1 for the first step.
+        total_steps: length of the run; None only for a constant rate.
+
+    Returns:
+        The rate. Falling shapes reach `min_lr_ratio` of the peak just after the last step, so that
+        no step is wasted on a rate of zero.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step <= warmup:
+        return peak * step / (warmup + 1)
+    if config.lr_scheduler_type == "constant":
+        return peak
+    assert total_steps is not None, "config/run.py lets only a constant rate run without an end"
+    falling = total_steps - warmup
+    if config.lr_scheduler_type == "wsd":
+        falling = min(falling, config.decay_steps or max(1, total_steps // 5))
+    start = total_steps - falling
+    progress = min(1.0, max(0.0, (step - 1 - start) / max(1, falling)))
+    low = config.min_lr_ratio
+    if config.lr_scheduler_type == "cosine":
+        return peak * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+    return peak * (low + (1 - low) * (1 - progress))
+
+
+def _adamw(config: TrainingConfig, parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(
+        _decay_groups(config, parameters),
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=True,
+    )
+
+
+def _decay_groups(
+    config: TrainingConfig, parameters: list[nn.Parameter]
+) -> list[dict[str, object]]:
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _ends(model: nn.Module) -> list[nn.Module]:
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    return [part for part in ends if part is not None]

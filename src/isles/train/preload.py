@@ -1,0 +1,30 @@
+"""What every rank needs, imported once by the fork server before the ranks are forked from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def preload() -> None:
+    """Import the worker and the code of the run's model.
+
+    Whatever cannot be imported here is left to the ranks, where an error reaches the user.
+    """
+    with contextlib.suppress(Exception):
+        import transformers
+
+        from isles.config.resolve import load_resolved
+        from isles.models.build import load_model_config
+        from isles.rundir.env import RUN_DIR
+        from isles.rundir.paths import RunDir
+
+        run_dir = RunDir(Path(os.environ[RUN_DIR]))
+        resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        if not resolved.config.model.trust_remote_code:
+            config = load_model_config(resolved.config.model)
+            transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+preload()

@@ -1,0 +1,61 @@
+"""How far a run has come."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Progress:
+    """Counts of the whole run, over all its attempts.
+
+    `step`: inner steps done. `samples`: the global cursor, the index of the next sample.
+    `tokens`: target tokens trained on.
+    """
+
+    def __init__(self, *, step: int, samples: int, tokens: int, elapsed_s: float) -> None:
+        self.step = step
+        self.samples = samples
+        self.tokens = tokens
+        self._elapsed_before_s = elapsed_s
+        self._began = time.monotonic()
+        self._history: list[tuple[int, int, int]] = []
+
+    @classmethod
+    def fresh(cls) -> Progress:
+        """Of a run that begins."""
+        return cls(step=0, samples=0, tokens=0, elapsed_s=0.0)
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> Progress:
+        """Of a run that goes on from a checkpoint."""
+        return cls(
+            step=int(manifest["step"]),
+            samples=int(manifest["samples"]),
+            tokens=int(manifest["tokens"]),
+            elapsed_s=float(manifest["elapsed_s"]),
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training, over all attempts."""
+        return self._elapsed_before_s + time.monotonic() - self._began
+
+    def advance(self, *, samples: int, tokens: int) -> None:
+        """One inner step is done; `samples` is the new cursor, `tokens` the step's."""
+        self._history.append((self.step, self.samples, self.tokens))
+        self.step += 1
+        self.samples = samples
+        self.tokens += tokens
+
+    def forget_history(self) -> None:
+        """Every step so far was good."""
+        self._history.clear()
+
+    def rewind_to(self, step: int) -> None:
+        """Back to an earlier step since `forget_history`, the last whose weights are kept."""
+        for entry in self._history:
+            if entry[0] == step:
+                self.step, self.samples, self.tokens = entry
+                return
+        assert self.step == step, "the history reaches back to the last check"

@@ -1,0 +1,43 @@
+"""The process of one rank, as the agent's fork server forks it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from isles.rundir.env import read_rank_env
+from isles.rundir.paths import RunDir
+
+
+def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) -> int:
+    """Train as the rank that the environment names, with a log of its own; the exit code."""
+    _die_with_parent()
+    env = read_rank_env()
+    run_dir = RunDir(run_path)
+    attempt = run_dir.attempt(attempt_number)
+    handle = os.open(attempt.rank_log(env.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    from isles.train.worker import run_rank
+
+    code = run_rank(run_dir, attempt, env, resume_from)
+    if attempt.rank_error(env.rank).exists():
+        # Not an exception: the rank's own record says more than a traceback through torch.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # Done: only rank 0 may still be exporting, and nothing is left to save here.
+        signal.signal(number, lambda *_: os._exit(0))
+    return code
+
+
+def _die_with_parent() -> None:
+    """A rank whose agent was killed must not go on alone (Linux; elsewhere it notices later)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

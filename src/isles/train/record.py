@@ -1,0 +1,78 @@
+"""What rank 0 tells the outside: status.json and the trackers' rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+from isles.rundir.paths import RunDir
+from isles.rundir.records import write_record
+from isles.track.base import Trackers
+
+log = logging.getLogger(__name__)
+
+_STATUS_EVERY_S = 0.5
+
+
+class Recorder:
+    """Keeps status.json and the curves. On other ranks than 0 every method does nothing.
+
+    Args:
+        run_dir: where the records lie.
+        is_main: whether this is rank 0.
+        world_size: ranks in the run.
+    """
+
+    def __init__(self, run_dir: RunDir, *, is_main: bool, world_size: int) -> None:
+        self._run_dir = run_dir
+        self._is_main = is_main
+        self._trackers = Trackers([])
+        self._written_at = 0.0
+        self.status: dict[str, Any] = {"phase": "starting", "detail": "", "world_size": world_size}
+
+    def use(self, trackers: Trackers) -> None:
+        """Where rows go from now on."""
+        self._trackers = trackers
+
+    def phase(self, phase: str, detail: str = "") -> None:
+        """What the run does now: starting, preparing data, training, saving …"""
+        if not self._is_main:
+            return
+        if (phase, detail) != (self.status["phase"], self.status["detail"]):
+            log.info("phase=%s %s", phase.replace(" ", "-"), detail)
+        self.status |= {"phase": phase, "detail": detail}
+        self._write()
+
+    def update(self, **fields: Any) -> None:
+        """Other fields of status.json."""
+        self.status |= fields
+        if self._is_main and time.time() - self._written_at >= _STATUS_EVERY_S:
+            self._write()
+
+    def row(self, row: dict[str, Any]) -> None:
+        """One recorded step or evaluation, to every tracker."""
+        if self._is_main:
+            self._trackers.log({name: _finite(value) for name, value in row.items()})
+
+    def close(self) -> None:
+        """Write the last status and close the trackers."""
+        if self._is_main:
+            self._write()
+            self._trackers.close()
+
+    def _write(self) -> None:
+        self._written_at = time.time()
+        record = {name: _finite(value) for name, value in self.status.items()}
+        try:
+            write_record(
+                self._run_dir.status, record | {"updated_at": self._written_at}, durable=False
+            )
+        except OSError as error:  # a full disk must not end training before a save says so
+            log.warning("status.json could not be written: %s", error)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

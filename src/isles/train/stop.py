@@ -1,0 +1,126 @@
+"""Requests to stop or save, from signals and clocks, agreed on by all ranks at a step's end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from isles.dist.world import World
+from isles.errors import ExitCode
+
+TIME_IS_UP = 1
+"""Not an exit code: the run's length is a time, and it is over."""
+
+_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.REQUEUE,
+    signal.SIGUSR1: ExitCode.REQUEUE,
+}
+
+
+class StopBeforeTraining(BaseException):
+    """A stop was asked for before the first step: there is nothing to save."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class StopSignals:
+    """SIGINT asks to save and stop with 130, SIGTERM and SIGUSR1 with 85. Main thread only."""
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self._training = False
+        self._before = {number: signal.signal(number, self._handle) for number in _CODES}
+
+    def training_begins(self) -> None:
+        """From now on a signal waits for the end of a step."""
+        self._training = True
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        code = _CODES[signal.Signals(number)]
+        self.requested = max(self.requested, int(code))
+        if not self._training:
+            raise StopBeforeTraining(code)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks do at the end of this step.
+
+    Args:
+        stop: exit code to stop with, TIME_IS_UP to finish, 0 to go on.
+        save: save now because of the clock.
+    """
+
+    stop: int
+    save: bool
+
+
+class Agreement:
+    """Makes every rank stop, or save by the clock, at the same step.
+
+    The ranks' wishes travel beside the step's computation, so no step waits for them.
+
+    Args:
+        world: the ranks of the cluster.
+        signals: this rank's signals.
+        stop_at: time.monotonic() at which rank 0 wants to stop, or None.
+        time_ends_run: whether that is the run's end or only this attempt's.
+        save_every_s: longest time between two saves, or None.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        signals: StopSignals,
+        *,
+        stop_at: float | None,
+        time_ends_run: bool,
+        save_every_s: float | None,
+    ) -> None:
+        self._world = world
+        self._signals = signals
+        self._stop_at = stop_at
+        self._time_code = TIME_IS_UP if time_ends_run else int(ExitCode.REQUEUE)
+        self._save_every_s = save_every_s
+        self._saved_at = time.monotonic()
+        self._wishes = torch.zeros(2, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def ask(self) -> None:
+        """Send this rank's wishes; called at a step's start. All ranks must call this."""
+        stop, save = self._signals.requested, 0
+        if self._world.is_main:
+            now = time.monotonic()
+            if self._stop_at is not None and now >= self._stop_at:
+                stop = max(stop, self._time_code)
+            if self._save_every_s is not None and now - self._saved_at >= self._save_every_s:
+                save = 1
+        self._wishes[0], self._wishes[1] = stop, save
+        if self._world.world_size > 1:
+            self._work = dist.all_reduce(
+                self._wishes, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
+            )
+
+    def decide(self) -> Decision:
+        """What was agreed; called at the same step's end. All ranks must call this."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return Decision(stop=int(self._wishes[0]), save=bool(self._wishes[1]))
+
+    def saved(self) -> None:
+        """A save has been taken: the clock starts anew."""
+        self._saved_at = time.monotonic()

@@ -1,0 +1,219 @@
+"""`export`, `generate` and `eval` of a run: `python -m isles.train.verbs VERB RUN_DIR …`.
+
+Each works on one process, on the run's newest checkpoint or the one of `--step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isles.checkpoint.export import export_model
+from isles.checkpoint.store import load_tensors
+from isles.config.resolve import Resolved, load_resolved
+from isles.data.build import build_datasets
+from isles.data.loader import evaluation_batches
+from isles.data.tokenizer import load_tokenizer
+from isles.dist.world import World, join_world, leave_world
+from isles.errors import TrainingError, UserError
+from isles.models.build import build_model
+from isles.rundir.env import RankEnv, cache_home
+from isles.rundir.manifest import find_checkpoint, verify_checkpoint
+from isles.rundir.paths import RunDir
+from isles.strategies.ddp import DDPEngine
+from isles.train.evaluate import evaluate
+
+
+def main() -> int:
+    """Run one verb; returns the exit code."""
+    options = _parse()
+    _quiet()
+    run_dir = RunDir(options.run_dir)
+    verbs = {"export": _export, "generate": _generate, "eval": _eval}
+    try:
+        resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        verbs[options.verb](options, run_dir, resolved)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return int(error.exit_code)
+    except torch.OutOfMemoryError as error:
+        sys.stderr.write(
+            f"error: {error}\n  fix: CUDA_VISIBLE_DEVICES= isles {options.verb} … uses the CPU\n"
+        )
+        return 4
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m isles.train.verbs")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name in ("export", "generate", "eval"):
+        verb = verbs.add_parser(name)
+        verb.add_argument("run_dir", type=Path)
+        verb.add_argument("--step", type=int)
+        match name:
+            case "export":
+                verb.add_argument("--output", type=Path)
+            case "generate":
+                verb.add_argument("--prompt", default="")
+                verb.add_argument("--max-new-tokens", type=int, default=100)
+                verb.add_argument("--temperature", type=float, default=0.8)
+                verb.add_argument("--top-p", type=float, default=0.95)
+                verb.add_argument("--seed", type=int, default=0)
+            case _:
+                verb.add_argument("--samples", type=int)
+    return parser.parse_args()
+
+
+def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
+    model, step = _load(run_dir, resolved, options.step, torch.device("cpu"))
+    folder = options.output or run_dir.model
+    export_model(model, _tokenizer(run_dir, resolved), folder)
+    sys.stdout.write(f"step {step} is exported to {folder}\n")
+
+
+def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
+    tokenizer = _tokenizer(run_dir, resolved)
+    if tokenizer is None:
+        raise UserError(
+            "this run was trained on fake data: it has no tokenizer and has learnt no text",
+            where=str(run_dir.path),
+            fix="train with a real source, such as data.sources: [{path: python-docs}]",
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, _ = _load(run_dir, resolved, options.step, device)
+    torch.manual_seed(options.seed)
+    prompt = options.prompt or tokenizer.eos_token or ""
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise UserError(
+            "the prompt is empty and the tokenizer has no end-of-text token to begin with",
+            where="--prompt",
+            fix="give a prompt",
+        )
+    greedy = options.temperature <= 0
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            max_new_tokens=options.max_new_tokens,
+            do_sample=not greedy,
+            temperature=None if greedy else options.temperature,
+            top_p=None if greedy else options.top_p,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        )
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    sys.stdout.write(text.strip("\n") + "\n")
+
+
+def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
+    config = resolved.config
+    tokenizer = _tokenizer(run_dir, resolved)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    with _alone(kind) as world:
+        model, step = _load(run_dir, resolved, options.step, world.device)
+        _, validation = build_datasets(
+            config.data,
+            tokenizer,
+            Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+            seed=config.seed,
+            vocab_size=int(model.config.vocab_size),
+            is_preparer=True,
+            progress=lambda text: logging.getLogger(__name__).info("%s", text),
+        )
+        if validation is None:
+            raise UserError(
+                "this run holds no validation text",
+                where="data.validation_fraction: 0",
+                fix="set data.validation_fraction and train again",
+            )
+        engine = DDPEngine(
+            model, lambda _: [], world, precision=config.training.precision, comm_sample_every=1
+        )
+        batches = evaluation_batches(
+            validation,
+            options.samples or validation.num_samples,
+            micro_batch_size=8,
+            rank=0,
+            world_size=1,
+            device=world.device,
+        )
+        figures = evaluate(engine, batches, world)
+    perplexity = figures["perplexity"]
+    shown = f"{perplexity:.2f}" if math.isfinite(perplexity) else "inf"
+    sys.stdout.write(
+        f"step {step}: validation loss {figures['loss']:.4f}, perplexity {shown}, "
+        f"{figures['tokens']:.0f} tokens\n"
+    )
+
+
+@contextlib.contextmanager
+def _alone(kind: str) -> Iterator[World]:
+    env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0, store=None)
+    world = join_world(env, device=kind, timeout_s=600)
+    try:
+        yield world
+    finally:
+        leave_world()
+
+
+def _load(
+    run_dir: RunDir, resolved: Resolved, step: int | None, device: torch.device
+) -> tuple[Any, int]:
+    """The model with a checkpoint's weights, and the checkpoint's step."""
+    checkpoint = find_checkpoint(run_dir, step)
+    if faults := verify_checkpoint(checkpoint.path):
+        raise TrainingError(
+            f"the checkpoint is broken: {'; '.join(faults)}",
+            where=str(checkpoint.path),
+            fix="take another one with --step: `isles checkpoint list`",
+        )
+    config = resolved.config
+    tokenizer = _tokenizer(run_dir, resolved)
+    fresh = tokenizer is not None and config.tokenizer.train_vocab_size is not None
+    model: Any = build_model(
+        # The weights come from the checkpoint, whatever the run began with.
+        config.model.model_copy(update={"init": "scratch"}),
+        device=device,
+        dtype=torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32,
+        seed=0,
+        vocab_size=len(tokenizer) if fresh else None,
+    )
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    load_tensors(state, checkpoint.path, alone=True)
+    model.tie_weights()
+    return model.eval(), checkpoint.step
+
+
+def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:
+    if not run_dir.tokenizer.is_dir():
+        return None
+    trusted = resolved.config.model.trust_remote_code
+    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
+
+
+def _quiet() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("torch", "transformers", "datasets", "httpx", "isles.data"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""One rank, from its first line of log to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isles.checkpoint.export import export_model
+from isles.checkpoint.manager import latest_good
+from isles.config.resolve import Resolved, digest, load_resolved
+from isles.dist.world import World, is_communication_error, join_world, leave_world
+from isles.errors import (
+    CommunicationError,
+    ExitCode,
+    OutOfMemoryError,
+    TrainingError,
+    UserError,
+)
+from isles.rundir.env import RankEnv
+from isles.rundir.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_rows, write_record
+from isles.train.build import Parts, build
+from isles.train.loop import train
+from isles.train.plot import plot_loss
+from isles.train.record import Recorder
+from isles.train.stop import StopBeforeTraining, StopSignals
+
+log = logging.getLogger(__name__)
+
+
+def run_rank(
+    run_dir: RunDir,
+    attempt: Attempt,
+    env: RankEnv,
+    resume_from: Path | None,
+    world: World | None = None,
+) -> int:
+    """Train as one rank of a run, and leave the records that say how it ended.
+
+    Args:
+        run_dir: the run directory, with resolved.yaml in it.
+        attempt: the folder of this start, which exists.
+        env: this process' place.
+        resume_from: a checkpoint that was asked for by name; None: the latest good one.
+        world: the process group, where it is joined already.
+
+    Returns:
+        The exit code.
+    """
+    _start_logging(env)
+    signals = StopSignals()
+    # After the handlers: whoever reads this record may send a signal.
+    write_record(
+        attempt.rank_record(env.rank), {"rank": env.rank, **ProcessId.of(os.getpid()).record()}
+    )
+    try:
+        code = int(_train(run_dir, attempt, env, signals, resume_from, world))
+        leave_world()
+        return code
+    except StopBeforeTraining as stop:
+        if env.rank == 0:
+            reason = "stopped before the first step; nothing was lost"
+            _write_outcome(attempt, "stopped", stop.code, step=None, reason=reason)
+        return int(stop.code)
+    except Exception as error:  # the process' edge: everything is put on record
+        if signals.requested and is_communication_error(error):
+            return signals.requested  # the others heard of the stop a moment earlier
+        return _record_error(attempt, env, error)
+    finally:
+        signals.restore()
+
+
+def _train(
+    run_dir: RunDir,
+    attempt: Attempt,
+    env: RankEnv,
+    signals: StopSignals,
+    resume_from: Path | None,
+    world: World | None,
+) -> ExitCode:
+    resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+    cluster = resolved.config.clusters[0]
+    recorder = Recorder(run_dir, is_main=env.rank == 0, world_size=env.world_size)
+    recorder.phase("starting", f"waiting for {env.world_size} ranks")
+    if world is None:
+        world = join_world(env, device=resolved.device, timeout_s=cluster.comm_timeout)
+    _compare_configs(resolved, world)
+    checkpoint = _find_checkpoint(run_dir, world, resume_from)
+    parts = build(resolved, run_dir, world, recorder, signals, checkpoint)
+    signals.training_begins()
+    recorder.phase("training")
+    try:
+        code = train(parts)
+    finally:
+        parts.loader.close()
+    parts.checkpoints.close()
+    if code is ExitCode.OK:
+        _finish(parts)
+        reason = "finished"
+    else:
+        reason = _why_stopped(code)
+    recorder.phase("finished" if code is ExitCode.OK else "stopped", reason)
+    recorder.close()
+    if world.is_main:
+        state = "finished" if code is ExitCode.OK else "stopped"
+        _write_outcome(attempt, state, code, step=parts.progress.step, reason=reason)
+    log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
+    return code
+
+
+def _why_stopped(code: ExitCode) -> str:
+    asked = "interrupted" if code is ExitCode.INTERRUPTED else "asked to stop, or time was up"
+    return f"{asked}; everything is saved"
+
+
+def _finish(parts: Parts) -> None:
+    """Export, summary and picture. Rank 0 writes; the others have nothing left to do."""
+    if not parts.world.is_main:
+        return
+    run_dir, progress = parts.run_dir, parts.progress
+    if parts.config.checkpoint.export_on_finish:
+        parts.recorder.phase("exporting", str(run_dir.model))
+        export_model(parts.engine.model, parts.tokenizer, run_dir.model)
+    rows = read_rows(run_dir.metrics)
+    losses = [row for row in rows if row["kind"] == "train"]
+    evals = [row for row in rows if row["kind"] == "eval"]
+    summary: dict[str, Any] = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "elapsed_s": progress.elapsed_s,
+        "tokens_per_second": progress.tokens / max(progress.elapsed_s, 1e-9),
+        "first_loss": losses[0]["loss"] if losses else None,
+        "last_loss": losses[-1]["loss"] if losses else None,
+        "eval_loss": evals[-1]["loss"] if evals else None,
+        "perplexity": evals[-1]["perplexity"] if evals else None,
+        "world_size": parts.world.world_size,
+    }
+    write_record(run_dir.summary, summary)
+    plot_loss(rows, run_dir.name, run_dir.loss_plot)
+
+
+def _find_checkpoint(
+    run_dir: RunDir, world: World, resume_from: Path | None
+) -> CheckpointInfo | None:
+    def choose() -> CheckpointInfo | None:
+        if resume_from is None:
+            return latest_good(run_dir)
+        if faults := verify_checkpoint(resume_from):
+            raise TrainingError(
+                f"this checkpoint is broken: {'; '.join(faults)}",
+                where=str(resume_from),
+                fix="take another one from `isles checkpoint list`",
+            )
+        return read_checkpoint(resume_from)
+
+    return world.main_first(choose)
+
+
+def _compare_configs(resolved: Resolved, world: World) -> None:
+    """Every rank must have read the same run. All ranks must call this."""
+    mine = (world.rank, world.host, digest(resolved.config), torch.__version__)
+    for rank, host, other, version in world.gather(mine):
+        if other != mine[2]:
+            raise UserError(
+                f"rank {rank} has read another run file than rank {world.rank}",
+                where=f"host {host}",
+                fix="start all ranks with the same run directory",
+            )
+        if version != mine[3]:
+            raise UserError(
+                f"rank {rank} has torch {version}, rank {world.rank} has {mine[3]}",
+                where=f"host {host}",
+                fix="install the same torch on all hosts",
+            )
+
+
+def _start_logging(env: RankEnv) -> None:
+    """INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack."""
+    faulthandler.enable()
+    level = logging.INFO if env.rank == 0 else logging.WARNING
+    form = f"%(asctime)s %(levelname)s [rank {env.rank}] %(name)s: %(message)s"
+    logging.basicConfig(level=level, format=form, stream=sys.stderr, force=True)
+    for noisy in (
+        "torch",
+        "transformers",
+        "datasets",
+        "httpx",
+        "urllib3",
+        "filelock",
+        "matplotlib",
+    ):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
+    """Put an error on record for whoever looks for the culprit; returns the exit code."""
+    named = _as_user_error(error)
+    host = socket.gethostname()
+    is_communication = is_communication_error(error)
+    exit_code = int(named.exit_code if named else ExitCode.TRAINING)
+    text = "".join(traceback.format_exception(error))
+    record = {
+        "rank": env.rank,
+        "host": host,
+        "at": time.time(),
+        "kind": type(error).__name__,
+        "what": named.what if named else f"{type(error).__name__}: {error}",
+        "where": (named.where if named else "") or f"rank {env.rank} on {host}",
+        "fix": named.fix if named else "",
+        "exit_code": exit_code,
+        "is_communication": is_communication,
+        "traceback": None if isinstance(error, UserError) else text,
+    }
+    with contextlib.suppress(OSError):  # a full disk: the log below still says it
+        write_record(attempt.rank_error(env.rank), record)
+    if env.attempt == 0 and not (is_communication and attempt.outcome.exists()):
+        # No agent of ours looks for the culprit; the first to fail by itself names itself.
+        outcome = {"state": "failed", "exit_code": exit_code, "step": None}
+        outcome |= {"reason": record["what"], "at": record["at"], "error": record}
+        write_record(attempt.outcome, outcome)
+    if isinstance(error, UserError):
+        log.error("%s", error)
+    else:
+        log.error("rank %d on %s failed\n%s", env.rank, host, text)
+    return exit_code
+
+
+def _as_user_error(error: Exception) -> UserError | None:
+    """What an error of a library means to the user, where that is known."""
+    if isinstance(error, UserError):
+        return error
+    no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+    if no_memory:
+        return OutOfMemoryError(
+            f"out of memory: {str(error).splitlines()[0] if str(error) else 'no memory left'}",
+            fix="in this order: a smaller training.micro_batch_size (accumulation makes up for "
+            "it), training.gradient_checkpointing: full, a shorter data.seq_length, "
+            "training.precision: bf16-true",
+        )
+    if is_communication_error(error):
+        first = str(error).strip().splitlines()
+        return CommunicationError(
+            f"another rank was lost: {first[0] if first else type(error).__name__}",
+            fix="look for the rank that failed first: `isles logs`",
+        )
+    return None
+
+
+def _write_outcome(
+    attempt: Attempt, state: str, code: ExitCode, *, step: int | None, reason: str
+) -> None:
+    write_record(
+        attempt.outcome,
+        {
+            "state": state,
+            "exit_code": int(code),
+            "step": step,
+            "reason": reason,
+            "at": time.time(),
+            "error": None,
+        },
+    )

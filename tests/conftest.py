@@ -1,0 +1,82 @@
+"""What all tests share: a tiny model, a little text, a cache of their own."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    """A Llama of 30 thousand parameters with dropout, as a config.json."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A JSONL file of documents with very different lengths."""
+    rng = random.Random(0)
+    vocabulary = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(200)]
+    path = tmp_path / "words.jsonl"
+    with path.open("w") as stream:
+        for _ in range(300):
+            text = " ".join(rng.choices(vocabulary, k=rng.randint(1, 60)))
+            stream.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, tiny_model: Path, words: Path) -> Path:
+    """A run file that trains the tiny model on the words for 20 steps in fp32."""
+    content = {
+        "name": "tiny",
+        "output_dir": str(tmp_path / "runs"),
+        "model": {"name_or_path": str(tiny_model), "init": "scratch"},
+        "tokenizer": {"train_vocab_size": 300},
+        "data": {
+            "sources": [{"path": str(words)}],
+            "seq_length": 32,
+            "packing": False,
+            "validation_fraction": 0.1,
+        },
+        "training": {
+            "max_steps": 20,
+            "global_batch_size": 12,
+            "micro_batch_size": "auto",
+            "learning_rate": 0.001,
+            "warmup_steps": 3,
+            "precision": "32-true",
+            "logging_steps": 5,
+            "eval_steps": None,
+        },
+        "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
+        "track": ["jsonl"],
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path

@@ -1,0 +1,145 @@
+"""Real processes for tests: ranks forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.rundir.begin import begin_run, new_attempt
+from isles.rundir.env import RankEnv
+from isles.rundir.paths import Attempt, RunDir
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["isles.train.worker", "transformers.models.llama.modeling_llama", "tests.ranks"]
+)
+DEADLINE_S = 120.0
+
+
+def _prepare_child(log: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+
+
+def _call(
+    function: Callable[..., Any], env: RankEnv, args: tuple[Any, ...], log: str, pipe: Any
+) -> None:
+    _prepare_child(log)
+    pipe.send(function(env, *args))
+
+
+def rank_env(rank: int, world_size: int, store: Path) -> RankEnv:
+    """The place of a rank on one machine."""
+    return RankEnv(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        attempt=0,
+        store=store,
+    )
+
+
+@dataclass
+class Gang:
+    """Some ranks that run now."""
+
+    processes: Sequence[BaseProcess]
+    pipes: Sequence[Any]
+    log: Path
+
+    def kill(self) -> None:
+        """SIGKILL to every rank, and wait until the kernel has taken them."""
+        for process in self.processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join(DEADLINE_S)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> list[Any]:
+        """What each rank returned; fails naming the rank that missed the deadline or died."""
+        results = []
+        end = time.monotonic() + deadline_s
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(max(0.0, end - time.monotonic())):
+                    raise AssertionError(f"rank {rank} is not done after {deadline_s} s")
+                results.append(pipe.recv())
+            except (EOFError, AssertionError) as error:
+                self.kill()
+                text = self.log.read_text(errors="replace")[-4000:]
+                raise AssertionError(f"rank {rank}: {error!r}\n{text}") from error
+        for process in self.processes:
+            process.join(DEADLINE_S)
+        return results
+
+    def wait_or_timeout(self, seconds: float) -> bool:
+        """Wait for any rank's end, `seconds` at most; whether one has ended."""
+        return bool(connection.wait([process.sentinel for process in self.processes], seconds))
+
+
+def start_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Gang:
+    """Start `function(env, *args)` as so many ranks."""
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    log = folder / "log"
+    log.touch()
+    processes, pipes = [], []
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for rank in range(world_size):
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        env = rank_env(rank, world_size, folder / "store")
+        process = _CONTEXT.Process(
+            target=_call, args=(function, env, args, str(log), theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return Gang(processes, pipes, log)
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `function(env, *args)` as so many ranks, and give what each returned."""
+    return start_ranks(function, world_size, *args).wait()
+
+
+def _rank(env: RankEnv, run: Path, attempt: int) -> int:
+    from isles.train.worker import run_rank
+
+    run_dir = RunDir(run)
+    return run_rank(run_dir, run_dir.attempt(attempt), env, None)
+
+
+def start_training(
+    run_file: Path, world_size: int, *overrides: str, resume: str = "auto"
+) -> tuple[RunDir, Attempt, Gang]:
+    """Begin or resume a run as the launcher does, and start its ranks."""
+    loaded = load_run_file(run_file, overrides)
+    resolved = resolve(loaded, num_gpus=0, world_size=world_size)
+    begun = begin_run(resolved, loaded.text, resume)
+    attempt = new_attempt(begun.run_dir, loaded.text)
+    # The claim names this process, which goes on living when the ranks are killed.
+    attempt.launch.unlink()
+    gang = start_ranks(_rank, world_size, begun.run_dir.path, attempt.number)
+    return begun.run_dir, attempt, gang
+
+
+def train_to_end(
+    run_file: Path, world_size: int, *overrides: str, resume: str = "auto"
+) -> tuple[RunDir, int]:
+    """Train; the run directory and the largest exit code of its ranks."""
+    run_dir, _, gang = start_training(run_file, world_size, *overrides, resume=resume)
+    return run_dir, max(gang.wait())

@@ -1,0 +1,130 @@
+"""The rules of the house: imports point down, no circles, the wings never touch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "isles"
+
+# Room -> rooms it may import. What stands here is the drawing in docs/architecture.md.
+GROUND = {"errors", "facts"}
+SHARED = GROUND | {"config", "rundir"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "facts": set(),
+    "config": GROUND,
+    "rundir": GROUND | {"config"},
+    # control wing
+    "launch": SHARED,
+    "monitor": SHARED | {"launch"},
+    "cli": SHARED | {"launch", "monitor"},
+    # worker wing
+    "dist": SHARED,
+    "models": SHARED | {"dist"},
+    "data": SHARED | {"dist"},
+    "track": SHARED | {"dist"},
+    "strategies": SHARED | {"dist"},
+    "checkpoint": SHARED | {"dist"},
+    "train": SHARED | {"dist", "models", "data", "track", "strategies", "checkpoint"},
+}
+CONTROL_WING = {"errors", "facts", "config", "rundir", "launch", "monitor", "cli"}
+HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The room a file belongs to: its top folder, or its name at the top level."""
+    parts = path.relative_to(SRC).parts
+    return parts[0] if len(parts) > 1 else parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports from the top, {ast.unparse(node)}"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("isles.")}
+    wrong = rooms - ALLOWED[room] - {room, "__version__"}
+    assert not wrong, f"{room} may not import {wrong}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room_of(p) in CONTROL_WING], ids=lambda p: str(p.relative_to(SRC))
+)
+def test_control_wing_imports_nothing_heavy(path: Path) -> None:
+    heavy = {name.split(".")[0] for name in imports_of(path)} & HEAVY
+    assert not heavy, f"{path} imports {heavy}"
+
+
+def test_no_circles_between_files() -> None:
+    """A file may not reach itself through imports at module level."""
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        name = ".".join(("isles", *path.relative_to(SRC).with_suffix("").parts))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        graph[name.removesuffix(".__init__")] = {
+            node.module
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("isles.")
+        }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_command_line_works_where_torch_is_not_installed() -> None:
+    code = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {sorted(HEAVY)!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+import importlib, pkgutil, isles.cli
+for room in {sorted(CONTROL_WING - {"errors", "cli"})!r}:
+    package = importlib.import_module(f"isles.{{room}}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"isles.{{room}}.{{module.name}}")
+isles.cli.main(["--help"])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "train" in result.stdout
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_files_and_functions_are_small_enough(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 400, "400 lines at most"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 60, f"{node.name}: {length} lines, 60 at most"
