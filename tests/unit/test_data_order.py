@@ -21,7 +21,7 @@ def test_permute_is_a_bijection(n: int):
 
 
 @given(st.integers(1, 3000), seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_permute_is_a_bijection_for_any_seed(n: int, seed: int):
     assert len(set(permute(np.arange(n), n, key_from(seed)).tolist())) == n
 
@@ -52,7 +52,7 @@ def test_every_order_of_three_appears():
 
 
 @given(sizes, seeds, st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_an_epoch_holds_every_sample_once(sizes: list[int], seed: int, epoch: int):
     order = SampleOrder(sizes, None, seed)
     total = order.samples_per_epoch
@@ -69,7 +69,7 @@ def test_epochs_and_seeds_differ():
 
 
 @given(sizes, st.booleans(), seeds, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_sample_depends_on_its_index_alone(
     sizes: list[int], weighted: bool, seed: int, data: st.DataObject
 ):

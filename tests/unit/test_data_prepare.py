@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from isles.config.data import SourceConfig
+from isles.data.builtin import PythonDocs
 from isles.data.prepare import prepare, wait_for_prepared
-from isles.data.progress import progress_path
 from isles.data.sources import open_source
 from isles.data.store import TokenStore
 from isles.errors import CommunicationError, DataError
-from isles.rundir.records import read_record, write_record
+from isles.rundir.records import read_record
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -227,22 +227,15 @@ def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
         # A process that waits is not misled by the record of the dead one.
         with pytest.raises(CommunicationError, match=f"process {process.pid} on .* died"):
             wait_for_prepared(Told(), Letters(), tmp_path, no_progress_s=0.05)
+    other = prepare(PythonDocs(), Letters(10_000), tmp_path, progress=quiet)
+    assert leftovers(tmp_path) == [other.name]  # what the dead one left is gone
     with preparing(tmp_path) as process:
+        prepare(PythonDocs(), Letters(10_001), tmp_path, progress=quiet)
         process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0
+        assert process.returncode == 0  # what a living one writes is not
     folder = wait_for_prepared(Told(), Letters(), tmp_path)
-    assert leftovers(tmp_path) == [folder.name]
+    assert len(leftovers(tmp_path)) == 3
     assert TokenStore.open(folder).document_ends.size == 3
-
-
-def test_leftovers_of_other_sources_are_removed_too(source, tmp_path: Path):
-    with preparing(tmp_path) as process:
-        process.kill()
-        process.wait(DEADLINE_S)
-    with preparing(tmp_path):  # this one lives, and keeps its own
-        folder = prepare(source, Letters(), tmp_path, progress=quiet)
-        names = leftovers(tmp_path)
-        assert folder.name in names and len(names) == 2
 
 
 def test_two_processes_prepare_the_same(tmp_path: Path):
@@ -258,98 +251,6 @@ def test_two_processes_prepare_the_same(tmp_path: Path):
         thread.join(DEADLINE_S)
         assert first.returncode == 0 and leftovers(tmp_path) == [tokens[0].name]
         assert TokenStore.open(tokens[0]).document_ends.size == 3  # the first one's
-
-
-class Waiting:
-    """A thread that waits for `Told`, and what came of it."""
-
-    def __init__(self, cache: Path, no_progress_s: float = DEADLINE_S) -> None:
-        self.outcome: Any = None
-        self._thread = threading.Thread(target=self._wait, args=(cache, no_progress_s))
-        self._thread.start()
-
-    def _wait(self, cache: Path, no_progress_s: float) -> None:
-        try:
-            self.outcome = wait_for_prepared(Told(), Letters(), cache, no_progress_s=no_progress_s)
-        except Exception as error:
-            self.outcome = error
-
-    def result(self) -> Any:
-        self._thread.join(DEADLINE_S)
-        return self.outcome
-
-
-def test_waiting_ends_with_the_folder(tmp_path: Path):
-    waiting = Waiting(tmp_path)
-    with preparing(tmp_path) as process:
-        process.communicate(timeout=DEADLINE_S)
-        assert TokenStore.open(waiting.result()).name == "told"
-
-
-def test_waiting_ends_with_the_other_ones_error(tmp_path: Path):
-    waiting = Waiting(tmp_path)
-    with preparing(tmp_path) as process:
-        _, errors = process.communicate("fail\n", timeout=DEADLINE_S)
-        assert "told to fail" in errors
-        error = waiting.result()
-        assert isinstance(error, DataError) and error.what == "told to fail"
-        assert f"process {process.pid}" in error.where and "told:1" in error.where
-    assert leftovers(tmp_path) == []
-    # The same record is old for whoever comes later: it gives the next one time to begin.
-    later = Waiting(tmp_path)
-    with preparing(tmp_path) as process:
-        process.communicate(timeout=DEADLINE_S)
-        assert TokenStore.open(later.result()).name == "told"
-
-
-def test_waiting_ends_when_the_other_dies(tmp_path: Path):
-    waiting = Waiting(tmp_path)
-    with preparing(tmp_path) as process:
-        process.kill()
-        error = waiting.result()
-        assert isinstance(error, CommunicationError)
-        assert f"process {process.pid} on" in str(error) and "died" in str(error)
-
-
-def test_waiting_ends_without_a_sign_of_life(tmp_path: Path):
-    with preparing(tmp_path) as process:
-        process.send_signal(signal.SIGSTOP)
-        error = Waiting(tmp_path, no_progress_s=0.3).result()
-        assert isinstance(error, CommunicationError)
-        assert f"process {process.pid} on" in str(error) and "without a sign" in str(error)
-        # Who would prepare the same waits for it as well, and no longer.
-        with pytest.raises(CommunicationError, match=f"process {process.pid}"):
-            prepare(Told(), Letters(), tmp_path, progress=quiet, no_progress_s=0.3)
-        process.send_signal(signal.SIGCONT)
-
-
-def test_a_record_that_moves_on_keeps_those_who_wait(source, tmp_path: Path):
-    """Time counts from the last change, not from the beginning."""
-    key = prepare(source, Letters(), tmp_path / "other", progress=quiet).name
-    path = progress_path(tmp_path, key)
-    record = {"host": "elsewhere", "pid": 7, "started": 1.0, "state": "running", "message": "m"}
-    beats = 0
-
-    def beat() -> None:
-        nonlocal beats
-        while not stop.wait(0.05):
-            beats += 1
-            write_record(path, {**record, "at": beats})
-
-    stop = threading.Event()
-    thread = threading.Thread(target=beat)
-    thread.start()
-    waiting = threading.Thread(
-        target=lambda: wait_for_prepared(source, Letters(), tmp_path, no_progress_s=0.5)
-    )
-    waiting.start()
-    waiting.join(1.2)
-    assert waiting.is_alive()
-    prepare(source, Letters(), tmp_path, progress=quiet)
-    waiting.join(DEADLINE_S)
-    stop.set()
-    thread.join()
-    assert not waiting.is_alive()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk takes root")

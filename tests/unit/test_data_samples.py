@@ -61,7 +61,7 @@ def tokens_of(ranges: Ranges | None) -> list[int]:
 
 
 @given(lengths, st.floats(0, 0.5), st.integers(0, 10**9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_each_token_is_in_exactly_one_part(lengths: list[int], fraction: float, seed: int):
     store = store_of(lengths)
     training, validation = split_store(store, fraction, seed)
@@ -103,7 +103,7 @@ def test_joined_ranges_hold_the_same_tokens(lengths: list[int], fraction: float)
 
 
 @given(lengths, st.integers(2, 50), st.floats(0, 0.5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_packed_samples_are_the_stream(lengths: list[int], seq_length: int, fraction: float):
     store = store_of(lengths)
     for ranges in split_store(store, fraction, seed=1):
@@ -143,7 +143,7 @@ def test_a_single_token_is_no_sample():
 
 
 @given(lengths, st.integers(2, 17))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_each_token_but_a_documents_first_is_a_target_once(lengths: list[int], seq_length: int):
     store = store_of(lengths)
     part = DocumentSamples(store, everything(store), seq_length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ def build_datasets(
         DataError: a source cannot be read, or is too short.
         CommunicationError: the rank that prepares gives no sign of life.
     """
+    make = partial(prepare, progress=progress) if is_preparer else wait_for_prepared
     training: list[tuple[SampleSource, float | None]] = []
     validation: list[tuple[SampleSource, float | None]] = []
     for number, source in enumerate(data.sources):
@@ -71,14 +73,7 @@ def build_datasets(
             train, held_out = _fake_samples(data, vocab_size, seed + number)
         else:
             assert tokenizer is not None, "text needs a tokenizer"
-            opened = open_source(source)
-            folder = (
-                prepare(
-                    opened, tokenizer, cache_dir, progress=progress, no_progress_s=no_progress_s
-                )
-                if is_preparer
-                else wait_for_prepared(opened, tokenizer, cache_dir, no_progress_s=no_progress_s)
-            )
+            folder = make(open_source(source), tokenizer, cache_dir, no_progress_s=no_progress_s)
             train, held_out = _text_samples(data, TokenStore.open(folder), seed)
         training.append((train, source.weight))
         if held_out is not None:

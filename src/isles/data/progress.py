@@ -31,24 +31,32 @@ class Reporter:
         path: of the record.
         name: of the source.
         progress: called with a line for people.
+        clock: seconds, for tests.
     """
 
-    def __init__(self, path: Path, name: str, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        progress: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
         self._name = name
         self._progress = progress
         self._process = ProcessId.of(os.getpid()).record()
-        self._last = time.monotonic()
+        self._clock = clock
+        self._last = clock()
         self._write({"state": "running", "message": f"{name}: starting"})
 
     def tick(self, num_documents: int, num_tokens: int) -> None:
         """Called often; reports every REPORT_EVERY_S."""
-        if time.monotonic() - self._last < REPORT_EVERY_S:
+        if self._clock() - self._last < REPORT_EVERY_S:
             return
         message = count_message(self._name, num_documents, num_tokens)
         self._write({"state": "running", "message": message})
         self._progress(message)
-        self._last = time.monotonic()  # after the work: a slow disk is not asked more often
+        self._last = self._clock()  # after the work: a slow disk is not asked more often
 
     def done(self, num_documents: int, num_tokens: int) -> None:
         """The folder stands: the last line, and no more record."""
@@ -85,13 +93,17 @@ class Watch:
     Args:
         path: of the record.
         no_progress_s: longest time without a change.
+        clock: seconds, for tests.
     """
 
-    def __init__(self, path: Path, no_progress_s: float) -> None:
+    def __init__(
+        self, path: Path, no_progress_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._path = path
         self._no_progress_s = no_progress_s
         self._record = self._first = read_record(path)
-        self._since = time.monotonic()
+        self._since = clock()
 
     def find_fault(self, *, failure_counts: bool) -> UserError | None:
         """Why waiting on is pointless, or None.
@@ -102,8 +114,8 @@ class Watch:
         """
         record = read_record(self._path)
         if record is not None and record != self._record:
-            self._record, self._since = record, time.monotonic()
-        late = time.monotonic() - self._since > self._no_progress_s
+            self._record, self._since = record, self._clock()
+        late = self._clock() - self._since > self._no_progress_s
         if self._record is None:
             return self._silence("no process has begun to") if late else None
         if failure_counts and (late or self._record is not self._first):
@@ -123,7 +135,7 @@ class Watch:
         return DataError(record["message"], where=where, fix=record["fix"])
 
     def _silence(self, who: str) -> CommunicationError:
-        waited_s = time.monotonic() - self._since
+        waited_s = self._clock() - self._since
         return CommunicationError(
             f"{who} prepare the tokens that are waited for: {waited_s:.0f} s without a sign",
             where=str(self._path),

@@ -161,7 +161,10 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:
-    """The ids of each document, without special tokens around them."""
+    """The ids of each document, without special tokens around them.
+
+    A special token that is written out in a document is read as one, as chat templates need it.
+    """
     pieces = [_pieces(document) for document in documents]
     encoded: list[list[int]] = tokenizer(
         [piece for parts in pieces for piece in parts],

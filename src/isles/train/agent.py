@@ -52,6 +52,8 @@ def main() -> int:
         os.environ[ATTEMPT] = str(attempt.number)
         os.environ[STORE] = str(Path(scratch) / "store")
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_GRACE_S)
+        # Else the agent opens a store to the whole network, which no rank here uses.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         relay = SignalRelay(attempt, options.nproc_per_node)
         relay.install()
         # The fork server imports torch and the model's code once for all ranks, and while it does

@@ -78,6 +78,7 @@ class Parts:
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
         """Record the step that is just over. All ranks must call this."""
         figures = self.meter.row(grad_norm=grad_norm, communication_s=self.engine.communication_s())
+        self.checkpoints.poll()
         progress = self.progress
         row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}
         row |= {"tokens": progress.tokens, "elapsed_s": progress.elapsed_s, "at": time.time()}
@@ -92,7 +93,6 @@ class Parts:
             checkpoint_step=self.checkpoints.last_step,
             checkpoint_at=self.checkpoints.last_at,
         )
-        self.checkpoints.poll()
 
     def evaluate(self) -> None:
         """Evaluate on the validation text, if there is any. All ranks must call this."""

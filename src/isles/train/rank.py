@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
+from multiprocessing import connection
 from pathlib import Path
 
 from isles.rundir.env import read_rank_env
 from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record
+
+_CAUSE_FIRST_S = 2.0
 
 
 def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) -> int:
     """Train as the rank that the environment names, with a log of its own; the exit code."""
-    _die_with_parent()
+    _die_with_agent()
     env = read_rank_env()
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(attempt_number)
@@ -25,7 +31,12 @@ def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) 
     from isles.train.worker import run_rank
 
     code = run_rank(run_dir, attempt, env, resume_from)
-    if attempt.rank_error(env.rank).exists():
+    error = read_record(attempt.rank_error(env.rank))
+    if error is not None:
+        if error["is_communication"]:
+            # Another rank was lost before; the agent, which ends this process as soon as it sees
+            # that one, must see it first.
+            time.sleep(_CAUSE_FIRST_S)
         # Not an exception: the rank's own record says more than a traceback through torch.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -36,8 +47,18 @@ def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) 
     return code
 
 
-def _die_with_parent() -> None:
-    """A rank whose agent was killed must not go on alone (Linux; elsewhere it notices later)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _die_with_agent() -> None:
+    """A rank whose agent was killed must not go on alone.
+
+    The agent is not the parent process, the fork server is, and that one lives as long as any rank
+    does; so a thread waits for the agent's end.
+    """
+    agent = multiprocessing.parent_process()
+    if agent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([agent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="agent-watch", daemon=True).start()

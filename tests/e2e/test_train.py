@@ -1,0 +1,314 @@
+"""`isles train` and its companions as a user types them, with real ranks that really die."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from isles.errors import ExitCode
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record, read_rows
+
+DEADLINE_S = 120.0
+ISLES = (sys.executable, "-m", "isles")
+LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
+
+
+class Command:
+    """One isles command as a process of its own."""
+
+    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [*ISLES, *arguments],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.out = self.err = ""
+
+    def end(self) -> int:
+        """Wait for its end; its exit code."""
+        self.out, self.err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait until a record says so; fails when the command ends first."""
+        for _ in range(int(DEADLINE_S / 0.02)):
+            if found := condition():
+                return found
+            try:
+                self.process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"ended with {self.end()}\n{self.out}\n{self.err}")
+        raise AssertionError(f"not within {DEADLINE_S} s: {condition}")
+
+
+def isles(*arguments: str, cwd: Path, expected: int = 0) -> Command:
+    """Run one command to its end."""
+    command = Command(*arguments, cwd=cwd)
+    code = command.end()
+    assert code == expected, f"ended with {code}\n{command.out}\n{command.err}"
+    return command
+
+
+def the_run(run_file: Path) -> RunDir:
+    return RunDir(run_file.parent / "runs" / "tiny-1")
+
+
+def trained_steps(run_dir: RunDir) -> int:
+    return len(read_rows(run_dir.metrics))
+
+
+def rank_processes(run_dir: RunDir) -> list[ProcessId]:
+    attempt = run_dir.last_attempt()
+    assert attempt is not None
+    records = [read_record(attempt.rank_record(rank)) for rank in range(2)]
+    return [p for record in records if record and (p := ProcessId.from_record(record))]
+
+
+def agent_process(run_dir: RunDir) -> ProcessId:
+    attempt = run_dir.last_attempt()
+    assert attempt is not None
+    process = ProcessId.from_record(read_record(attempt.launch) or {})
+    assert process is not None
+    return process
+
+
+@pytest.fixture
+def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
+    """A long run of two ranks that has made its first checkpoint."""
+    run_dir = the_run(run_file)
+    two = "clusters.0.gpus_per_node=2"
+    command = Command("train", str(run_file), two, *LONG, cwd=run_file.parent)
+    command.until(lambda: list_checkpoints(run_dir) and trained_steps(run_dir) > 20)
+    ranks = [*rank_processes(run_dir), agent_process(run_dir)]
+    yield command, run_dir
+    left = [process for process in ranks if process.is_alive()]
+    for process in left:
+        os.kill(process.pid, signal.SIGKILL)
+    command.process.kill()
+    assert not left, f"still running after the test: {left}"
+
+
+def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
+    cwd, run_dir = run_file.parent, the_run(run_file)
+    options = ("checkpoint.export_on_finish=true", "track=[jsonl, tensorboard]")
+    two = "clusters.0.gpus_per_node=2"
+    secret = "hf_thisMustNotLeak"
+    command = Command("train", str(run_file), *options, two, cwd=cwd, env={"HF_TOKEN": secret})
+    assert command.end() == 0, command.err
+    assert "step 20/20" in command.out
+    rows = [row for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [1, 5, 10, 15, 20]
+    for row in rows:
+        assert row["loss"] > 0 and row["grad_norm"] > 0 and row["memory_bytes"] > 0
+        assert row["mfu"] is None, "no GPU here: unknown, not a guess"
+        parts = ("data_s", "forward_backward_s", "communication_s", "optimizer_s")
+        assert 0 < sum(row[part] or 0 for part in parts) <= row["step_time_s"] * 1.5
+    assert rows[-1]["communication_s"] > 0, "two ranks have waited for each other"
+    summary = read_record(run_dir.summary) or {}
+    assert summary["last_loss"] < summary["first_loss"]
+    assert run_dir.loss_plot.read_bytes().startswith(b"\x89PNG")
+    assert list(run_dir.tensorboard.glob("events.out.tfevents.*"))
+    manifest = list_checkpoints(run_dir)[-1].manifest
+    assert {"step", "tokens", "samples", "config_digest", "git_commit", "world_size"} <= set(
+        manifest
+    )
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from isles.checkpoint.store import load_tensors
+
+    exported = AutoModelForCausalLM.from_pretrained(run_dir.model).eval()
+    again = AutoModelForCausalLM.from_config(exported.config).eval()
+    state = {f"model.{name}": value for name, value in again.state_dict().items()}
+    load_tensors(state, list_checkpoints(run_dir)[-1].path, alone=True)
+    ids = torch.arange(24)[None]
+    assert torch.equal(exported(ids).logits, again(ids).logits), "logits are those of training"
+    assert AutoTokenizer.from_pretrained(run_dir.model)("abc def")["input_ids"]
+
+    listed = isles("checkpoint", "list", "tiny", cwd=cwd).out
+    assert "20" in listed
+    isles("checkpoint", "verify", "tiny", cwd=cwd)
+    isles("checkpoint", "export", "tiny", "--output", "elsewhere", cwd=cwd)
+    assert (cwd / "elsewhere" / "model.safetensors").read_bytes() == (
+        run_dir.model / "model.safetensors"
+    ).read_bytes()
+    text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
+    assert text.startswith("abc") and len(text) > 4
+    again_text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
+    assert text == again_text, "the same seed gives the same text"
+    evaluated = isles("eval", "tiny", cwd=cwd).out
+    eval_loss = next(r for r in read_rows(run_dir.metrics) if r["kind"] == "eval")["loss"]
+    assert f"validation loss {eval_loss:.4f}" in evaluated
+    assert "finished" in isles("status", "tiny", cwd=cwd).out
+    for path in run_dir.path.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir]) -> None:
+    command, run_dir = training
+    cwd = run_dir.path.parents[1]
+    assert "running" in isles("status", cwd=cwd).out
+    isles("stop", "tiny", cwd=cwd)
+    assert command.end() == ExitCode.REQUEUE
+    step = list_checkpoints(run_dir)[-1].step
+    run_file = str(cwd / "run.yaml")
+    shorter = ("clusters.0.gpus_per_node=2", f"training.max_steps={step + 5}")
+    going_on = isles("train", run_file, *shorter, cwd=cwd)
+    assert f"from step {step}" in going_on.out
+    train = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert train[-1] == step + 5
+    assert len(train) == len(set(train))
+    assert len(run_dir.attempts()) == 2
+
+
+def test_two_times_ctrl_c_stops_at_once(training: tuple[Command, RunDir]) -> None:
+    command, run_dir = training
+    for process in rank_processes(run_dir):
+        os.kill(process.pid, signal.SIGSTOP)  # they cannot save: only the second one helps
+    command.process.send_signal(signal.SIGINT)
+    assert "again" in next_line_of_errors(command)
+    command.process.send_signal(signal.SIGINT)
+    assert command.end() == ExitCode.INTERRUPTED
+    assert list_checkpoints(run_dir), "what was saved before stays"
+
+
+def next_line_of_errors(command: Command) -> str:
+    """The next line on stderr, within the deadline."""
+    stream = command.process.stderr
+    assert stream is not None
+    ready, _, _ = select.select([stream], [], [], DEADLINE_S)
+    assert ready, "nothing on stderr in time"
+    return str(stream.readline())
+
+
+def test_a_killed_rank_is_named_first(training: tuple[Command, RunDir]) -> None:
+    command, run_dir = training
+    os.kill(rank_processes(run_dir)[1].pid, signal.SIGKILL)
+    assert command.end() == ExitCode.TRAINING
+    assert "rank 1 was killed by SIGKILL" in command.err
+    assert "Traceback" not in command.err + command.out
+    assert "Connection closed" not in command.err, "the other's complaint is a consequence"
+
+
+def test_out_of_memory_on_one_rank_is_that_ranks_error(training: tuple[Command, RunDir]) -> None:
+    """A rank that gets no more memory from the kernel, while the other is well."""
+    command, run_dir = training
+    victim = psutil.Process(rank_processes(run_dir)[1].pid)
+    little = victim.memory_info().vms
+    victim.rlimit(resource.RLIMIT_AS, (little, little))
+    code = command.end()
+    assert "rank 1" in command.err
+    assert code in (ExitCode.OUT_OF_MEMORY, ExitCode.TRAINING)
+    outcome = read_record(run_dir.attempts()[-1].outcome) or {}
+    assert outcome["error"]["rank"] == 1, outcome
+
+
+def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command, RunDir]) -> None:
+    command, run_dir = training
+    ranks, agent = rank_processes(run_dir), agent_process(run_dir)
+    os.kill(agent.pid, signal.SIGKILL)
+    for process in ranks:
+        psutil.Process(process.pid).wait(30) if process.is_alive() else None
+    assert command.end() == ExitCode.TRAINING
+    cwd = run_dir.path.parents[1]
+    assert "killed" in isles("status", "tiny", cwd=cwd).out
+    step = list_checkpoints(run_dir)[-1].step
+    shorter = ("clusters.0.gpus_per_node=2", f"training.max_steps={step + 3}")
+    assert f"step {step}" in isles("train", str(cwd / "run.yaml"), *shorter, cwd=cwd).out
+
+
+def test_nothing_listens_but_on_loopback(training: tuple[Command, RunDir]) -> None:
+    command, run_dir = training
+    family = [*rank_processes(run_dir), agent_process(run_dir)]
+    listening = [
+        connection.laddr.ip
+        for process in family
+        for connection in psutil.Process(process.pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) <= {"127.0.0.1", "::1"}
+    isles("stop", "tiny", "--now", cwd=run_dir.path.parents[1])
+    command.end()
+
+
+def test_max_time_saves_and_asks_to_be_started_again(run_file: Path) -> None:
+    limits = ("training.max_time=1s", *LONG)
+    isles("train", str(run_file), *limits, cwd=run_file.parent, expected=ExitCode.REQUEUE)
+    run_dir = the_run(run_file)
+    first = list_checkpoints(run_dir)[-1].step
+    isles("train", str(run_file), *limits, cwd=run_file.parent, expected=ExitCode.REQUEUE)
+    assert list_checkpoints(run_dir)[-1].step > first
+
+
+def test_max_time_alone_is_the_length_of_the_run(run_file: Path) -> None:
+    alone = ("training.max_steps=null", "training.max_time=1s")
+    constant = "training.lr_scheduler_type=constant"
+    isles("train", str(run_file), *alone, constant, cwd=run_file.parent)
+    assert (read_record(the_run(run_file).summary) or {})["steps"] > 3
+
+
+def test_torchrun_typed_by_hand(run_file: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node=2", "-m", "isles.train", str(run_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for steps in (10, 20):
+        result = subprocess.run(
+            [
+                *command,
+                f"training.max_steps={steps}",
+                "--resume",
+                "auto" if steps == 10 else the_run(run_file).path,
+            ],
+            cwd=run_file.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+    run_dir = the_run(run_file)
+    assert list_checkpoints(run_dir)[-1].step == 20
+    assert len(run_dir.attempts()) == 2
+    assert "finished" in isles("status", cwd=run_file.parent).out
+
+
+def test_errors_of_the_data_reach_the_user_without_a_traceback(run_file: Path) -> None:
+    bad = run_file.parent / "words.jsonl"
+    bad.write_text(json.dumps({"txet": "misspelt"}) + "\n")
+    command = isles("train", str(run_file), cwd=run_file.parent, expected=ExitCode.USER)
+    assert "words.jsonl:1" in command.err and "txet" in command.err
+    assert "Traceback" not in command.err + command.out
+
+
+def test_torch_compile_and_bf16(run_file: Path) -> None:
+    options = ("training.torch_compile=true", "training.precision=bf16-true")
+    isles(
+        "train",
+        str(run_file),
+        *options,
+        "training.max_steps=3",
+        "training.warmup_steps=0",
+        cwd=run_file.parent,
+    )
+    losses = [r["loss"] for r in read_rows(the_run(run_file).metrics) if r["kind"] == "train"]
+    assert len(losses) >= 2 and all(loss > 0 for loss in losses)
