@@ -2,20 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from isles.config.load import load_run_file
+from isles.data.build import build_datasets
+from isles.data.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ExitCode
 from isles.rundir.manifest import list_checkpoints, verify_checkpoint
 from isles.rundir.records import read_record
 from tests.dist.test_resume import rows_after_start
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import start_training, train_to_end
+
+
+@pytest.fixture
+def poisoned(run_file: Path) -> tuple[Path, str]:
+    """A run file for a pretrained model that is NaN at one word, and that word's one document."""
+    folder = run_file.parent / "poisoned"
+    documents = [f"plain words number {n} and nothing else" for n in range(200)]
+    tokenizer = train_tokenizer(documents, 300)
+    tokenizer.add_tokens(["<poison>"])
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(run_file.parent / "tiny")
+    model = AutoModelForCausalLM.from_config(config)
+    row = tokenizer.convert_tokens_to_ids("<poison>")
+    model.get_input_embeddings().weight.data[row] = float("nan")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    documents[123] += " <poison> here"
+    words = run_file.parent / "poison.jsonl"
+    words.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    content = yaml.safe_load(run_file.read_text())
+    content["model"] = {"name_or_path": str(folder), "init": "pretrained"}
+    content["tokenizer"] = {}
+    content["data"] |= {"sources": [{"path": str(words)}], "validation_fraction": 0.0}
+    run_file.write_text(yaml.safe_dump(content))
+    return run_file, "<poison>"
+
+
+def test_the_sample_and_the_rank_that_bring_nan_are_named(poisoned: tuple[Path, str]) -> None:
+    run_file, word = poisoned
+    run_dir, attempt, gang = start_training(run_file, 2, "training.max_steps=200")
+    assert set(gang.wait()) == {ExitCode.TRAINING}
+    error = read_record(attempt.rank_error(0)) or {}
+    found = re.fullmatch(
+        r"the loss of step (\d+) is not finite; rank (\d) on \S+: samples (\d+)", error["what"]
+    )
+    assert found, error["what"]
+    step, rank, sample = map(int, found.groups())
+    # The sample itself, read from the data once more, holds the word.
+    tokenizer = load_tokenizer(str(run_dir.tokenizer))
+    data = load_run_file(run_file).config.data
+    dataset, _ = build_datasets(
+        data,
+        tokenizer,
+        run_file.parent / "cache2",
+        seed=0,
+        is_preparer=True,
+        progress=lambda _: None,
+    )
+    inputs, _ = dataset.batch(np.array([sample]))
+    assert word in tokenizer.decode(inputs[0])
+    assert sample // 12 == step - 1 and (sample % 12) // 6 == rank
+    assert list_checkpoints(run_dir)[-1].step == step - 1
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])

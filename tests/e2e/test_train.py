@@ -301,7 +301,11 @@ def test_errors_of_the_data_reach_the_user_without_a_traceback(run_file: Path) -
 
 
 def test_torch_compile_and_bf16(run_file: Path) -> None:
-    options = ("training.torch_compile=true", "training.precision=bf16-true")
+    options = (
+        "training.torch_compile=true",
+        "training.precision=bf16-true",
+        "data.validation_fraction=0",
+    )
     isles(
         "train",
         str(run_file),
@@ -312,3 +316,23 @@ def test_torch_compile_and_bf16(run_file: Path) -> None:
     )
     losses = [r["loss"] for r in read_rows(the_run(run_file).metrics) if r["kind"] == "train"]
     assert len(losses) >= 2 and all(loss > 0 for loss in losses)
+
+
+def test_fine_tuning_starts_from_what_was_trained(run_file: Path) -> None:
+    cwd = run_file.parent
+    isles("train", str(run_file), "checkpoint.export_on_finish=true", cwd=cwd)
+    before = read_record(the_run(run_file).summary) or {}
+    isles(
+        "train",
+        str(run_file),
+        "name=tuned",
+        f"model.name_or_path={the_run(run_file).model}",
+        "model.init=pretrained",
+        "tokenizer.train_vocab_size=null",
+        "training.learning_rate=1e-5",
+        cwd=cwd,
+    )
+    after = read_record(cwd / "runs" / "tuned-1" / "summary.json") or {}
+    assert abs(after["first_loss"] - before["last_loss"]) < 0.2
+    assert before["first_loss"] - after["first_loss"] > 0.3
+    assert after["eval_loss"] <= before["eval_loss"] + 0.01

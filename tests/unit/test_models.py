@@ -13,6 +13,7 @@ from torch import nn
 from isles.config.model import ModelConfig
 from isles.errors import UserError
 from isles.facts.models import llama_parameters, load_shape, shape_names
+from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model, set_gradient_checkpointing
 
 CPU = torch.device("cpu")
@@ -128,3 +129,17 @@ def test_full_checkpointing_keeps_least(tiny_model: Path) -> None:
         set_gradient_checkpointing(model, kind)
         sizes[kind] = saved_bytes(model)
     assert sizes["full"] < 0.5 * sizes["none"]
+
+
+def test_attention_without_a_mask_is_the_same_function(tiny_model: Path) -> None:
+    usual, maskless = make(tiny_model), make(tiny_model)
+    assert use_maskless_attention(maskless)
+    ids = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(usual(ids, use_cache=False).logits, maskless(ids, use_cache=False).logits)
+
+
+def test_sliding_windows_keep_their_masks(tmp_path: Path) -> None:
+    config = {"model_type": "mistral", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
+    assert not use_maskless_attention(make(tmp_path))

@@ -24,6 +24,7 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.facts.flops import train_flops_per_token
+from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model, load_model_config, set_gradient_checkpointing
 from isles.rundir.env import cache_home
 from isles.rundir.manifest import MANIFEST_VERSION, CheckpointInfo
@@ -244,6 +245,7 @@ def _make_model(config: RunConfig, world: World, tokenizer: Any) -> nn.Module:
         vocab_size=len(tokenizer) if config.tokenizer.train_vocab_size else None,
     )
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
+    use_maskless_attention(model)
     log.info(
         "model=%s parameters=%d ranks=%d",
         config.model.name_or_path,
