@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 import yaml
+
+# Before anything imports the hub's library, which reads it once: no test reaches for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(autouse=True)
