@@ -5,37 +5,35 @@ from __future__ import annotations
 import logging
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
 from torch import nn
 
-import isles
 from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.rng import restore_rng
 from isles.checkpoint.store import load_tensors
-from isles.config.resolve import Resolved, digest
+from isles.config.resolve import Resolved
 from isles.config.run import RunConfig
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
-from isles.data.loader import Loader, evaluation_batches
+from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.facts.flops import train_flops_per_token
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model, load_model_config, set_gradient_checkpointing
 from isles.rundir.env import cache_home
-from isles.rundir.manifest import MANIFEST_VERSION, CheckpointInfo
+from isles.rundir.manifest import CheckpointInfo
 from isles.rundir.paths import RunDir
 from isles.strategies.base import Engine
 from isles.track.base import Tracker, Trackers
 from isles.track.jsonl import JsonlTracker
 from isles.track.tensorboard import TensorBoardTracker
-from isles.train.evaluate import evaluate
 from isles.train.metrics import Speed, StepMeter
 from isles.train.optimizer import make_optimizers
+from isles.train.parts import Parts
 from isles.train.probe import choose_micro_batch_size
 from isles.train.progress import Progress
 from isles.train.record import Recorder
@@ -43,114 +41,6 @@ from isles.train.stop import Agreement, StopSignals
 from isles.train.tokenizer import make_tokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Parts:
-    """All that the loop works with, on one rank."""
-
-    resolved: Resolved
-    run_dir: RunDir
-    world: World
-    recorder: Recorder
-    tokenizer: Any
-    engine: Engine
-    loader: Loader
-    validation: Dataset | None
-    progress: Progress
-    agreement: Agreement
-    meter: StepMeter
-    checkpoints: CheckpointManager
-    micro_batch_size: int
-    start_step: int
-    total_steps: int | None
-    git_commit: str | None
-
-    @property
-    def config(self) -> RunConfig:
-        """The run file."""
-        return self.resolved.config
-
-    @property
-    def checks_every_step(self) -> bool:
-        """Whether looking at a number waits for nothing, as on a CPU."""
-        return self.world.device.type == "cpu"
-
-    def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
-        """Record the step that is just over. All ranks must call this."""
-        figures = self.meter.row(grad_norm=grad_norm, communication_s=self.engine.communication_s())
-        self.checkpoints.poll()
-        progress = self.progress
-        row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}
-        row |= {"tokens": progress.tokens, "elapsed_s": progress.elapsed_s, "at": time.time()}
-        self.recorder.row(row)
-        left = None if self.total_steps is None else self.total_steps - progress.step
-        self.recorder.update(
-            step=progress.step,
-            loss=figures["loss"],
-            learning_rate=lr,
-            tokens_per_second=figures["tokens_per_second"],
-            eta_s=None if left is None else left * figures["step_time_s"],
-            checkpoint_step=self.checkpoints.last_step,
-            checkpoint_at=self.checkpoints.last_at,
-        )
-
-    def evaluate(self) -> None:
-        """Evaluate on the validation text, if there is any. All ranks must call this."""
-        if self.validation is None:
-            return
-        paused = self.meter.pause()
-        self.recorder.phase("evaluating", f"step {self.progress.step}")
-        batches = evaluation_batches(
-            self.validation,
-            self.config.training.eval_samples or self.validation.num_samples,
-            micro_batch_size=self.micro_batch_size,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            device=self.world.device,
-        )
-        figures = evaluate(self.engine, batches, self.world)
-        self.recorder.row(
-            {"kind": "eval", "step": self.progress.step, **figures, "at": time.time()}
-        )
-        self.recorder.update(eval_loss=figures["loss"])
-        self.recorder.phase("training")
-        self.meter.resume(paused)
-
-    def save(self, *, wait: bool) -> None:
-        """Save a checkpoint of this step. All ranks must call this."""
-        paused = self.meter.pause()
-        self.checkpoints.save(self.engine.state_dict(), self._manifest(), wait=wait)
-        self.agreement.saved()
-        self.meter.resume(paused)
-
-    def _manifest(self) -> dict[str, Any]:
-        import transformers
-
-        progress = self.progress
-        return {
-            "version": MANIFEST_VERSION,
-            "step": progress.step,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "elapsed_s": progress.elapsed_s,
-            "total_steps": self.total_steps,
-            "lr_scheduler_type": self.config.training.lr_scheduler_type,
-            "global_batch_size": self.config.training.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "seed": self.config.seed,
-            "world_size": self.world.world_size,
-            "strategy": self.resolved.derived["strategy"],
-            "config_digest": digest(self.config),
-            "git_commit": self.git_commit,
-            "created_at": time.time(),
-            "host": self.world.host,
-            "versions": {
-                "isles": isles.__version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-        }
 
 
 def build(
@@ -215,7 +105,11 @@ def _make_data(
     """Tokenizer, training and validation data. All ranks must call this."""
     recorder.phase("preparing data")
     tokenizer = make_tokenizer(config, run_dir, world)
-    vocab_size = _vocab_size(config, tokenizer)
+    hf_config = load_model_config(config.model)
+    _check_length(config, getattr(hf_config, "max_position_embeddings", None))
+    # A tokenizer that is trained for the run decides how many tokens the model knows.
+    trained = config.tokenizer.train_vocab_size is not None
+    vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
     training, validation = build_datasets(
         config.data,
         tokenizer,
@@ -236,6 +130,18 @@ def _make_data(
     return tokenizer, training, validation
 
 
+def _check_length(config: RunConfig, positions: int | None) -> None:
+    """Beyond its positions a model fails, or trains on nonsense."""
+    wanted = config.data.seq_length
+    if positions is not None and wanted > positions:
+        raise UserError(
+            f"data.seq_length {wanted} is longer than the model's max_position_embeddings, "
+            f"{positions}",
+            where="data.seq_length",
+            fix=f"use {positions} or less, or another model",
+        )
+
+
 def _make_model(config: RunConfig, world: World, tokenizer: Any) -> nn.Module:
     model = build_model(
         config.model,
@@ -253,13 +159,6 @@ def _make_model(config: RunConfig, world: World, tokenizer: Any) -> nn.Module:
         world.world_size,
     )
     return model
-
-
-def _vocab_size(config: RunConfig, tokenizer: Any) -> int:
-    """Tokens that the model knows; a tokenizer trained for the run decides it."""
-    if config.tokenizer.train_vocab_size:
-        return len(tokenizer)
-    return int(load_model_config(config.model).vocab_size)
 
 
 def _rank_seed(seed: int, rank: int) -> int:

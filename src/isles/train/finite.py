@@ -7,7 +7,7 @@ import math
 
 from isles.dist.batch import Batch
 from isles.errors import TrainingError
-from isles.train.build import Parts
+from isles.train.parts import Parts
 
 log = logging.getLogger(__name__)
 

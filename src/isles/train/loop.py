@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from isles.errors import ExitCode
-from isles.train.build import Parts
 from isles.train.finite import check_finite
 from isles.train.optimizer import learning_rate
+from isles.train.parts import Parts
 from isles.train.stop import TIME_IS_UP
 
 

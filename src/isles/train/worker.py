@@ -31,8 +31,9 @@ from isles.rundir.manifest import CheckpointInfo, read_checkpoint, verify_checkp
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_rows, write_record
-from isles.train.build import Parts, build
+from isles.train.build import build
 from isles.train.loop import train
+from isles.train.parts import Parts
 from isles.train.plot import plot_loss
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals

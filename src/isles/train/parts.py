@@ -1,0 +1,133 @@
+"""All that the loop works with, on one rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import isles
+from isles.checkpoint.manager import CheckpointManager
+from isles.config.resolve import Resolved, digest
+from isles.config.run import RunConfig
+from isles.data.dataset import Dataset
+from isles.data.loader import Loader, evaluation_batches
+from isles.dist.world import World
+from isles.rundir.manifest import MANIFEST_VERSION
+from isles.rundir.paths import RunDir
+from isles.strategies.base import Engine
+from isles.train.evaluate import evaluate
+from isles.train.metrics import StepMeter
+from isles.train.progress import Progress
+from isles.train.record import Recorder
+from isles.train.stop import Agreement
+
+
+@dataclass(slots=True)
+class Parts:
+    """All that the loop works with, on one rank."""
+
+    resolved: Resolved
+    run_dir: RunDir
+    world: World
+    recorder: Recorder
+    tokenizer: Any
+    engine: Engine
+    loader: Loader
+    validation: Dataset | None
+    progress: Progress
+    agreement: Agreement
+    meter: StepMeter
+    checkpoints: CheckpointManager
+    micro_batch_size: int
+    start_step: int
+    total_steps: int | None
+    git_commit: str | None
+
+    @property
+    def config(self) -> RunConfig:
+        """The run file."""
+        return self.resolved.config
+
+    @property
+    def checks_every_step(self) -> bool:
+        """Whether looking at a number waits for nothing, as on a CPU."""
+        return self.world.device.type == "cpu"
+
+    def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
+        """Record the step that is just over. All ranks must call this."""
+        figures = self.meter.row(grad_norm=grad_norm, communication_s=self.engine.communication_s())
+        self.checkpoints.poll()
+        progress = self.progress
+        row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}
+        row |= {"tokens": progress.tokens, "elapsed_s": progress.elapsed_s, "at": time.time()}
+        self.recorder.row(row)
+        left = None if self.total_steps is None else self.total_steps - progress.step
+        self.recorder.update(
+            step=progress.step,
+            loss=figures["loss"],
+            learning_rate=lr,
+            tokens_per_second=figures["tokens_per_second"],
+            eta_s=None if left is None else left * figures["step_time_s"],
+            checkpoint_step=self.checkpoints.last_step,
+            checkpoint_at=self.checkpoints.last_at,
+        )
+
+    def evaluate(self) -> None:
+        """Evaluate on the validation text, if there is any. All ranks must call this."""
+        if self.validation is None:
+            return
+        paused = self.meter.pause()
+        self.recorder.phase("evaluating", f"step {self.progress.step}")
+        batches = evaluation_batches(
+            self.validation,
+            self.config.training.eval_samples or self.validation.num_samples,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            device=self.world.device,
+        )
+        figures = evaluate(self.engine, batches, self.world)
+        self.recorder.row(
+            {"kind": "eval", "step": self.progress.step, **figures, "at": time.time()}
+        )
+        self.recorder.update(eval_loss=figures["loss"])
+        self.recorder.phase("training")
+        self.meter.resume(paused)
+
+    def save(self, *, wait: bool) -> None:
+        """Save a checkpoint of this step. All ranks must call this."""
+        paused = self.meter.pause()
+        self.checkpoints.save(self.engine.state_dict(), self._manifest(), wait=wait)
+        self.agreement.saved()
+        self.meter.resume(paused)
+
+    def _manifest(self) -> dict[str, Any]:
+        import transformers
+
+        progress = self.progress
+        return {
+            "version": MANIFEST_VERSION,
+            "step": progress.step,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "elapsed_s": progress.elapsed_s,
+            "total_steps": self.total_steps,
+            "lr_scheduler_type": self.config.training.lr_scheduler_type,
+            "global_batch_size": self.config.training.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "seed": self.config.seed,
+            "world_size": self.world.world_size,
+            "strategy": self.resolved.derived["strategy"],
+            "config_digest": digest(self.config),
+            "git_commit": self.git_commit,
+            "created_at": time.time(),
+            "host": self.world.host,
+            "versions": {
+                "isles": isles.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
