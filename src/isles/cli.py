@@ -92,7 +92,7 @@ def train(
     """
     from isles.launch.start import dry_run_text, read_run_file, start_run
     from isles.launch.verbs import require_train
-    from isles.monitor.foreground import attend, caught_signals
+    from isles.monitor.inbox import caught_signals
 
     loaded, resolved = read_run_file(run_file, overrides, _warn)
     if dry_run:
@@ -106,6 +106,9 @@ def train(
             _say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
         _say("Ctrl+C saves and stops; closing this terminal leaves it running")
+        # The ranks are on their way: what draws their progress is loaded beside them.
+        from isles.monitor.foreground import attend
+
         return attend(
             started.run_dir,
             started.attempt,

@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
-from isles.monitor.foreground import attend, caught_signals
+from isles.monitor.foreground import attend
+from isles.monitor.inbox import caught_signals
 from isles.rundir.begin import new_attempt
 from isles.rundir.paths import RunDir
 from tests.runs import fake_job

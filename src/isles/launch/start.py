@@ -8,7 +8,6 @@ from pathlib import Path
 
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved, resolve
-from isles.config.show import show
 from isles.launch.gpus import find_gpus
 from isles.launch.local import LocalLauncher, local_job
 from isles.rundir.begin import begin_run, choose_run, new_attempt
@@ -80,6 +79,8 @@ def dry_run_text(resolved: Resolved, resume: str) -> str:
     Raises:
         UserError: the run cannot be begun.
     """
+    from isles.config.show import show
+
     begun = choose_run(resolved, resume)
     last = begun.run_dir.last_attempt()
     job = local_job(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def preload() -> None:
     with contextlib.suppress(Exception):
         import transformers
 
+        importlib.import_module("isles.train.worker")
         from isles.config.resolve import load_resolved
         from isles.models.build import load_model_config
         from isles.rundir.env import RUN_DIR

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from isles.checkpoint.export import export_model
 from isles.checkpoint.manager import latest_good
@@ -203,6 +204,7 @@ def _start_logging(env: RankEnv) -> None:
         "matplotlib",
     ):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
 
 
 def _record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
