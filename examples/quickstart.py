@@ -17,7 +17,7 @@ from isles.launch.gpus import find_gpus
 HERE = Path(__file__).parent
 RUN_FILE = HERE / "quickstart.yaml"
 ISLES = [sys.executable, "-m", "isles"]
-STOP_AT = 100
+STOP_AT = 200
 DEADLINE_S = 600
 
 
