@@ -1,0 +1,193 @@
+"""Writes docs/run-file.md, the reference of the run file, from the schema itself.
+
+    python docs/make_run_file.py
+
+The text of each key is the docstring below its field in `src/isles/config/`; change it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isles.config import keys
+from isles.config.emit import scalar_text
+from isles.config.run import RunConfig
+from isles.config.show import write_duration
+from isles.facts.models import llama_parameters, load_shape, shape_names
+from isles.facts.units import format_count
+
+TARGET = Path(__file__).with_name("run-file.md")
+
+HEAD = """\
+# The run file
+
+<!-- Written by docs/make_run_file.py from the schema. Change the docstrings in src/isles/config/,
+     then run it again; tests/unit/test_docs.py compares. -->
+
+One YAML file says everything about a run. `isles init` writes one to start from, and
+`isles config show run.yaml` prints every value of yours with where it came from: a line of the
+file, the command line, or a default. `isles config schema` prints a JSON schema, which many
+editors use to complete and check keys while you type.
+
+## How it is read
+
+- **YAML 1.2.** `4e-4` is a number, `on` and `no` are text, only `true` and `false` are truth
+  values. Anchors work; merge keys (`<<`) do not. The file cannot run code.
+- **A time has a unit**: `90s`, `20m`, `23h30m`, `2d` or `12:30:00`.
+- **On the command line**, a value is replaced by `key.path=value`, such as
+  `isles train run.yaml training.max_steps=500`. An item of a list is its number from 0:
+  `data.sources.0.path=notes.txt`. Values are YAML as well: `'track=[jsonl]'`.
+- **Unknown keys are refused**, with the nearest name. A key that another tool uses, such as
+  `per_device_train_batch_size` or `lr`, is answered with what it is called here.
+- **Every fault is reported at once**, each with the file, the line, the key and a way to mend it.
+- **Values are never changed** by the checks. What follows from them, such as the number of ranks,
+  is shown under `# derived` by `isles config show`.
+
+Only `model`, `data` and a length (`training.max_steps`, `num_train_epochs` or `max_time`) must be
+given.
+
+## At the top
+"""
+
+RULES = """\
+## Rules between keys
+
+These are checked before anything is started, together with the types above:
+
+- One of `training.max_steps`, `training.num_train_epochs` and `training.max_time` is given, and not
+  both of the first two. `max_time` alone needs `lr_scheduler_type: constant`, since the other
+  shapes need to know the last step.
+- `training.warmup_steps` is smaller than `training.max_steps`; `training.decay_steps` belongs to
+  `wsd`, and fits behind the warm-up.
+- `training.global_batch_size` is a multiple of the number of ranks, times
+  `training.micro_batch_size` where that is a number. The message names the two nearest that are.
+- A shape shipped with isles has no weights: it needs `model.init: scratch`. It has no tokenizer
+  either: give `tokenizer.train_vocab_size` or `tokenizer.name_or_path`.
+- `tokenizer.train_vocab_size` goes with `model.init: scratch` only: weights that exist belong to
+  the tokenizer that they were trained with.
+- Either every source has a `weight`, or none has. A `fake` source stands alone.
+
+## Going on with other values
+
+`isles train` goes on with the newest unfinished run of the same name. If a value has changed that
+the weights depend on, it stops and names it, and you choose: put it back, `--resume no` for a new
+run, or `--resume runs/NAME-N` to go on with the new value. These may change freely:
+
+"""
+
+AFTER_FREE = """
+
+With `linear`, `cosine` and `wsd`, the rest of the learning rate's curve follows a changed length:
+a longer `training.max_steps` stretches it.
+"""
+
+
+def write() -> str:
+    """The whole reference."""
+    schema = keys.run_schema()
+    top = {key: node for key, node in keys.children(schema).items() if _section(node) is None}
+    parts = [HEAD, *_table(top, "")]
+    for key, node in keys.children(schema).items():
+        parts += _section_text(key, key, node)
+    parts += ["", *_shapes(), "", RULES + _free_keys()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(node: keys.Schema) -> keys.Schema | None:
+    """The section that a key holds, or that the items of its list are; None for a value."""
+    inner = keys.items(node) or node
+    return inner if keys.is_section(inner) else None
+
+
+def _section_text(title: str, path: str, node: keys.Schema) -> Iterator[str]:
+    section = _section(node)
+    if section is None:
+        return
+    is_list = keys.items(node) is not None
+    yield f"\n## `{title}`\n"
+    yield _sentence(node)
+    if is_list:
+        items = "one item, begun" if _maximum(node) == 1 else "one or more items, each begun"
+        yield f"\nA list: {items} with `- `."
+    yield ""
+    inside = keys.children(section)
+    yield from _table({k: n for k, n in inside.items() if _section(n) is None}, path)
+    for key, child in inside.items():
+        below = f"{path}.{key}"
+        yield from _section_text(below, below, child)
+
+
+def _table(nodes: dict[str, keys.Schema], path: str) -> Iterator[str]:
+    yield "| key | may hold | default | |"
+    yield "|---|---|---|---|"
+    for key, node in nodes.items():
+        cells = (f"`{key}`", keys.allowed(node), _default(node), _sentence(node))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(node: keys.Schema) -> str:
+    option = node if "default" in node else next(iter(node.get("anyOf", [{}])), {})
+    if "default" not in option:
+        return "must be given"
+    value: Any = option["default"]
+    if isinstance(value, float) and keys.is_duration(node):
+        return f"`{write_duration(value)}`"
+    return f"`{scalar_text(value)}`"
+
+
+def _sentence(node: keys.Schema) -> str:
+    """The docstring of a field on one line; of a key that comes in kinds, of each of them.
+
+    A field that says the same as its section's class has no text of its own in the schema.
+    """
+    if "description" not in node and "$ref" in node:
+        return _sentence(keys.run_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    if "description" in node:
+        return " ".join(str(node["description"]).split())
+    texts = [
+        f"{option['const']}: {_sentence(option)}"
+        for option in node.get("anyOf", ())
+        if "const" in option
+    ]
+    return " ".join(texts)
+
+
+def _maximum(node: keys.Schema) -> int | None:
+    found = node.get("maxItems")
+    return int(found) if found is not None else None
+
+
+def _shapes() -> Iterator[str]:
+    yield "## Shapes shipped with isles\n"
+    yield "Llama architectures for `model.name_or_path` with `init: scratch`. The number of"
+    yield "parameters is that with the vocabulary in the table; a tokenizer that is trained for the"
+    yield "run brings its own size.\n"
+    yield "| name | parameters | vocabulary | longest sequence | layers | width |"
+    yield "|---|---|---|---|---|---|"
+    for name in shape_names():
+        shape = load_shape(name)
+        cells = (
+            f"`{name}`",
+            format_count(llama_parameters(shape)),
+            shape["vocab_size"],
+            shape["max_position_embeddings"],
+            shape["num_hidden_layers"],
+            shape["hidden_size"],
+        )
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _free_keys() -> str:
+    from isles.config.resume import _FREE_KEYS, _FREE_SECTIONS
+
+    order = [".".join(map(str, path)) for path in keys.all_paths()]
+    free = [key for key in order if key in _FREE_KEYS]
+    free += [f"{section}*" for section in _FREE_SECTIONS]
+    return "\n".join(f"- `{key}`" for key in free) + AFTER_FREE
+
+
+if __name__ == "__main__":
+    assert set(keys.children(keys.run_schema())) == set(RunConfig.model_fields)
+    TARGET.write_text(write(), encoding="utf-8")
