@@ -7,6 +7,7 @@ The text of each key is the docstring below its field in `src/isles/config/`; ch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,4 +191,6 @@ def _free_keys() -> str:
 
 if __name__ == "__main__":
     assert set(keys.children(keys.run_schema())) == set(RunConfig.model_fields)
+    if "--check" in sys.argv:
+        sys.exit(TARGET.read_text(encoding="utf-8") != write())
     TARGET.write_text(write(), encoding="utf-8")
