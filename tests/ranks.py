@@ -116,11 +116,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     return start_ranks(function, world_size, *args).wait()
 
 
-def _rank(env: RankEnv, run: Path, attempt: int) -> int:
+def _rank(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
     from isles.train.worker import run_rank
 
     run_dir = RunDir(run)
-    return run_rank(run_dir, run_dir.attempt(attempt), env, None)
+    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
 
 
 def start_training(
@@ -133,7 +133,8 @@ def start_training(
     attempt = new_attempt(begun.run_dir, loaded.text)
     # The claim names this process, which goes on living when the ranks are killed.
     attempt.launch.unlink()
-    gang = start_ranks(_rank, world_size, begun.run_dir.path, attempt.number)
+    arguments = (begun.run_dir.path, attempt.number, begun.resume_from)
+    gang = start_ranks(_rank, world_size, *arguments)
     return begun.run_dir, attempt, gang
 
 

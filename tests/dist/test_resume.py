@@ -187,7 +187,52 @@ def test_a_broken_newest_checkpoint_is_named_and_the_one_before_is_taken(run_fil
     again, _, gang = start_training(run_file, 2, *length, runs, resume=str(run_dir.path))
     assert gang.wait() == [0, 0]
     log = gang.log.read_text()
-    assert "step=30 is broken" in log
+    assert "step-00000030 is broken" in log
     assert "resumed step=20" in log
     assert verify_checkpoint(newest) == []
     assert same_bits(uninterrupted, again)
+
+
+def test_going_on_from_an_older_checkpoint_leaves_the_newer_branch(run_file: Path) -> None:
+    """The steps after it are done again, with another rate; nothing of the old branch is taken."""
+    saves = ("checkpoint.every_steps=10", "checkpoint.keep=9")
+    run_dir, _ = train_to_end(run_file, 1, "training.max_steps=30", *saves)
+    before = weights_of(run_dir, 20)
+    start = str(run_dir.checkpoints / "step-00000010")
+    changed = ("training.max_steps=20", "training.learning_rate=0.05", *saves)
+    run_dir, code = train_to_end(run_file, 1, *changed, resume=start)
+    assert code == 0
+    assert [info.step for info in list_checkpoints(run_dir)] == [10, 20]
+    after = weights_of(run_dir, 20)
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_data_that_changed_is_noticed(run_file: Path) -> None:
+    run_dir, _ = train_to_end(run_file, 1, "training.max_steps=5")
+    words = run_file.parent / "words.jsonl"
+    words.write_text("".join(words.read_text().splitlines(keepends=True)[:250]))
+    again = str(run_dir.path)
+    run_dir, attempt, gang = start_training(run_file, 1, "training.max_steps=9", resume=again)
+    assert gang.wait() == [ExitCode.USER]
+    error = read_record(attempt.rank_error(0)) or {}
+    assert "training data has changed since step 5" in error["what"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", "adamw"])
+def test_a_first_step_that_a_loss_scaler_skips_does_no_harm(
+    run_file: Path, optimizer: str
+) -> None:
+    """The first scale overflows fp16, so the first steps are skipped; saved then, it resumes."""
+    options = ("training.precision=fp16-mixed", f"training.optimizer={optimizer}")
+    saves = ("training.learning_rate=0.01", "checkpoint.every_steps=1", "checkpoint.keep=99")
+    run_dir, code = train_to_end(run_file, 2, *options, *saves, "training.max_steps=25")
+    assert code == 0
+    for info in list_checkpoints(run_dir)[:2] + list_checkpoints(run_dir)[-1:]:
+        state = weights_of(run_dir, info.step)
+        assert all(bool(torch.isfinite(value).all()) for value in state.values()), info.step
+    first = list_checkpoints(run_dir)[0].path
+    again, _, gang = start_training(
+        run_file, 2, *options, *saves, "training.max_steps=25", resume=str(first)
+    )
+    assert gang.wait() == [0, 0]
+    assert list_checkpoints(again)[-1].step == 25

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from isles.errors import TrainingError, UserError
 
@@ -27,16 +28,18 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
         UserError: the folder holds something that is not an export.
         TrainingError: what was written does not load to the same weights.
     """
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    is_file = folder.exists() and not folder.is_dir()
+    if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_model(folder)):
         raise UserError(
-            "this folder is not empty and not a model",
+            "this is a file" if is_file else "this folder is not empty and not a model",
             where=str(folder),
             fix="give another folder with --output",
         )
     partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        for left in folder.parent.glob(f".partial-*{folder.name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
         _give_special_tokens(model, tokenizer)
         model.save_pretrained(partial)
         if tokenizer is not None:
@@ -49,14 +52,18 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
             shutil.rmtree(old)
         else:
             partial.replace(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
-            f"the model could not be written: {error.strerror or error}",
+            f"the model could not be written: {getattr(error, 'strerror', None) or error}",
             where=str(folder),
             fix="free some space or give another folder: `isles checkpoint export --output`",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:

@@ -10,22 +10,27 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isles.checkpoint.rng import save_rng
-from isles.checkpoint.store import discard, seal, stage, write_shards
+from isles.checkpoint.store import discard, root_cause, seal, stage, write_shards
 from isles.config.checkpoint import CheckpointConfig
 from isles.dist.world import World
 from isles.errors import TrainingError
 from isles.facts.units import format_bytes
 from isles.rundir.manifest import (
+    MANIFEST,
+    MANIFEST_VERSION,
     PARTIAL_PREFIX,
     CheckpointInfo,
     checkpoint_name,
     list_checkpoints,
+    read_checkpoint,
     verify_checkpoint,
 )
 from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,19 @@ class CheckpointManager:
             if folder.name.startswith(PARTIAL_PREFIX):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def forget_after(self, step: int) -> None:
+        """Remove what an abandoned branch of this run has saved after `step`. Rank 0 only.
+
+        Steps are done again from `step` on, and a checkpoint of the old ones must neither be taken
+        for one of the new nor be gone on with.
+        """
+        self.wait()
+        for folder in sorted(self._run_dir.checkpoints.glob("step-*")):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and int(number) > step:
+                log.warning("%s is of steps that are done again, and is removed", folder.name)
+                discard(folder)
+
     def save(self, state: dict[str, Any], manifest: dict[str, Any], *, wait: bool) -> None:
         """Save a step. Training may go on as soon as this returns. All ranks must call this.
 
@@ -72,7 +90,10 @@ class CheckpointManager:
         final = self._run_dir.checkpoints / checkpoint_name(step)
         partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
         if self._world.main_first(lambda: self._prepare(partial, final)):
-            save_rng(partial, self._world.rank)
+            try:
+                save_rng(partial, self._world.rank)
+            except (OSError, SafetensorError) as error:
+                raise self._cannot_save(step, error) from error
             staged = stage(state, rank=self._world.rank, world_size=self._world.world_size)
             self._pending_step = step
             self._pending = self._writer.submit(self._write, staged, partial, final, manifest)
@@ -107,14 +128,7 @@ class CheckpointManager:
                 fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
             ) from error
         except (OSError, CheckpointException) as error:
-            free = format_bytes(shutil.disk_usage(self._run_dir.checkpoints).free)
-            raise TrainingError(
-                f"step {self._pending_step} could not be saved, {free} are free on this disk: "
-                f"{_root(error)}",
-                where=where,
-                fix="free some space, lower checkpoint.keep or set another output_dir; "
-                "`isles train` again goes on from the last whole checkpoint, which is untouched",
-            ) from error
+            raise self._cannot_save(self._pending_step, error) from error
         self.last_step, self.last_at = self._pending_step, time.time()
 
     def close(self) -> None:
@@ -124,6 +138,24 @@ class CheckpointManager:
         finally:
             self._writer.shutdown(wait=False, cancel_futures=True)
 
+    def _seal(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+        try:
+            seal(partial, final, manifest)
+        except OSError as error:
+            raise self._cannot_save(int(manifest["step"]), error) from error
+
+    def _cannot_save(self, step: int, error: BaseException) -> TrainingError:
+        try:
+            free = format_bytes(shutil.disk_usage(self._run_dir.checkpoints).free)
+        except OSError:
+            free = "no bytes"
+        return TrainingError(
+            f"step {step} could not be saved, {free} are free on this disk: {root_cause(error)}",
+            where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on {self._world.host}",
+            fix="free some space, lower checkpoint.keep or set another output_dir; "
+            "`isles train` again goes on from the last whole checkpoint, which is untouched",
+        )
+
     def _prepare(self, partial: Path, final: Path) -> bool:
         if final.exists():
             if not verify_checkpoint(final):
@@ -132,7 +164,13 @@ class CheckpointManager:
             discard(final)
         if partial.exists():
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        if not self._run_dir.resolved.is_file():
+            raise TrainingError(
+                "the run directory is gone",
+                where=str(self._run_dir.path),
+                fix="put it back, or start a new run with `isles train`",
+            )
+        partial.mkdir()
         return True
 
     def _write(
@@ -140,13 +178,18 @@ class CheckpointManager:
     ) -> None:
         try:
             write_shards(staged, partial, self._world.saving)
-            if not self._world.is_main:
-                return
-            seal(partial, final, manifest)
+            self._world.main_first(
+                lambda: self._seal(partial, final, manifest), group=self._world.saving
+            )
         except BaseException:  # torch's CheckpointException is one; it goes on to `wait`
-            shutil.rmtree(partial, ignore_errors=True)
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
-        for info in list_checkpoints(self._run_dir)[: -self._config.keep]:
+        if not self._world.is_main:
+            return
+        step = int(manifest["step"])
+        older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
+        for info in older[: len(older) + 1 - self._config.keep]:
             discard(info.path)
 
 
@@ -156,26 +199,22 @@ def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
     A broken one is named in the log before an older one is taken.
 
     Raises:
-        TrainingError: there are checkpoints, and every one of them is broken.
+        TrainingError: there are checkpoints, and none can be gone on with; or the newest is of a
+            format that this isles does not read.
     """
-    checkpoints = list_checkpoints(run_dir)
-    for info in reversed(checkpoints):
-        faults = verify_checkpoint(info.path)
+    folders = sorted(run_dir.checkpoints.glob("step-*"), reverse=True)
+    for folder in folders:
+        record = read_record(folder / MANIFEST) or {}
+        if record.get("version", MANIFEST_VERSION) != MANIFEST_VERSION:
+            read_checkpoint(folder)  # raises, naming the version that wrote it
+        faults = verify_checkpoint(folder)
         if not faults:
-            return info
-        log.warning("checkpoint step=%d is broken and left out: %s", info.step, "; ".join(faults))
-    if checkpoints:
+            return read_checkpoint(folder)
+        log.warning("checkpoint %s is broken and left out: %s", folder.name, "; ".join(faults))
+    if folders:
         raise TrainingError(
-            f"all {len(checkpoints)} checkpoints of this run are broken",
+            f"all {len(folders)} checkpoints of this run are broken",
             where=str(run_dir.checkpoints),
             fix="see `isles checkpoint verify`; `--resume no` starts a new run",
         )
     return None
-
-
-def _root(error: OSError | CheckpointException) -> str:
-    """The cause in one line: torch reports the failures of all ranks in one exception."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {str(cause).strip().splitlines()[-1]}"
-    return str(error.strerror or error)

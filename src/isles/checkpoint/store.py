@@ -6,12 +6,13 @@ import os
 import pickle
 import shutil
 import warnings
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -113,7 +114,22 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load(state, storage_reader=reader, no_dist=alone)
+        try:
+            load(state, storage_reader=reader, no_dist=alone)
+        except CheckpointException as error:
+            raise TrainingError(
+                f"the checkpoint could not be read: {root_cause(error)}",
+                where=str(folder),
+                fix="check the disk, or take another one from `isles checkpoint list`",
+            ) from error
+
+
+def root_cause(error: BaseException) -> str:
+    """The cause in one line: torch reports the failures of all ranks in one exception."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {str(cause).strip().splitlines()[-1]}"
+    return str(getattr(error, "strerror", None) or error)
 
 
 class SafeReader(FileSystemReader):
@@ -167,6 +183,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("pathlib._local", "PosixPath"):
+            return PosixPath  # as Python 3.13 names it
         if (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")

@@ -68,7 +68,7 @@ class TrainingConfig(Section):
     """Momentum of sgd and muon."""
 
     weight_decay: Annotated[float, Field(ge=0, lt=10)] = 0.1
-    """Decoupled weight decay on matrices; never on norms and biases."""
+    """Weight decay on matrices, never on norms and biases; decoupled in adamw and muon."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the global gradient norm to this. null: no clipping."""

@@ -5,6 +5,7 @@ B: samples in a batch. T: tokens in a sample.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +47,11 @@ class Dataset:
     def vocab_size_needed(self) -> int:
         """Smallest vocabulary of a model that can read this."""
         return 1 + max(part.max_token_id for part in self._parts)
+
+    @property
+    def content(self) -> str:
+        """A hash of what the samples are made of; the same where the data is."""
+        return hashlib.sha256(" ".join(part.content for part in self._parts).encode()).hexdigest()
 
     def num_targets(self, sample_ids: Int64Array) -> int:
         """Tokens that these samples train on; reads no tokens."""

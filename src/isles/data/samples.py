@@ -31,6 +31,11 @@ class SampleSource(Protocol):
         """No id is larger."""
         ...
 
+    @property
+    def content(self) -> str:
+        """Equal where the samples are."""
+        ...
+
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """Tokens that each of these samples trains on; reads no tokens."""
         ...
@@ -66,6 +71,11 @@ class PackedSamples:
     def max_token_id(self) -> int:
         """No id is larger."""
         return self._store.max_token_id
+
+    @property
+    def content(self) -> str:
+        """The hash of the tokens they are cut from, and how many there are."""
+        return f"{self._store.digest}:{self.num_samples}"
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """T for every sample but a padded one."""
@@ -110,6 +120,11 @@ class DocumentSamples:
         """No id is larger."""
         return self._store.max_token_id
 
+    @property
+    def content(self) -> str:
+        """The hash of the tokens they are cut from, and how many there are."""
+        return f"{self._store.digest}:{self.num_samples}"
+
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """T, or what is left in the document's last piece."""
         starts, ends = self._pieces(samples)
@@ -147,6 +162,11 @@ class FakeSamples:
     def max_token_id(self) -> int:
         """The last of the vocabulary."""
         return self._vocab_size - 1
+
+    @property
+    def content(self) -> str:
+        """Made up from these numbers alone."""
+        return f"fake:{self._vocab_size}:{self._seed}"
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """T for every sample."""

@@ -88,6 +88,12 @@ class TokenStore:
             max_token_id=manifest["max_token_id"],
         )
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokens, as it was noted when they were written."""
+        manifest = cast("dict[str, Any]", read_record(self.folder / MANIFEST))
+        return str(manifest["files"][TOKENS]["sha256"])
+
     def verify(self) -> None:
         """Read every byte and compare with the hashes that were taken when it was written.
 

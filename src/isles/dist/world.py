@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import warnings
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from isles.errors import CommunicationError, PreflightError
+from isles.errors import CommunicationError, PreflightError, UserError
 from isles.rundir.env import RankEnv
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,9 @@ class World:
     Args:
         rank, local_rank, world_size: as in PyTorch.
         device: where this rank computes.
-        control: a CPU group for small messages: stop requests, statistics, saving.
+        control: a CPU group for small messages: stop requests, statistics.
+        saving: a CPU group for the thread that writes checkpoints; patient.
+        work: a CPU group for what rank 0 does while the others wait; patient.
         timeout_s: longest wait in one collective operation.
     """
 
@@ -36,6 +41,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    work: dist.ProcessGroup
     timeout_s: float
 
     @property
@@ -60,27 +66,41 @@ class World:
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]  # type: ignore[return-value]  # rank 0 has put one in
 
-    def main_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, and hand its result, or its error, to all. All must call this."""
+    def main_first(self, work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+        """Run `work` on rank 0, and hand its result, or its error, to all. All must call this.
+
+        Args:
+            work: what rank 0 does; the others wait for it as long as the group does.
+            group: over which they hear of it; None: `control`.
+        """
         outcome: tuple[T | None, Exception | None] = (None, None)
         if self.is_main:
             try:
                 outcome = (work(), None)
-            except Exception as error:  # handed on to every rank, raised below
+            except UserError as error:  # handed on to every rank, raised below
                 outcome = (None, error)
-        value, failure = self.broadcast(outcome if self.is_main else None)
+            except Exception as error:
+                # Not every exception can be sent; the first rank's own log has its traceback.
+                log.exception("rank 0 failed while the others waited")
+                outcome = (None, RuntimeError(f"{type(error).__name__}: {error}"))
+        outcomes = [outcome]
+        dist.broadcast_object_list(outcomes, src=0, group=group or self.control)
+        value, failure = outcomes[0]
         if failure is not None:
             raise failure
         return value  # type: ignore[return-value]  # no error: `work` has returned
 
 
-def join_world(env: RankEnv, *, device: str, timeout_s: float) -> World:
+def join_world(
+    env: RankEnv, *, device: str, timeout_s: float, work_timeout_s: float | None = None
+) -> World:
     """Join the process group. All ranks must call this.
 
     Args:
         env: this process' place.
         device: `cuda` or `cpu`.
         timeout_s: longest wait for the others, here and in every later operation.
+        work_timeout_s: longest wait for what rank 0 does alone, such as verifying a checkpoint.
 
     Raises:
         PreflightError: there is no GPU for this rank.
@@ -103,7 +123,9 @@ def join_world(env: RankEnv, *, device: str, timeout_s: float) -> World:
             device_id=chosen if chosen.type == "cuda" else None,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
-        saving = dist.new_group(backend="gloo", timeout=timeout)
+        patient = timedelta(seconds=max(timeout_s, work_timeout_s or 0.0))
+        saving = dist.new_group(backend="gloo", timeout=patient)
+        work = dist.new_group(backend="gloo", timeout=patient)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
         raise CommunicationError(
             f"rank {env.rank} of {env.world_size} could not join the others: {error}",
@@ -117,6 +139,7 @@ def join_world(env: RankEnv, *, device: str, timeout_s: float) -> World:
         device=chosen,
         control=control,
         saving=saving,
+        work=work,
         timeout_s=timeout_s,
     )
 

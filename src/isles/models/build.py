@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 
 from isles.config.model import ModelConfig
@@ -15,6 +17,17 @@ from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
 
 log = logging.getLogger(__name__)
+
+# What transformers and safetensors raise for a config or weights that are not right.
+_FAULTS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 def build_model(
@@ -45,13 +58,16 @@ def build_model(
             hf_config.vocab_size = vocab_size
             _forget_special_tokens(hf_config)
         torch.manual_seed(seed)
-        with device:
-            model = AutoModelForCausalLM.from_config(
-                hf_config,
-                attn_implementation=config.attn_implementation,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-            )
+        try:
+            with device:
+                model = AutoModelForCausalLM.from_config(
+                    hf_config,
+                    attn_implementation=config.attn_implementation,
+                    dtype=dtype,
+                    trust_remote_code=config.trust_remote_code,
+                )
+        except _FAULTS as error:
+            raise _model_error(config, error) from error
     else:
         model = _load_pretrained(config, dtype).to(device)
     return model.train()  # type: ignore[no-any-return]  # transformers is untyped
@@ -71,7 +87,7 @@ def load_model_config(config: ModelConfig) -> Any:
         return AutoConfig.for_model(**shape)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except _FAULTS as error:
         raise _model_error(config, error) from error
 
 
@@ -136,26 +152,32 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except _FAULTS as error:
         raise _model_error(config, error) from error
-    missing = sorted(report.get("missing_keys", ()))
-    if missing:
-        # transformers fills these with fresh weights and goes on; a run must not.
-        raise UserError(
-            f"{config.name_or_path} lacks {len(missing)} weights, the first {missing[0]!r}",
-            where="model.name_or_path",
-            fix="use a folder that holds the whole model, or init: scratch",
-        )
+    # transformers makes up what is missing, drops what is left over, and goes on; a run must not.
+    for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
+        names = sorted(report.get(keys) or ())
+        if names:
+            raise UserError(
+                f"the model of {config.name_or_path} {what} {len(names)} weights, the first "
+                f"{names[0]!r}: config.json and the weights do not belong together",
+                where="model.name_or_path",
+                fix="use a folder that holds one whole model, or init: scratch",
+            )
     return model
 
 
-def _model_error(config: ModelConfig, error: Exception) -> UserError:
+def _model_error(config: ModelConfig, error: Exception) -> Exception:
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
     name = config.name_or_path
     text = str(error).strip().splitlines()
     first = text[0] if text else type(error).__name__
     folder = Path(name)
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         fix = "read the model's code; if you trust it, set model.trust_remote_code: true"
+    elif "scaled_dot_product_attention" in str(error):
+        fix = "set model.attn_implementation: eager"
     elif folder.is_dir():
         weights = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         if not (folder / "config.json").is_file():

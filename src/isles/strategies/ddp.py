@@ -23,6 +23,9 @@ from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.world import World
 from isles.strategies.guard import StepGuard
 
+_LEAST_SCALE = 2.0**-14
+"""Below this the loss itself is lost in fp16; a scaler comes here only when every step overflows."""
+
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -63,6 +66,7 @@ class DDPEngine:
                 model,
                 device_ids=[world.device.index] if world.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # they are constants, and the same everywhere
             )
             timed: Any = self._ddp  # torch leaves its timing methods untyped
             timed._set_ddp_runtime_logging_sample_rate(comm_sample_every)
@@ -89,7 +93,7 @@ class DDPEngine:
             if self._scaler is not None:
                 self._scaler.unscale_(optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm(gradients).float()
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         if self._scaler is not None:
@@ -97,6 +101,7 @@ class DDPEngine:
             for optimizer in self._optimizers:
                 self._scaler.step(optimizer)
             self._scaler.update()
+            self._watch_scale(self._scaler)
         else:
             self._guard.watch(norm)
             for optimizer in self._optimizers:
@@ -162,6 +167,12 @@ class DDPEngine:
             restored["scale"] = float(state["scaler.scale"])
             restored["_growth_tracker"] = int(state["scaler.growth"])
             self._scaler.load_state_dict(restored)
+
+    def _watch_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """A scale that has fallen to nothing means that no gradient is ever finite."""
+        scale: Tensor | None = scaler._scale
+        if scale is not None:
+            self._guard.watch(1.0 / (scale >= _LEAST_SCALE).float())
 
     def _loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(

@@ -21,7 +21,8 @@ class JsonlTracker:
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         rows = read_rows(path)
         kept = [row for row in rows if int(row["step"]) <= resumed_step]
-        if len(kept) != len(rows) or not path.exists():
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        if len(kept) != len(rows) or torn or not path.exists():
             write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._stream = path.open("a", encoding="utf-8")
 

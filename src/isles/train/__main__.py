@@ -36,7 +36,12 @@ def main() -> int:
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         resolved = resolve(loaded, num_gpus=num_gpus, world_size=env.world_size)
         timeout_s = resolved.config.clusters[0].comm_timeout
-        world = join_world(env, device=resolved.device, timeout_s=timeout_s)
+        world = join_world(
+            env,
+            device=resolved.device,
+            timeout_s=timeout_s,
+            work_timeout_s=resolved.config.checkpoint.timeout,
+        )
         run_dir, attempt, resume_from = _agree_on_run(resolved, loaded.text, options.resume, world)
     except UserError as error:
         if env.rank == 0:
@@ -68,4 +73,8 @@ def _agree_on_run(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread that waits for a dead disk or rank must not keep the process.
+    os._exit(exit_code)

@@ -20,7 +20,7 @@ from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.dist.world import World
-from isles.errors import UserError
+from isles.errors import DataError, UserError
 from isles.facts.flops import train_flops_per_token
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model, load_model_config, set_gradient_checkpointing
@@ -65,11 +65,13 @@ def build(
     progress = Progress.fresh()
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if resume_from is not None:
+        _check_data(training, resume_from)
         progress = _take_over(engine, resume_from, config, world)
     total_steps = _total_steps(config, training)
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint)
     if world.is_main:
         checkpoints.clean()
+        checkpoints.forget_after(progress.step)
     recorder.use(_make_trackers(config, run_dir, progress.step, world))
     recorder.update(step=progress.step, total_steps=total_steps)
     return Parts(
@@ -96,6 +98,7 @@ def build(
         start_step=progress.step,
         total_steps=total_steps,
         git_commit=_git_commit() if world.is_main else None,
+        data_content=training.content,
     )
 
 
@@ -133,7 +136,7 @@ def _make_data(
 def _check_length(config: RunConfig, positions: int | None) -> None:
     """Beyond its positions a model fails, or trains on nonsense."""
     wanted = config.data.seq_length
-    if positions is not None and wanted > positions:
+    if positions is not None and 0 < positions < wanted:
         raise UserError(
             f"data.seq_length {wanted} is longer than the model's max_position_embeddings, "
             f"{positions}",
@@ -215,6 +218,18 @@ def _make_agreement(
         time_ends_run=ends_run,
         save_every_s=None if minutes is None else minutes * 60,
     )
+
+
+def _check_data(training: Dataset, checkpoint: CheckpointInfo) -> None:
+    """The cursor of a checkpoint means something only for the same samples."""
+    before = checkpoint.manifest.get("data")
+    if before is not None and before != training.content:
+        raise DataError(
+            f"the training data has changed since step {checkpoint.step} was saved",
+            where="data.sources",
+            fix="put it back to go on exactly, or start a new run with `--resume no` (for other "
+            "text with these weights: model.init: pretrained from this run's export)",
+        )
 
 
 def _take_over(

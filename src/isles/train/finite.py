@@ -26,6 +26,8 @@ def check_finite(parts: Parts) -> None:
         return
     parts.progress.rewind_to(parts.start_step + good)
     bad_step = parts.progress.step + 1
+    if parts.world.is_main:
+        parts.checkpoints.forget_after(parts.progress.step)
     culprits = _find_culprits(parts)
     parts.save(wait=True)
     if culprits:

@@ -40,16 +40,16 @@ def train(parts: Parts) -> ExitCode:
 
         # The outer step, between clusters, has its place here.
 
-        if is_recorded or parts.checks_every_step:
+        decision = parts.agreement.decide()
+        evaluates = parts.is_due(config.eval_steps) and step != parts.total_steps
+        saves = decision.save or decision.stop or parts.is_due(parts.config.checkpoint.every_steps)
+        if is_recorded or evaluates or saves or parts.checks_every_step:
             check_finite(parts)
         if is_recorded:
             parts.record(lr=lr, grad_norm=grad_norm)
-        if config.eval_steps and step % config.eval_steps == 0 and step != parts.total_steps:
+        if evaluates:
             parts.evaluate()
-
-        decision = parts.agreement.decide()
-        every = parts.config.checkpoint.every_steps
-        if decision.save or decision.stop or (every and step % every == 0):
+        if saves:
             parts.save(wait=bool(decision.stop))
         if decision.stop and decision.stop != TIME_IS_UP:
             return ExitCode(decision.stop)

@@ -28,11 +28,12 @@ def make_optimizers(config: TrainingConfig, model: nn.Module) -> Sequence[Optimi
             return [_adamw(config, [p for _, p in named])]
         case "sgd":
             groups = _decay_groups(config, [p for _, p in named])
-            return [
-                torch.optim.SGD(
-                    groups, lr=config.learning_rate, momentum=config.momentum, fused=True
-                )
-            ]
+            sgd = torch.optim.SGD(
+                groups, lr=config.learning_rate, momentum=config.momentum, fused=True
+            )
+            if config.momentum:
+                _start_momentum(sgd)
+            return [sgd]
         case "muon":
             ends = {id(p) for part in _ends(model) for p in part.parameters()}
             inner = [p for _, p in named if p.ndim == 2 and id(p) not in ends]
@@ -45,6 +46,7 @@ def make_optimizers(config: TrainingConfig, model: nn.Module) -> Sequence[Optimi
                 weight_decay=config.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             )
+            _start_momentum(muon)
             return [muon, _adamw(config, rest)]
 
 
@@ -77,6 +79,17 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) ->
     return peak * (low + (1 - low) * (1 - progress))
 
 
+def _start_momentum(optimizer: Optimizer) -> None:
+    """Begin with a momentum of zeros, which is the same mathematics.
+
+    Left to themselves, torch's fused SGD leaves garbage in the buffer when its first step is
+    skipped, and a checkpoint taken before the first step lacks it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def _adamw(config: TrainingConfig, parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(
         _decay_groups(config, parameters),
@@ -98,5 +111,7 @@ def _decay_groups(
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
-    return [part for part in ends if part is not None]
+    """Embeddings of tokens and positions, and the head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    return embeddings if head is None else [*embeddings, head]

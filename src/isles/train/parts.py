@@ -45,6 +45,7 @@ class Parts:
     start_step: int
     total_steps: int | None
     git_commit: str | None
+    data_content: str
 
     @property
     def config(self) -> RunConfig:
@@ -55,6 +56,10 @@ class Parts:
     def checks_every_step(self) -> bool:
         """Whether looking at a number waits for nothing, as on a CPU."""
         return self.world.device.type == "cpu"
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether something that happens every so many steps happens now."""
+        return every is not None and self.progress.step % every == 0
 
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
         """Record the step that is just over. All ranks must call this."""
@@ -119,6 +124,7 @@ class Parts:
             "global_batch_size": self.config.training.global_batch_size,
             "micro_batch_size": self.micro_batch_size,
             "seed": self.config.seed,
+            "data": self.data_content,
             "world_size": self.world.world_size,
             "strategy": self.resolved.derived["strategy"],
             "config_digest": digest(self.config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 from pathlib import Path
 
 
@@ -13,6 +14,9 @@ def preload() -> None:
 
     Whatever cannot be imported here is left to the ranks, where an error reaches the user.
     """
+    # A signal to the whole process group is for the ranks, which save; this server must live.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(Exception):
         import transformers
 

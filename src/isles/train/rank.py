@@ -11,6 +11,7 @@ import time
 from multiprocessing import connection
 from pathlib import Path
 
+from isles.errors import ExitCode
 from isles.rundir.env import read_rank_env
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
@@ -31,9 +32,9 @@ def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) 
     from isles.train.worker import run_rank
 
     code = run_rank(run_dir, attempt, env, resume_from)
-    error = read_record(attempt.rank_error(env.rank))
-    if error is not None:
-        if error["is_communication"]:
+    if code not in (ExitCode.OK, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
+        error = read_record(attempt.rank_error(env.rank))
+        if error is not None and error["is_communication"]:
             # Another rank was lost before; the agent, which ends this process as soon as it sees
             # that one, must see it first.
             time.sleep(_CAUSE_FIRST_S)

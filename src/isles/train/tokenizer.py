@@ -20,12 +20,13 @@ def make_tokenizer(config: RunConfig, run_dir: RunDir, world: World) -> Any:
     """Load or train the tokenizer; None for fake data. All ranks must call this."""
     if all(source.type == "fake" for source in config.data.sources):
         return None
-    if not run_dir.tokenizer.is_dir():
-        world.main_first(lambda: _make(config, run_dir.tokenizer))
+    world.main_first(lambda: _make(config, run_dir.tokenizer), group=world.work)
     return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
 
 
 def _make(config: RunConfig, folder: Path) -> None:
+    if folder.is_dir():
+        return
     wanted = config.tokenizer
     if wanted.train_vocab_size is not None:
         tokenizer = train_tokenizer(documents_for_tokenizer(config.data), wanted.train_vocab_size)

@@ -97,7 +97,12 @@ def _train(
     recorder = Recorder(run_dir, is_main=env.rank == 0, world_size=env.world_size)
     recorder.phase("starting", f"waiting for {env.world_size} ranks")
     if world is None:
-        world = join_world(env, device=resolved.device, timeout_s=cluster.comm_timeout)
+        world = join_world(
+            env,
+            device=resolved.device,
+            timeout_s=cluster.comm_timeout,
+            work_timeout_s=resolved.config.checkpoint.timeout,
+        )
     _compare_configs(resolved, world)
     checkpoint = _find_checkpoint(run_dir, world, resume_from)
     parts = build(resolved, run_dir, world, recorder, signals, checkpoint)
@@ -167,7 +172,7 @@ def _find_checkpoint(
             )
         return read_checkpoint(resume_from)
 
-    return world.main_first(choose)
+    return world.main_first(choose, group=world.work)
 
 
 def _compare_configs(resolved: Resolved, world: World) -> None:
