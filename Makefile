@@ -13,14 +13,14 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(STAMP)
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(STAMP)
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples docs
+	$(BIN)/ruff check --fix src tests benchmarks examples docs
 
 $(STAMP): pyproject.toml
 	command -v $(PYTHON) >/dev/null || { echo "isles needs Python 3.11 or newer: make PYTHON=python3 …"; exit 1; }

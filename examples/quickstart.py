@@ -7,6 +7,8 @@ is printed before it runs.
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from pathlib import Path
 from isles.launch.gpus import find_gpus
 
 HERE = Path(__file__).parent
-RUN_FILE = HERE / "quickstart.yaml"
+RUN_FILE = Path(os.path.relpath(HERE / "quickstart.yaml"))
 ISLES = [sys.executable, "-m", "isles"]
 STOP_AT = 200
 DEADLINE_S = 600
@@ -27,7 +29,7 @@ def say(text: str) -> None:
 
 def isles(*arguments: str, expected: int = 0) -> None:
     """Run one isles command in the foreground."""
-    say(f"$ isles {' '.join(arguments)}")
+    say(f"$ isles {shlex.join(arguments)}")
     code = subprocess.run([*ISLES, *arguments], check=False).returncode
     if code != expected:
         sys.exit(f"isles {arguments[0]} ended with {code}, expected {expected}")
@@ -50,7 +52,7 @@ def main() -> None:
     ranks = ["clusters.0.gpus_per_node=1"] if len(find_gpus().gpus) == 1 else []
     train = ["train", str(RUN_FILE), *ranks]
     say("1. Train a small language model on Python's own reference manual, on two processes.")
-    say(f"$ isles {' '.join(train)}")
+    say(f"$ isles {shlex.join(train)}")
     training = subprocess.Popen([*ISLES, *train])
     while training.poll() is None:
         step = status().get("step")
@@ -72,6 +74,7 @@ def main() -> None:
     isles("generate", "quickstart", "--prompt", "The for statement", "--max-new-tokens", "80")
 
     say(f"Done in {time.monotonic() - begun:.0f} s. Three things to try next:")
+    print(f"  (isles is {Path(sys.executable).with_name('isles')}; activate its environment first)")
     print("  isles eval quickstart                     loss and perplexity on held-out text")
     print("  isles train examples/quickstart.yaml name=longer training.max_steps=1000")
     print("  isles init --template finetune            a run file for your own model and data")

@@ -27,7 +27,8 @@ class TrainingConfig(Section):
     """Length of the run in passes over the training data."""
 
     max_time: Annotated[DurationS, Field(gt=0)] | None = None
-    """Wall-clock limit of one start of the run, such as 23h30m: it saves, exits with 85, and
+    """Wall-clock limit of training in one start of the run (preparing is not counted), such as
+    23h30m: it saves, exits with 85, and
     `isles train` again goes on. Given alone, it is the length of the run."""
 
     global_batch_size: PositiveInt = 64

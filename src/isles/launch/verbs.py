@@ -26,7 +26,7 @@ def require_train() -> None:
         raise MissingDependencyError(
             f"this command needs packages that are not installed: {', '.join(missing)}",
             where=sys.executable,
-            fix="pip install 'isles[train]'",
+            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
 
 

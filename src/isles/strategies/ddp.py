@@ -24,7 +24,7 @@ from isles.dist.world import World
 from isles.strategies.guard import StepGuard
 
 _LEAST_SCALE = 2.0**-14
-"""Below this the loss itself is lost in fp16; a scaler comes here only when every step overflows."""
+"""Below this the loss itself is lost in fp16; a scaler comes here when every step overflows."""
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -107,8 +107,8 @@ def _make_data(
 ) -> tuple[Any, Dataset, Dataset | None]:
     """Tokenizer, training and validation data. All ranks must call this."""
     recorder.phase("preparing data")
+    hf_config = load_model_config(config.model)  # first: its errors say more than a tokenizer's
     tokenizer = make_tokenizer(config, run_dir, world)
-    hf_config = load_model_config(config.model)
     _check_length(config, getattr(hf_config, "max_position_embeddings", None))
     # A tokenizer that is trained for the run decides how many tokens the model knows.
     trained = config.tokenizer.train_vocab_size is not None

@@ -113,5 +113,5 @@ def _decay_groups(
 def _ends(model: nn.Module) -> list[nn.Module]:
     """Embeddings of tokens and positions, and the head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    return embeddings if head is None else [*embeddings, head]
+    ends: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    return ends if head is None else [*ends, head]

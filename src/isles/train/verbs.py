@@ -67,13 +67,20 @@ def _parse() -> argparse.Namespace:
                 verb.add_argument("--output", type=Path)
             case "generate":
                 verb.add_argument("--prompt", default="")
-                verb.add_argument("--max-new-tokens", type=int, default=100)
+                verb.add_argument("--max-new-tokens", type=_positive, default=100)
                 verb.add_argument("--temperature", type=float, default=0.8)
                 verb.add_argument("--top-p", type=float, default=0.95)
                 verb.add_argument("--seed", type=int, default=0)
             case _:
-                verb.add_argument("--samples", type=int)
+                verb.add_argument("--samples", type=_positive)
     return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
 
 
 def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
@@ -85,6 +92,8 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
 
 def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
     tokenizer = _tokenizer(run_dir, resolved)
+    if tokenizer is None and any(s.type != "fake" for s in resolved.config.data.sources):
+        find_checkpoint(run_dir, options.step)  # says that there is none yet
     if tokenizer is None:
         raise UserError(
             "this run was trained on fake data: it has no tokenizer and has learnt no text",
@@ -144,7 +153,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
         )
         batches = evaluation_batches(
             validation,
-            options.samples or validation.num_samples,
+            options.samples or config.training.eval_samples or validation.num_samples,
             micro_batch_size=8,
             rank=0,
             world_size=1,
