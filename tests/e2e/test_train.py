@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -207,19 +206,6 @@ def test_a_killed_rank_is_named_first(training: tuple[Command, RunDir]) -> None:
     assert "rank 1 was killed by SIGKILL" in command.err
     assert "Traceback" not in command.err + command.out
     assert "Connection closed" not in command.err, "the other's complaint is a consequence"
-
-
-def test_out_of_memory_on_one_rank_is_that_ranks_error(training: tuple[Command, RunDir]) -> None:
-    """A rank that gets no more memory from the kernel, while the other is well."""
-    command, run_dir = training
-    victim = psutil.Process(rank_processes(run_dir)[1].pid)
-    little = victim.memory_info().vms
-    victim.rlimit(resource.RLIMIT_AS, (little, little))
-    code = command.end()
-    assert "rank 1" in command.err
-    assert code in (ExitCode.OUT_OF_MEMORY, ExitCode.TRAINING)
-    outcome = read_record(run_dir.attempts()[-1].outcome) or {}
-    assert outcome["error"]["rank"] == 1, outcome
 
 
 def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command, RunDir]) -> None:

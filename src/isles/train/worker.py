@@ -79,7 +79,7 @@ def run_rank(
     except Exception as error:  # the process' edge: everything is put on record
         if signals.requested and is_communication_error(error):
             return signals.requested  # the others heard of the stop a moment earlier
-        return _record_error(attempt, env, error)
+        return record_error(attempt, env, error)
     finally:
         signals.restore()
 
@@ -212,7 +212,7 @@ def _start_logging(env: RankEnv) -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
+def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
     """Put an error on record for whoever looks for the culprit; returns the exit code."""
     named = _as_user_error(error)
     host = socket.gethostname()
