@@ -78,6 +78,7 @@ def run_file(tmp_path: Path, tiny_model: Path, words: Path) -> Path:
             "logging_steps": 5,
             "eval_steps": None,
         },
+        "balance": "even",
         "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
         "track": ["jsonl"],
     }

@@ -137,6 +137,7 @@ def test_other_numbers_of_ranks_see_each_sample_once(run_file: Path) -> None:
 def test_samples_over_ranks_and_resumes_are_each_index_once(run_file: Path) -> None:
     """The cursor itself: what each rank's loader is given, over changes of the number of ranks."""
     from isles.config.load import load_run_file
+    from isles.config.split import even_split
     from isles.data.build import build_datasets
     from isles.data.loader import Loader
 
@@ -158,10 +159,8 @@ def test_samples_over_ranks_and_resumes_are_each_index_once(run_file: Path) -> N
             for rank in range(world_size):
                 loader = Loader(
                     dataset,
-                    global_batch_size=12,
-                    micro_batch_size=2,
-                    rank=rank,
-                    world_size=world_size,
+                    split=even_split(12, world_size, 2, in_step=False),
+                    dp_rank=rank,
                     device=torch.device("cpu"),
                 )
                 data = loader.step(cursor)

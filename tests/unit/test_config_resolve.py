@@ -64,7 +64,7 @@ def test_ranks_follow_from_the_file_and_the_machine(
     resolved = settle(tmp_path, *overrides, num_gpus=num_gpus, world_size=given)
     assert (resolved.world_size, resolved.device) == (ranks, device)
     assert resolved.rows_per_rank == 48 // ranks
-    assert resolved.derived["strategy"] == "ddp"
+    assert resolved.derived["strategy"] == "auto"
     assert "grad_accum_steps" not in resolved.derived
 
 
@@ -77,13 +77,17 @@ def test_accumulation_follows_from_the_batch(tmp_path: Path) -> None:
     ("overrides", "ranks", "what", "fix"),
     [
         (
-            ("training.global_batch_size=504", "training.micro_batch_size=8"),
+            ("training.global_batch_size=504", "training.micro_batch_size=8", "balance=even"),
             24,
             "global_batch_size 504 is not a multiple of micro_batch_size 8 x 24 ranks = 192",
-            "use 384 or 576",
+            "use 384 or 576, or balance: auto",
         ),
-        ((), 5, "global_batch_size 48 is not a multiple of 5 ranks", "use 45 or 50"),
-        ((), 64, "global_batch_size 48 is not a multiple of 64 ranks", "use 64"),
+        (
+            (),
+            64,
+            "global_batch_size 48 is less than one sequence for each of 64 ranks",
+            "use 64 or more",
+        ),
     ],
 )
 def test_rows_that_do_not_divide_are_refused(

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isles.config.split import even_split
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.data.order import SampleOrder
@@ -38,10 +39,8 @@ def dataset_of(num_samples: int = 100) -> Dataset:
 def loader_of(dataset: Dataset, size: int, micro: int, *, rank: int = 0, ranks=1, device=CPU):
     return Loader(
         dataset,
-        global_batch_size=size,
-        micro_batch_size=micro,
-        rank=rank,
-        world_size=ranks,
+        split=even_split(size, ranks, micro, in_step=False),
+        dp_rank=rank,
         device=device,
     )
 
@@ -135,8 +134,8 @@ def test_evaluation_reads_each_sample_once(ranks: int, num_samples: int, micro: 
             dataset,
             num_samples,
             micro_batch_size=micro,
-            rank=rank,
-            world_size=ranks,
+            dp_rank=rank,
+            dp_size=ranks,
             device=CPU,
         )
         for i in batch.sample_ids

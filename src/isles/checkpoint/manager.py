@@ -74,12 +74,20 @@ class CheckpointManager:
                 log.warning("%s is of steps that are done again, and is removed", folder.name)
                 discard(folder)
 
-    def save(self, state: dict[str, Any], manifest: dict[str, Any], *, wait: bool) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        manifest: dict[str, Any],
+        *,
+        replicas: tuple[int, int],
+        wait: bool,
+    ) -> None:
         """Save a step. Training may go on as soon as this returns. All ranks must call this.
 
         Args:
             state: tensors by name, from the engine.
             manifest: what the manifest says beside the files; `step` is required.
+            replicas: from the engine; see `strategies.base.Engine.replicas`.
             wait: return only when the checkpoint is whole on the disk.
 
         Raises:
@@ -94,7 +102,7 @@ class CheckpointManager:
                 save_rng(partial, self._world.rank)
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
-            staged = stage(state, rank=self._world.rank, world_size=self._world.world_size)
+            staged = stage(state, replicas)
             self._pending_step = step
             self._pending = self._writer.submit(self._write, staged, partial, final, manifest)
             if wait or not self._config.async_save:

@@ -30,12 +30,18 @@ from isles.rundir.manifest import (
 from isles.rundir.records import write_record
 
 
-def stage(state: dict[str, Any], *, rank: int, world_size: int) -> dict[str, Tensor]:
+def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]:
     """A copy in CPU memory of what this rank writes.
 
-    Replicated tensors are dealt out over the ranks by size, so that each is copied and written
-    once; shards stay with their rank.
+    Replicated tensors are dealt out by size over the ranks that hold them, so that each is copied
+    and written once; shards stay with their rank.
+
+    Args:
+        state: tensors and shards (DTensors) by name.
+        replicas: this rank's number among those that hold the same plain tensors, and how many
+            they are.
     """
+    rank, world_size = replicas
     plain = [name for name, value in state.items() if not isinstance(value, DTensor)]
     assigned = [0] * world_size
     mine: set[str] = {name for name in state if isinstance(state[name], DTensor)}

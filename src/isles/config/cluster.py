@@ -33,6 +33,10 @@ class ClusterConfig(Section):
     """Ranks on each node, one per GPU. auto: every GPU that is visible. On a machine without GPUs
     these are CPU processes (auto: one)."""
 
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How often all ranks are started again from the last checkpoint after one was lost. An error
+    that would only come again, such as a wrong run file, ends the run at once."""
+
     comm_timeout: Annotated[DurationS, Field(ge=1)] = 600.0
     """Longest wait for another rank in one collective operation, before the run stops with an
     error that names the rank."""

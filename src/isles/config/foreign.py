@@ -344,6 +344,12 @@ VALUES: dict[str, dict[str, str]] = {
         "fa2": "sdpa",
     },
     "data.sources.0.type": {"completion": "text", "pretrain": "text"},
+    "strategy.kind": {"fsdp2": "fsdp", "zero": "deepspeed", "hsdp": "fsdp"},
+    "strategy.sharding_strategy": {
+        "hybrid_shard": "HYBRID_SHARD",
+        "full_shard": "FULL_SHARD",
+        "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",
+    },
 }
 """By key: words of other tools for a value, and the word here."""
 
@@ -355,7 +361,6 @@ VALUES_NOT_YET: dict[str, frozenset[str]] = {
         ("chat", "instruct", "tokens", "chat_template", "alpaca", "sharegpt")
     ),
     "track": frozenset(("wandb", "mlflow", "comet", "swanlab")),
-    "strategy.kind": frozenset(("fsdp", "fsdp2", "deepspeed")),
     "clusters.0.launcher.kind": frozenset(("ssh", "slurm", "pbs", "manual")),
 }
 """By key: values that people know from other tools or from isles' plans, and isles lacks."""

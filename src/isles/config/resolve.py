@@ -10,6 +10,7 @@ from typing import Literal
 
 from isles import __version__
 from isles.config.emit import dump_yaml, is_leaf
+from isles.config.layout import Layout, make_layout
 from isles.config.load import Loaded
 from isles.config.run import RunConfig, nearest_multiples
 from isles.config.yaml import parse_yaml
@@ -26,7 +27,8 @@ class Resolved:
         config: the run file's values and the defaults, unchanged.
         world_size: ranks.
         device: what a rank computes on.
-        rows_per_rank: sequences that each rank takes in one inner step.
+        rows_per_rank: sequences that a data-parallel rank takes in one inner step, at most, where
+            all take equally many.
         origins: dotted path of every leaf of the config -> `run.yaml:9`, `command line` or
             `default`; and `derived.NAME` -> `derived: how`.
         derived: everything that follows, by name: strategy, device, world_size, rows_per_rank,
@@ -58,21 +60,24 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
     ranks, how["world_size"] = _world_size(loaded, num_gpus, world_size)
     device: Literal["cuda", "cpu"] = "cuda" if num_gpus > 0 else "cpu"
     how["device"] = f"{num_gpus} visible GPU{'s' if num_gpus > 1 else ''}" if num_gpus else "no GPU"
-    _check_rows(loaded, ranks)
-    rows = config.training.global_batch_size // ranks
-    how["rows_per_rank"] = "global_batch_size / world_size"
-    kind = config.strategy.kind
-    strategy = "ddp" if kind == "auto" else kind
-    how["strategy"] = "strategy.kind auto" if kind == "auto" else "strategy.kind"
+    try:
+        layout = make_layout(config.strategy, ranks, local_world_size=ranks)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=loaded.where(error.where), fix=error.fix) from None
+    _check_rows(loaded, layout)
+    rows = -(-config.training.global_batch_size // layout.dp_size)
+    split = "world_size" if layout.dp_size == ranks else "data-parallel ranks"
+    how["rows_per_rank"] = f"global_batch_size / {split}"
+    how["strategy"] = "strategy.kind"
     derived: Derived = {
-        "strategy": strategy,
+        "strategy": config.strategy.kind,
         "device": device,
         "world_size": ranks,
         "rows_per_rank": rows,
     }
     micro = config.training.micro_batch_size
     if micro != "auto":
-        derived["grad_accum_steps"] = rows // micro
+        derived["grad_accum_steps"] = -(-rows // micro)
         how["grad_accum_steps"] = "rows_per_rank / micro_batch_size"
     origins = {key: _origin(loaded.origins, key) for key, _ in leaves(config)}
     origins.update({f"derived.{name}": f"derived: {how[name]}" for name in derived})
@@ -160,22 +165,25 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
     return per_node, "gpus_per_node"
 
 
-def _check_rows(loaded: Loaded, ranks: int) -> None:
-    training = loaded.config.training
+def _check_rows(loaded: Loaded, layout: Layout) -> None:
+    training, ranks = loaded.config.training, layout.dp_size
     rows, micro = training.global_batch_size, training.micro_batch_size
-    unit = ranks if micro == "auto" else micro * ranks
-    if rows % unit == 0:
-        return
     words = "rank" if ranks == 1 else "ranks"
-    product = (
-        f"{ranks} {words}"
-        if micro == "auto"
-        else (f"micro_batch_size {micro} x {ranks} {words} = {unit}")
-    )
+    if layout.dp_size < layout.world_size:
+        words = f"data-parallel {words}"
+    keys = ("training.global_batch_size", "clusters.0.gpus_per_node", "training.micro_batch_size")
+    if rows < ranks:
+        raise ConfigError(
+            f"global_batch_size {rows} is less than one sequence for each of {ranks} {words}",
+            where=loaded.where(*keys),
+            fix=f"use {ranks} or more",
+        )
+    if micro == "auto" or loaded.config.balance != "even" or rows % (micro * ranks) == 0:
+        return
+    unit = micro * ranks
     raise ConfigError(
-        f"global_batch_size {rows} is not a multiple of {product}",
-        where=loaded.where(
-            "training.global_batch_size", "clusters.0.gpus_per_node", "training.micro_batch_size"
-        ),
-        fix=f"use {nearest_multiples(rows, unit)}",
+        f"global_batch_size {rows} is not a multiple of micro_batch_size {micro} x {ranks} {words}"
+        f" = {unit}",
+        where=loaded.where(*keys),
+        fix=f"use {nearest_multiples(rows, unit)}, or balance: auto",
     )

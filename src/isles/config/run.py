@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from isles.config.balance import BalanceConfig
 from isles.config.checkpoint import CheckpointConfig
 from isles.config.cluster import ClusterConfig
 from isles.config.data import DataConfig
@@ -45,6 +46,10 @@ class RunConfig(Section):
 
     strategy: StrategyConfig = AutoStrategy()
     """How a cluster holds the model."""
+
+    balance: BalanceConfig = "auto"
+    """Rows of each rank in a step. auto: as many as its measured speed and memory allow, so that
+    unequal GPUs need equal time; even; or shares by host or rank, such as {big-box: 3, "2": 1}."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and how many to keep."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isles.config.split import RowSplit, even_split
 from isles.data.dataset import Dataset
-from isles.dist.batch import Batch
+from isles.dist.batch import IGNORE_INDEX, Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,13 @@ class StepData:
 class Loader:
     """The micro-batches of one rank, step by step; the next step is read in the background.
 
-    The global batch at cursor s holds the samples s to s+G-1, whatever the number of ranks; rank r
-    of W has the rows r*G//W to (r+1)*G//W-1. Each rank makes its own, and none communicates.
+    The global batch at cursor s holds the samples s to s+G-1, whatever the number of ranks; a split
+    deals them out in order. Each rank reads its own, and none communicates.
 
     Args:
         dataset: the samples.
-        global_batch_size: G, samples of a step over all ranks; at least one for each rank.
-        micro_batch_size: rows of a micro-batch; the last one may be smaller.
-        rank, world_size: this rank, and how many there are.
+        split: the rows of each data-parallel rank, G in all.
+        dp_rank: which of them this rank is.
         device: where the micro-batches go. Pages are pinned and copies run along on CUDA.
     """
 
@@ -49,18 +49,14 @@ class Loader:
         self,
         dataset: Dataset,
         *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
+        split: RowSplit,
+        dp_rank: int,
         device: torch.device,
     ) -> None:
-        assert 0 <= rank < world_size <= global_batch_size and micro_batch_size > 0
+        assert 0 <= dp_rank < len(split.rows)
         self._dataset = dataset
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._rank = rank
-        self._world_size = world_size
+        self.split = split
+        self._dp_rank = dp_rank
         self._device = device
         self._executor = ThreadPoolExecutor(1, "data", _use_device, (device,))
         self._ahead: tuple[int, Future[StepData]] | None = None
@@ -85,15 +81,23 @@ class Loader:
             next_sample=on_host.next_sample,
         )
 
+    def use(self, split: RowSplit) -> None:
+        """Deal the rows of every later step in another way. All ranks must do so after one step."""
+        if split != self.split:
+            self.split = split
+            self._ahead = None  # read for the old split; its thread ends by itself
+
     def close(self) -> None:
         """End the background thread; waits for the step that it reads."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, first: int) -> StepData:
-        size = self._global_batch_size
-        rows = _rows_of_rank(first, size, self._rank, self._world_size)
+        split = self.split
+        size = split.global_batch_size
+        start = first + split.first_row(self._dp_rank)
+        sizes = split.micro_steps(self._dp_rank)
         return StepData(
-            micro_batches=tuple(_cut(self._dataset, rows, self._micro_batch_size, self._device)),
+            micro_batches=tuple(_cut(self._dataset, start, sizes, self._device)),
             global_tokens=self._dataset.num_targets(np.arange(first, first + size)),
             first_sample=first,
             next_sample=first + size,
@@ -105,35 +109,40 @@ def evaluation_batches(
     num_samples: int,
     *,
     micro_batch_size: int,
-    rank: int,
-    world_size: int,
+    dp_rank: int,
+    dp_size: int,
     device: torch.device,
 ) -> Iterator[Batch]:
     """This rank's part of the samples 0 to num_samples-1, each of which one rank has.
 
-    Ranks may get different numbers of batches, and none where there are fewer samples than ranks.
+    All ranks get equally many batches; where one has fewer samples, some of its rows train on
+    nothing.
 
     Args:
         dataset: the samples.
         num_samples: how many over all ranks; more than there are means all.
         micro_batch_size: rows of a batch; the last one may be smaller.
-        rank, world_size: this rank, and how many there are.
+        dp_rank, dp_size: which part, and how many there are.
         device: where the batches go.
     """
-    rows = _rows_of_rank(0, min(num_samples, dataset.samples_per_epoch), rank, world_size)
-    for batch in _cut(dataset, rows, micro_batch_size, device):
+    total = min(num_samples, dataset.samples_per_epoch)
+    split = even_split(total, dp_size, micro_batch_size, in_step=True)
+    sizes = split.micro_steps(dp_rank)
+    for batch in _cut(dataset, split.first_row(dp_rank), sizes, device):
         yield _to_device(batch, device)
 
 
-def _rows_of_rank(first: int, size: int, rank: int, world_size: int) -> range:
-    return range(first + rank * size // world_size, first + (rank + 1) * size // world_size)
-
-
-def _cut(dataset: Dataset, rows: range, size: int, device: torch.device) -> Iterator[Batch]:
+def _cut(
+    dataset: Dataset, start: int, sizes: Sequence[int], device: torch.device
+) -> Iterator[Batch]:
     """Micro-batches in this machine's memory, pinned where they go to a GPU."""
-    for start in range(rows.start, rows.stop, size):
-        ids = range(start, min(start + size, rows.stop))
-        input_ids_BT, targets_BT = dataset.batch(np.arange(ids.start, ids.stop))
+    for size in sizes:
+        # A step without rows of its own reads one and trains on nothing of it.
+        ids = range(start, start + size)
+        input_ids_BT, targets_BT = dataset.batch(np.arange(start, start + max(1, size)))
+        if size == 0:
+            targets_BT[:] = IGNORE_INDEX
+        start += size
         yield Batch(
             _pinned(torch.from_numpy(input_ids_BT), device),
             _pinned(torch.from_numpy(targets_BT), device),

@@ -27,7 +27,7 @@ class World:
     """This rank's place, and the groups it talks through.
 
     Args:
-        rank, local_rank, world_size: as in PyTorch.
+        rank, local_rank, world_size, local_world_size: as in PyTorch and torchrun.
         device: where this rank computes.
         control: a CPU group for small messages: stop requests, statistics.
         saving: a CPU group for the thread that writes checkpoints; patient.
@@ -38,6 +38,7 @@ class World:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
@@ -136,6 +137,7 @@ def join_world(
         rank=env.rank,
         local_rank=env.local_rank,
         world_size=env.world_size,
+        local_world_size=env.local_world_size,
         device=chosen,
         control=control,
         saving=saving,

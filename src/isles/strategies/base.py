@@ -15,8 +15,12 @@ class Engine(Protocol):
     model: nn.Module
     """The model as it is called for evaluation; names of parameters are Hugging Face's."""
 
+    replicas: tuple[int, int]
+    """This rank's number among those that hold the same plain tensors in `state_dict`, and how many
+    they are; (0, 1) where every plain tensor there is this rank's to save."""
+
     def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
-        """Add one micro-batch's gradient. All ranks must call this, as often as one another.
+        """Add one micro-batch's gradient. All ranks must call this, as often as the row split says.
 
         Args:
             batch: this rank's micro-batch.
@@ -24,8 +28,11 @@ class Engine(Protocol):
             is_last: whether gradients travel now; once a step.
 
         Returns:
-            This micro-batch's summed loss over its target tokens, a detached fp32 scalar on the
-            rank's device; its gradient is that of the sum divided by `global_tokens`.
+            This rank's part of the summed loss over target tokens, a detached fp32 scalar on the
+            rank's device: over all ranks and micro-batches of a step these add up to the global
+            sum. (Ranks that share rows share their loss, or one of them has it; an engine may keep
+            micro-batches back until the last.) The gradient is that of the sum divided by
+            `global_tokens`.
         """
         ...
 
@@ -41,7 +48,11 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The summed loss of one micro-batch without gradients; as in `forward_backward`."""
+        """This rank's part of the summed loss of one micro-batch, without gradients.
+
+        All ranks must call this, equally often. As in `forward_backward`, save that nothing is
+        kept back.
+        """
         ...
 
     def good_steps(self) -> int | None:

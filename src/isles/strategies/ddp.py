@@ -52,6 +52,7 @@ class DDPEngine:
         self.model = model
         self._world_size = world.world_size
         self._device = world.device
+        self.replicas = (world.rank, world.world_size)
         self._optimizers = list(make_optimizers(model))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._autocast = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)

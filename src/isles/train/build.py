@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import time
@@ -31,6 +32,7 @@ from isles.strategies.base import Engine
 from isles.track.base import Tracker, Trackers
 from isles.track.jsonl import JsonlTracker
 from isles.track.tensorboard import TensorBoardTracker
+from isles.train.balance import choose_split
 from isles.train.metrics import Speed, StepMeter
 from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
@@ -38,6 +40,7 @@ from isles.train.probe import choose_micro_batch_size
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement, StopSignals
+from isles.train.strategy import make_engine, settle_mesh, settle_strategy
 from isles.train.tokenizer import make_tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,13 +58,16 @@ def build(
     config = resolved.config
     tokenizer, training, validation = _make_data(config, run_dir, world, recorder)
     recorder.phase("building model")
+    strategy = settle_strategy(config, world)
+    mesh = settle_mesh(strategy, world)
     model = _make_model(config, world, tokenizer)
-    micro_batch_size = choose_micro_batch_size(
-        model, config, resolved.rows_per_rank, world, resume_from
-    )
+    rows = -(-config.training.global_batch_size // mesh.dp_size)
+    micro_batch_size = choose_micro_batch_size(model, config, rows, world, resume_from)
+    split = choose_split(config, strategy, mesh, world, micro_batch_size, resume_from)
     if config.training.torch_compile:
         model.compile()
-    engine = _make_engine(resolved, model, world)
+    optimizers = functools.partial(make_optimizers, config.training)
+    engine = make_engine(strategy, model, optimizers, mesh, world, config)
     progress = Progress.fresh()
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if resume_from is not None:
@@ -78,15 +84,15 @@ def build(
         resolved=resolved,
         run_dir=run_dir,
         world=world,
+        mesh=mesh,
+        strategy=strategy,
         recorder=recorder,
         tokenizer=tokenizer,
         engine=engine,
         loader=Loader(
             training,
-            global_batch_size=config.training.global_batch_size,
-            micro_batch_size=micro_batch_size,
-            rank=world.rank,
-            world_size=world.world_size,
+            split=split,
+            dp_rank=mesh.dp_rank,
             device=world.device,
         ),
         validation=validation,
@@ -167,23 +173,6 @@ def _make_model(config: RunConfig, world: World, tokenizer: Any) -> nn.Module:
 def _rank_seed(seed: int, rank: int) -> int:
     """Seed of a rank's dropout; different on every rank."""
     return seed + 1_000_003 * (rank + 1)
-
-
-def _make_engine(resolved: Resolved, model: nn.Module, world: World) -> Engine:
-    config = resolved.config
-    match config.strategy.kind:
-        case "auto" | "ddp":
-            from isles.strategies.ddp import DDPEngine
-
-            return DDPEngine(
-                model,
-                lambda module: make_optimizers(config.training, module),
-                world,
-                precision=config.training.precision,
-                comm_sample_every=config.training.logging_steps,
-            )
-        case _:
-            assert_never(config.strategy.kind)
 
 
 def _make_trackers(config: RunConfig, run_dir: RunDir, step: int, world: World) -> Trackers:

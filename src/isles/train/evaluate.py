@@ -13,13 +13,16 @@ from isles.dist.world import World
 from isles.strategies.base import Engine
 
 
-def evaluate(engine: Engine, batches: Iterable[Batch], world: World) -> dict[str, float]:
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], world: World, *, counts_tokens: bool
+) -> dict[str, float]:
     """Mean loss over the target tokens of all ranks' batches. All ranks must call this.
 
     Args:
         engine: whose model is asked.
-        batches: this rank's part; ranks may have different numbers of them.
+        batches: this rank's part; all ranks have equally many.
         world: the ranks of the cluster.
+        counts_tokens: whether this rank is the one of those with the same rows that counts them.
 
     Returns:
         `loss` (nats per token), `perplexity` (its exponential), `tokens`.
@@ -29,7 +32,8 @@ def evaluate(engine: Engine, batches: Iterable[Batch], world: World) -> dict[str
     try:
         for batch in batches:
             total[0] += engine.evaluate(batch)
-            total[1] += (batch.targets_BT != IGNORE_INDEX).sum()
+            if counts_tokens:
+                total[1] += (batch.targets_BT != IGNORE_INDEX).sum()
     finally:
         engine.model.train()
     sums = total.cpu()

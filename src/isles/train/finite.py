@@ -50,12 +50,19 @@ def check_finite(parts: Parts) -> None:
 def _find_culprits(parts: Parts) -> list[str]:
     """One line for each rank with a loss that is not finite, from the last good weights."""
     data = parts.loader.step(parts.progress.samples)
-    bad = [
-        sample
+    rows = [
+        (sample, _one_row(batch, row))
         for batch in data.micro_batches
         for row, sample in enumerate(batch.sample_ids)
-        if not math.isfinite(float(parts.engine.evaluate(_one_row(batch, row))))
     ]
+    filler = _one_row(data.micro_batches[0], 0)
+    bad = []
+    # Where the model is sharded, all ranks must ask it equally often.
+    for index in range(max(parts.world.gather(len(rows)))):
+        sample, row = rows[index] if index < len(rows) else (None, filler)
+        is_good = math.isfinite(float(parts.engine.evaluate(row)))
+        if not is_good and sample is not None:
+            bad.append(sample)
     every = parts.world.gather((parts.world.rank, parts.world.host, bad))
     return [
         f"rank {rank} on {host}: samples {', '.join(map(str, samples))}"

@@ -10,10 +10,12 @@ import torch
 
 import isles
 from isles.checkpoint.manager import CheckpointManager
+from isles.config.layout import Strategy
 from isles.config.resolve import Resolved, digest
 from isles.config.run import RunConfig
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
+from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.rundir.manifest import MANIFEST_VERSION
 from isles.rundir.paths import RunDir
@@ -32,8 +34,10 @@ class Parts:
     resolved: Resolved
     run_dir: RunDir
     world: World
+    mesh: Mesh
     recorder: Recorder
     tokenizer: Any
+    strategy: Strategy
     engine: Engine
     loader: Loader
     validation: Dataset | None
@@ -90,11 +94,17 @@ class Parts:
             self.validation,
             self.config.training.eval_samples or self.validation.num_samples,
             micro_batch_size=self.micro_batch_size,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_size,
             device=self.world.device,
         )
-        figures = evaluate(self.engine, batches, self.world)
+        place = self.mesh.place
+        figures = evaluate(
+            self.engine,
+            batches,
+            self.world,
+            counts_tokens=place.pp == place.cp == place.tp == 0,
+        )
         self.recorder.row(
             {"kind": "eval", "step": self.progress.step, **figures, "at": time.time()}
         )
@@ -105,7 +115,9 @@ class Parts:
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause()
-        self.checkpoints.save(self.engine.state_dict(), self._manifest(), wait=wait)
+        self.checkpoints.save(
+            self.engine.state_dict(), self._manifest(), replicas=self.engine.replicas, wait=wait
+        )
         self.agreement.saved()
         self.meter.resume(paused)
 
@@ -123,10 +135,12 @@ class Parts:
             "lr_scheduler_type": self.config.training.lr_scheduler_type,
             "global_batch_size": self.config.training.global_batch_size,
             "micro_batch_size": self.micro_batch_size,
+            "rows": list(self.loader.split.rows),
+            "micro_batch_sizes": list(self.loader.split.micro_batch_sizes),
             "seed": self.config.seed,
             "data": self.data_content,
             "world_size": self.world.world_size,
-            "strategy": self.resolved.derived["strategy"],
+            "strategy": self.strategy.kind,
             "config_digest": digest(self.config),
             "git_commit": self.git_commit,
             "created_at": time.time(),

@@ -155,11 +155,11 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             validation,
             options.samples or config.training.eval_samples or validation.num_samples,
             micro_batch_size=8,
-            rank=0,
-            world_size=1,
+            dp_rank=0,
+            dp_size=1,
             device=world.device,
         )
-        figures = evaluate(engine, batches, world)
+        figures = evaluate(engine, batches, world, counts_tokens=True)
     perplexity = figures["perplexity"]
     shown = f"{perplexity:.2f}" if math.isfinite(perplexity) else "inf"
     sys.stdout.write(

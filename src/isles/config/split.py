@@ -1,0 +1,57 @@
+"""How the rows of a global batch are dealt over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RowSplit:
+    """Rows and micro-steps of each data-parallel rank in one inner step.
+
+    Args:
+        rows: of the global batch, for each data-parallel rank in order; 0 is allowed.
+        micro_batch_sizes: most rows of a micro-batch, for each data-parallel rank.
+        in_step: whether all ranks must make the same number of micro-steps, as every strategy
+            needs that gathers parameters in the forward pass.
+    """
+
+    rows: tuple[int, ...]
+    micro_batch_sizes: tuple[int, ...]
+    in_step: bool
+
+    def __post_init__(self) -> None:
+        assert len(self.rows) == len(self.micro_batch_sizes), self
+        assert min(self.rows) >= 0 and min(self.micro_batch_sizes) >= 1, self
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of all ranks."""
+        return sum(self.rows)
+
+    def first_row(self, dp_rank: int) -> int:
+        """Where a rank's rows begin in the global batch."""
+        return sum(self.rows[:dp_rank])
+
+    def micro_steps(self, dp_rank: int) -> tuple[int, ...]:
+        """Rows of each micro-step of a rank; a 0 is a step that only keeps the others company."""
+        rows, size = self.rows[dp_rank], self.micro_batch_sizes[dp_rank]
+        if self.in_step:
+            steps = max(self._own_steps(rank) for rank in range(len(self.rows)))
+            return tuple((i + 1) * rows // steps - i * rows // steps for i in range(steps))
+        whole, rest = divmod(rows, size)
+        return (size,) * whole + ((rest,) if rest or not whole else ())
+
+    def _own_steps(self, dp_rank: int) -> int:
+        return max(1, -(-self.rows[dp_rank] // self.micro_batch_sizes[dp_rank]))
+
+
+def even_split(
+    global_batch_size: int, dp_size: int, micro_batch_size: int, *, in_step: bool
+) -> RowSplit:
+    """Rows dealt evenly; ranks differ by one row at most."""
+    rows = tuple(
+        (r + 1) * global_batch_size // dp_size - r * global_batch_size // dp_size
+        for r in range(dp_size)
+    )
+    return RowSplit(rows, (micro_batch_size,) * dp_size, in_step)

@@ -1,0 +1,74 @@
+"""The grid of ranks as torch's device mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from isles.config.layout import Layout, Place
+from isles.dist.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The groups through which a rank shares the model, where it shares it at all.
+
+    Args:
+        layout: the grid.
+        place: this rank's place on it.
+        root: axes pp, replicate, shard (data and context parallel together) and tp; None where
+            every rank holds the whole model (plain data parallel).
+        cp_group: the ranks that share this rank's sequences; None where cp is 1.
+    """
+
+    layout: Layout
+    place: Place
+    root: DeviceMesh | None
+    cp_group: dist.ProcessGroup | None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the data this rank reads."""
+        return self.place.replicate * self.layout.dp_shard + self.place.dp_shard
+
+    @property
+    def dp_size(self) -> int:
+        """How many parts there are."""
+        return self.layout.dp_size
+
+
+def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
+    """Make the groups of a grid. All ranks must call this.
+
+    Args:
+        layout: the grid; as many ranks as the world has.
+        world: all ranks.
+        is_sharded: whether the strategy needs `root`.
+    """
+    assert layout.world_size == world.world_size, (layout, world.world_size)
+    root = None
+    if is_sharded:
+        sizes = (layout.pp, layout.replicate, layout.dp_shard * layout.cp, layout.tp)
+        root = init_device_mesh(
+            world.device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp")
+        )
+    return Mesh(layout, layout.place(world.rank), root, _cp_group(layout, world))
+
+
+def _cp_group(layout: Layout, world: World) -> dist.ProcessGroup | None:
+    """Every rank makes every group: torch wants that of all."""
+    if layout.cp == 1:
+        return None
+    members: dict[tuple[int, int, int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        place = layout.place(rank)
+        key = (place.pp, place.replicate, place.dp_shard, place.tp)
+        members.setdefault(key, []).append(rank)
+    mine = None
+    for ranks in members.values():
+        group = dist.new_group(ranks)
+        if world.rank in ranks:
+            mine = group
+    return mine
