@@ -15,6 +15,7 @@ from torch import nn
 from isles.config.model import ModelConfig
 from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
+from isles.models.fill import NotCoveredError, fill_fresh, fill_pretrained
 
 log = logging.getLogger(__name__)
 
@@ -50,27 +51,79 @@ def build_model(
     Raises:
         UserError: no such model, no safetensors, remote code that was not asked for.
     """
+    if config.init == "pretrained":
+        return _load_pretrained(config, dtype).to(device).train()  # type: ignore[no-any-return]
+    model: nn.Module = build_empty_model(config, dtype=dtype, vocab_size=vocab_size)
+    try:
+        model.to_empty(device=device)
+        fill_fresh(model, seed)
+    except NotCoveredError:  # code from elsewhere that initialises in its constructors
+        torch.manual_seed(seed)
+        whole: nn.Module = _from_config(config, vocab_size, dtype, device)
+        return whole.train()
+    return model.train()
+
+
+def build_empty_model(
+    config: ModelConfig, *, dtype: torch.dtype, vocab_size: int | None
+) -> nn.Module:
+    """The model on the meta device: shapes without memory, to be cut before it is filled.
+
+    Args:
+        config: the run file's section.
+        dtype: of the parameters.
+        vocab_size: size of a tokenizer trained for this run; None keeps the config's.
+
+    Raises:
+        UserError: no such model, remote code that was not asked for.
+    """
+    return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
+
+
+def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
+    """Weights for a model, or this rank's part of one, that was built empty and is allocated.
+
+    Args:
+        model: from `build_empty_model`.
+        config: the run file's section.
+        seed: of fresh weights.
+
+    Raises:
+        UserError: the weights cannot be read, or the model cannot be filled piece by piece.
+    """
+    try:
+        if config.init == "scratch":
+            fill_fresh(model, seed)
+        else:
+            fill_pretrained(model, config)
+    except NotCoveredError as error:
+        raise UserError(
+            f"{type(model).__name__} cannot be filled piece by piece: it sets {error} elsewhere "
+            "than in _init_weights",
+            where="model.name_or_path",
+            fix="use strategy: {kind: ddp}, which builds the model whole",
+        ) from error
+
+
+def _from_config(
+    config: ModelConfig, vocab_size: int | None, dtype: torch.dtype, device: torch.device
+) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = load_model_config(config)
-    if config.init == "scratch":
-        if vocab_size is not None:
-            hf_config.vocab_size = vocab_size
-            _forget_special_tokens(hf_config)
-        torch.manual_seed(seed)
-        try:
-            with device:
-                model = AutoModelForCausalLM.from_config(
-                    hf_config,
-                    attn_implementation=config.attn_implementation,
-                    dtype=dtype,
-                    trust_remote_code=config.trust_remote_code,
-                )
-        except _FAULTS as error:
-            raise _model_error(config, error) from error
-    else:
-        model = _load_pretrained(config, dtype).to(device)
-    return model.train()  # type: ignore[no-any-return]  # transformers is untyped
+    if vocab_size is not None:
+        hf_config.vocab_size = vocab_size
+        _forget_special_tokens(hf_config)
+    try:
+        with device:
+            return AutoModelForCausalLM.from_config(
+                hf_config,
+                attn_implementation=config.attn_implementation,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+            )
+    except _FAULTS as error:
+        raise _model_error(config, error) from error
 
 
 def load_model_config(config: ModelConfig) -> Any:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
+from isles.config.strategy import DDPStrategyConfig
 from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.mesh import Mesh
 from isles.dist.world import World
-from isles.strategies.guard import StepGuard
+from isles.strategies.sequence import localize
+from isles.strategies.stepper import MakeOptimizers, Stepper
 
-_LEAST_SCALE = 2.0**-14
-"""Below this the loss itself is lost in fp16; a scaler comes here when every step overflows."""
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class DDPEngine:
@@ -35,6 +27,8 @@ class DDPEngine:
     Args:
         model: on this rank's device, the same weights on every rank.
         make_optimizers: optimizers over the parameters of the model that it is given.
+        config: the run file's section.
+        mesh: which rows, and which piece of each sequence, this rank has.
         world: the ranks of the cluster.
         precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         comm_sample_every: how often, in steps, communication is timed.
@@ -43,34 +37,25 @@ class DDPEngine:
     def __init__(
         self,
         model: nn.Module,
-        make_optimizers: Callable[[nn.Module], Sequence[Optimizer]],
+        make_optimizers: MakeOptimizers,
+        config: DDPStrategyConfig,
+        mesh: Mesh,
         world: World,
         *,
         precision: str,
         comm_sample_every: int,
     ) -> None:
         self.model = model
+        self.replicas = (world.rank, world.world_size)
+        self._mesh = mesh
         self._world_size = world.world_size
         self._device = world.device
-        self.replicas = (world.rank, world.world_size)
-        self._optimizers = list(make_optimizers(model))
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._autocast = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)
-        self._scaler = (
-            torch.amp.GradScaler(world.device.type) if precision == "fp16-mixed" else None
-        )
-        self._guard = StepGuard(world.device)
+        self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
+        self._autocast = _AUTOCAST.get(precision)
         self._ddp: DistributedDataParallel | None = None
         self._forward: nn.Module = model
         if world.world_size > 1:
-            self._ddp = DistributedDataParallel(
-                model,
-                device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # they are constants, and the same everywhere
-            )
-            timed: Any = self._ddp  # torch leaves its timing methods untyped
-            timed._set_ddp_runtime_logging_sample_rate(comm_sample_every)
+            self._ddp = _wrap(model, config, world, comm_sample_every)
             self._forward = self._ddp
 
     def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
@@ -80,37 +65,12 @@ class DDPEngine:
             loss_sum = self._loss_sum(self._forward, batch)
             # DDP averages over ranks; the global sum over global tokens is wanted.
             loss = loss_sum * (self._world_size / global_tokens)
-            if self._scaler is not None:
-                self._guard.watch(loss_sum)
-                loss = self._scaler.scale(self._guard.spoil(loss))
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._stepper.scaled(loss, loss_sum).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
         """See Engine."""
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            if self._scaler is not None:
-                self._scaler.unscale_(optimizer)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients).float()
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        if self._scaler is not None:
-            self._guard.agree()
-            for optimizer in self._optimizers:
-                self._scaler.step(optimizer)
-            self._scaler.update()
-            self._watch_scale(self._scaler)
-        else:
-            self._guard.watch(norm)
-            for optimizer in self._optimizers:
-                self._guard.step(optimizer)
-        self._guard.count()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=self._ddp is None)
-        return norm
+        return self._stepper.step(lr=lr, max_norm=max_norm, keep_gradients=self._ddp is not None)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See Engine."""
@@ -119,7 +79,7 @@ class DDPEngine:
 
     def good_steps(self) -> int | None:
         """See Engine."""
-        return self._guard.good_steps()
+        return self._stepper.good_steps()
 
     def communication_s(self) -> float | None:
         """See Engine: the part of DDP's all-reduce that no computation hid."""
@@ -134,55 +94,50 @@ class DDPEngine:
 
     def trainable(self) -> list[nn.Parameter]:
         """See Engine."""
-        return self._parameters
+        return self._stepper.parameters
 
     def state_dict(self) -> dict[str, Any]:
         """See Engine. Keys: model.NAME, optimizer.state.NAME.FIELD, scaler.scale."""
-        state: dict[str, Any] = {}
-        for name, value in get_model_state_dict(self.model).items():
-            state[f"model.{name}"] = value
-        # Flattened, it is one flat dict, which torch's own annotation does not say.
-        optimizer: dict[str, Any] = get_optimizer_state_dict(
-            self.model, self._optimizers, options=_FLAT
-        )
-        for name, field in optimizer.items():
-            if isinstance(field, Tensor):  # hyperparameters come from the run file
-                state[f"optimizer.{name}"] = field
-        if self._scaler is not None:
-            scale = self._scaler.state_dict()
-            state["scaler.scale"] = torch.tensor(scale["scale"], dtype=torch.float64)
-            state["scaler.growth"] = torch.tensor(scale["_growth_tracker"])
-        return state
+        return self._stepper.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Engine."""
-        model = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
-        set_model_state_dict(self.model, model)
-        optimizer = get_optimizer_state_dict(self.model, self._optimizers, options=_FLAT)
-        for name in optimizer:
-            if (key := f"optimizer.{name}") in state:
-                optimizer[name] = state[key]
-        set_optimizer_state_dict(self.model, self._optimizers, optimizer, options=_FLAT)
-        if self._scaler is not None and "scaler.scale" in state:
-            restored = self._scaler.state_dict()
-            restored["scale"] = float(state["scaler.scale"])
-            restored["_growth_tracker"] = int(state["scaler.growth"])
-            self._scaler.load_state_dict(restored)
-
-    def _watch_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """A scale that has fallen to nothing means that no gradient is ever finite."""
-        scale: Tensor | None = scaler._scale
-        if scale is not None:
-            self._guard.watch(1.0 / (scale >= _LEAST_SCALE).float())
+        self._stepper.load_state_dict(state)
 
     def _loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        part = localize(batch, self._mesh)
         with torch.autocast(
             self._device.type, dtype=self._autocast, enabled=self._autocast is not None
         ):
-            logits_BTV = model(input_ids=batch.input_ids_BT, use_cache=False).logits
+            logits_BTV = model(**part.inputs, use_cache=False).logits
         return F.cross_entropy(
             logits_BTV.float().flatten(0, 1),
-            batch.targets_BT.flatten(),
+            part.targets_BT.flatten(),
             ignore_index=IGNORE_INDEX,
             reduction="sum",
         )
+
+
+def _wrap(
+    model: nn.Module, config: DDPStrategyConfig, world: World, comm_sample_every: int
+) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # they are constants, and the same everywhere
+        bucket_cap_mb=config.bucket_cap_mb,
+        static_graph=config.static_graph,
+    )
+    match config.gradient_compression:
+        case "none":
+            pass
+        case "bf16":
+            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        case "fp16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        case _:
+            assert_never(config.gradient_compression)
+    timed: Any = wrapped  # torch leaves its timing methods untyped
+    timed._set_ddp_runtime_logging_sample_rate(comm_sample_every)
+    return wrapped

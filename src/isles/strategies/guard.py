@@ -35,13 +35,14 @@ class StepGuard:
         """The loss, or NaN once poisoned, so that a loss scaler skips the step."""
         return torch.where(self._poison > 0, torch.nan, loss)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step an optimizer unless poisoned."""
+    def step(self, optimizer: Optimizer, *, skip: Tensor | None = None) -> None:
+        """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step."""
+        stops = self._poison if skip is None else torch.maximum(self._poison, skip)
         if optimizer.defaults.get("fused"):
-            # The fused kernels skip by this flag, as the loss scaler uses it, without a sync.
-            optimizer.found_inf = self._poison  # type: ignore[attr-defined]
+            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync.
+            optimizer.found_inf = stops  # type: ignore[attr-defined]
             optimizer.step()
-        elif self._poison.item() == 0:
+        elif stops.item() == 0:
             optimizer.step()
 
     def count(self) -> None:

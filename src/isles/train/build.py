@@ -15,16 +15,24 @@ from torch import nn
 from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.rng import restore_rng
 from isles.checkpoint.store import load_tensors
+from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
 from isles.config.run import RunConfig
+from isles.config.shape import check_shape
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
+from isles.dist.mesh import Mesh
 from isles.dist.world import World
-from isles.errors import DataError, UserError
+from isles.errors import ConfigError, ConfigErrors, DataError, UserError
 from isles.facts.flops import train_flops_per_token
-from isles.models.attention import use_maskless_attention
-from isles.models.build import build_model, load_model_config, set_gradient_checkpointing
+from isles.models.build import (
+    build_empty_model,
+    build_model,
+    fill_model,
+    load_model_config,
+    set_gradient_checkpointing,
+)
 from isles.rundir.env import cache_home
 from isles.rundir.manifest import CheckpointInfo
 from isles.rundir.paths import RunDir
@@ -40,7 +48,14 @@ from isles.train.probe import choose_micro_batch_size
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement, StopSignals
-from isles.train.strategy import make_engine, settle_mesh, settle_strategy
+from isles.train.strategy import (
+    compile_model,
+    is_sharded,
+    make_engine,
+    settle_mesh,
+    settle_strategy,
+    use_attention,
+)
 from isles.train.tokenizer import make_tokenizer
 
 log = logging.getLogger(__name__)
@@ -60,14 +75,14 @@ def build(
     recorder.phase("building model")
     strategy = settle_strategy(config, world)
     mesh = settle_mesh(strategy, world)
-    model = _make_model(config, world, tokenizer)
+    model = _make_model(config, strategy, mesh, world, tokenizer)
+    flops_per_token = _flops_per_token(model, config)  # before the model is cut
     rows = -(-config.training.global_batch_size // mesh.dp_size)
     micro_batch_size = choose_micro_batch_size(model, config, rows, world, resume_from)
     split = choose_split(config, strategy, mesh, world, micro_batch_size, resume_from)
-    if config.training.torch_compile:
-        model.compile()
     optimizers = functools.partial(make_optimizers, config.training)
-    engine = make_engine(strategy, model, optimizers, mesh, world, config)
+    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
+    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
     progress = Progress.fresh()
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if resume_from is not None:
@@ -98,7 +113,7 @@ def build(
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
-        meter=StepMeter(world, Speed.of(world.device, _flops_per_token(model, config))),
+        meter=StepMeter(world, Speed.of(world.device, flops_per_token)),
         checkpoints=checkpoints,
         micro_batch_size=micro_batch_size,
         start_step=progress.step,
@@ -115,7 +130,7 @@ def _make_data(
     recorder.phase("preparing data")
     hf_config = load_model_config(config.model)  # first: its errors say more than a tokenizer's
     tokenizer = make_tokenizer(config, run_dir, world)
-    _check_length(config, getattr(hf_config, "max_position_embeddings", None))
+    _check_shape(config, hf_config.to_dict())
     # A tokenizer that is trained for the run decides how many tokens the model knows.
     trained = config.tokenizer.train_vocab_size is not None
     vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
@@ -139,28 +154,28 @@ def _make_data(
     return tokenizer, training, validation
 
 
-def _check_length(config: RunConfig, positions: int | None) -> None:
-    """Beyond its positions a model fails, or trains on nonsense."""
-    wanted = config.data.seq_length
-    if positions is not None and 0 < positions < wanted:
-        raise UserError(
-            f"data.seq_length {wanted} is longer than the model's max_position_embeddings, "
-            f"{positions}",
-            where="data.seq_length",
-            fix=f"use {positions} or less, or another model",
+def _check_shape(config: RunConfig, shape: dict[str, Any]) -> None:
+    """What could not be told before the start, where the model's config was not on that machine."""
+    if violations := check_shape(config, shape):
+        raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in violations])
+
+
+def _make_model(
+    config: RunConfig, strategy: Strategy, mesh: Mesh, world: World, tokenizer: Any
+) -> nn.Module:
+    """The model, whole on this rank's device, or empty where it will be cut."""
+    dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
+    vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None
+    if is_sharded(strategy):
+        model = build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
+    else:
+        model = build_model(
+            config.model, device=world.device, dtype=dtype, seed=config.seed, vocab_size=vocab_size
         )
-
-
-def _make_model(config: RunConfig, world: World, tokenizer: Any) -> nn.Module:
-    model = build_model(
-        config.model,
-        device=world.device,
-        dtype=torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32,
-        seed=config.seed,
-        vocab_size=len(tokenizer) if config.tokenizer.train_vocab_size else None,
-    )
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
-    use_maskless_attention(model)
+    use_attention(model, strategy, mesh)
+    if config.training.torch_compile:
+        compile_model(model, by_block=is_sharded(strategy))
     log.info(
         "model=%s parameters=%d ranks=%d",
         config.model.name_or_path,

@@ -19,6 +19,7 @@ from isles.config.strategy import (
 )
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
+from isles.models.attention import use_maskless_attention
 from isles.strategies.base import Engine
 
 log = logging.getLogger(__name__)
@@ -59,27 +60,106 @@ def runs_in_step(strategy: Strategy) -> bool:
     return not isinstance(strategy, DDPStrategyConfig) or is_sharded(strategy)
 
 
+def as_fsdp(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> FSDPStrategyConfig:
+    """How FSDP2 does what a sharded strategy asks for; ddp becomes copies without shards."""
+    match strategy:
+        case FSDPStrategyConfig():
+            return strategy
+        case DDPStrategyConfig():
+            return FSDPStrategyConfig(
+                sharding_strategy="NO_SHARD",
+                tp_size=strategy.tp_size,
+                cp_size=strategy.cp_size,
+                cp_method=strategy.cp_method,
+                pp_size=strategy.pp_size,
+                pp_schedule=strategy.pp_schedule,
+            )
+
+
 def make_engine(
     strategy: Strategy,
     model: nn.Module,
+    materialize: Callable[[nn.Module], None],
     make_optimizers: MakeOptimizers,
     mesh: Mesh,
     world: World,
     config: RunConfig,
 ) -> Engine:
-    """The engine of a strategy. All ranks must call this."""
+    """The engine of a strategy. All ranks must call this.
+
+    Args:
+        strategy: a settled one.
+        model: empty where the strategy is sharded, else whole.
+        materialize: fills an empty model, or this rank's part of it, once it has memory.
+        make_optimizers: the optimizers over a module.
+        mesh: the grid of the strategy.
+        world: all ranks.
+        config: the run file.
+    """
+    precision = config.training.precision
     match strategy:
-        case DDPStrategyConfig():
+        case AutoStrategy():
+            raise AssertionError("settle_strategy has chosen another")
+        case DeepSpeedStrategyConfig():
+            from isles.config.deepspeed_settings import deepspeed_settings
+            from isles.strategies.deepspeed import DeepSpeedEngine
+
+            settings = deepspeed_settings(config, strategy)
+            return DeepSpeedEngine(model, make_optimizers, world, settings=settings)
+        case DDPStrategyConfig() if not is_sharded(strategy):
             from isles.strategies.ddp import DDPEngine
 
             return DDPEngine(
                 model,
                 make_optimizers,
+                strategy,
+                mesh,
                 world,
-                precision=config.training.precision,
+                precision=precision,
                 comm_sample_every=config.training.logging_steps,
             )
-        case FSDPStrategyConfig() | DeepSpeedStrategyConfig() | AutoStrategy():
-            raise NotImplementedError
+        case DDPStrategyConfig() | FSDPStrategyConfig():
+            from isles.strategies.fsdp import FSDPEngine
+
+            return FSDPEngine(
+                _cut_matrices(model, mesh),
+                materialize,
+                make_optimizers,
+                as_fsdp(strategy),
+                mesh,
+                world,
+                precision=precision,
+            )
         case _:
             assert_never(strategy)
+
+
+def compile_model(model: nn.Module, *, by_block: bool) -> None:
+    """torch.compile, in place; block by block where parameters are gathered between them."""
+    if not by_block:
+        model.compile()
+        return
+    from isles.strategies.blocks import find_blocks
+
+    for block in find_blocks(model):
+        block.compile()
+
+
+def use_attention(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
+    """The attention of a training run: without masks, or over ranks that share a sequence."""
+    if mesh.layout.cp == 1:
+        use_maskless_attention(model)
+        return
+    from isles.strategies.sequence import use_context_parallel_attention
+
+    assert isinstance(strategy, DDPStrategyConfig | FSDPStrategyConfig)
+    use_context_parallel_attention(model, mesh, strategy.cp_method)
+
+
+def _cut_matrices(model: nn.Module, mesh: Mesh) -> nn.Module:
+    if mesh.layout.tp > 1:
+        from isles.strategies.tensor_parallel import apply_tensor_parallel
+
+        assert mesh.root is not None
+        apply_tensor_parallel(model, mesh.root["tp"])
+    return model

@@ -20,6 +20,7 @@ import torch
 from isles.checkpoint.export import export_model
 from isles.checkpoint.store import load_tensors
 from isles.config.resolve import Resolved, load_resolved
+from isles.config.strategy import DDPStrategyConfig
 from isles.data.build import build_datasets
 from isles.data.loader import evaluation_batches
 from isles.data.tokenizer import load_tokenizer
@@ -31,6 +32,7 @@ from isles.rundir.manifest import find_checkpoint, verify_checkpoint
 from isles.rundir.paths import RunDir
 from isles.strategies.ddp import DDPEngine
 from isles.train.evaluate import evaluate
+from isles.train.strategy import settle_mesh
 
 
 def main() -> int:
@@ -148,8 +150,15 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
                 where="data.validation_fraction: 0",
                 fix="set data.validation_fraction and train again",
             )
+        strategy = DDPStrategyConfig()
         engine = DDPEngine(
-            model, lambda _: [], world, precision=config.training.precision, comm_sample_every=1
+            model,
+            lambda _: [],
+            strategy,
+            settle_mesh(strategy, world),
+            world,
+            precision=config.training.precision,
+            comm_sample_every=1,
         )
         batches = evaluation_batches(
             validation,

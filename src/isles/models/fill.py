@@ -1,0 +1,234 @@
+"""Weights of a model that was built without any, piece by piece, whole or cut over ranks.
+
+No rank ever holds more than one module's parameters whole. Fresh weights depend on the seed and the
+module's name alone: not on the number of ranks, the strategy, or the kind of GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from isles.config.model import ModelConfig
+from isles.errors import UserError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class NotCoveredError(Exception):
+    """A parameter or buffer that the model's own initialisation leaves alone; the text names it."""
+
+
+@torch.no_grad()
+def fill_fresh(model: Any, seed: int) -> None:
+    """Fresh weights, in place, by the model's own initialisation. All ranks fill their own part.
+
+    Args:
+        model: a Hugging Face model, or a part of one; its parameters are allocated.
+        seed: of the weights.
+
+    Raises:
+        NotCoveredError: the model initialises something elsewhere than in `_init_weights`.
+    """
+    filled: set[int] = set()
+    with torch.random.fork_rng(devices=[]):
+        for name, module in model.named_modules():
+            own = _own_parameters(module, filled)
+            if not own and not module._buffers:
+                continue
+            torch.manual_seed(_module_seed(seed, name))
+            shadow = _shadow(module, own)
+            _forget_buffers(shadow)
+            model._init_weights(shadow)
+            _check_buffers(shadow, name)
+            for key, parameter in own.items():
+                value = shadow._parameters[key]
+                assert value is not None
+                if not bool(torch.isfinite(value).all()):
+                    raise NotCoveredError(f"{name}.{key}")
+                _copy_part(parameter, value)
+                filled.add(id(parameter))
+        for name, module in model.named_modules():
+            _fill_children(model, module, _module_seed(seed, name))
+
+
+@torch.no_grad()
+def fill_pretrained(model: Any, config: ModelConfig) -> None:
+    """Weights from safetensors, in place; each rank reads the bytes of its own part.
+
+    Args:
+        model: a Hugging Face model, or a part of one; its parameters are allocated.
+        config: the run file's section.
+
+    Raises:
+        UserError: the files cannot be read, or lack a weight, or hold it in another shape.
+    """
+    folder, where = _weights_folder(config.name_or_path)
+    prefix = f"{model.base_model_prefix}."
+    readers: dict[str, Any] = {}
+    fill_buffers(model)
+    for name, parameter in _named_tensors(model):
+        # A checkpoint of the bare model lacks the prefix, one of a model with a head has it.
+        known = next((n for n in (name, name.removeprefix(prefix)) if n in where), None)
+        if known is None:
+            raise _misfit(config, f"the weights lack {name!r}")
+        file = where[known]
+        try:
+            if file not in readers:
+                readers[file] = safe_open(folder / file, "pt")
+            saved = readers[file].get_slice(known)
+            if list(saved.get_shape()) != list(parameter.shape):
+                raise _misfit(
+                    config,
+                    f"{known!r} has shape {tuple(saved.get_shape())} in {file} and "
+                    f"{tuple(parameter.shape)} in the model",
+                )
+            _local(parameter).copy_(saved[_part(parameter)])
+        except (OSError, SafetensorError) as error:
+            raise _misfit(config, f"{file} cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def fill_buffers(model: Any) -> None:
+    """Constants that no file holds, such as the frequencies of rotary embeddings.
+
+    Raises:
+        NotCoveredError: the model makes some elsewhere than in `_init_weights`.
+    """
+    for name, module in model.named_modules():
+        if module._buffers:
+            shadow = _shadow(module, {})
+            shadow.__dict__["_parameters"] = {
+                key: None if p is None else nn.Parameter(torch.empty(0))
+                for key, p in module._parameters.items()
+            }
+            _forget_buffers(shadow)
+            model._init_weights(shadow)
+            _check_buffers(shadow, name)
+
+
+def _fill_children(model: Any, module: nn.Module, seed: int) -> None:
+    """What a block sets in its own children, such as GPT-2's smaller residual projections."""
+    children = {
+        key: _shadow(child, _own_parameters(child, set()))
+        for key, child in module._modules.items()
+        if child is not None and any(p is not None for p in child._parameters.values())
+    }
+    if not children or module is model:
+        return
+    shadow = _shadow(module, _own_parameters(module, set()))
+    shadow.__dict__["_modules"] = {**module._modules, **children}
+    torch.manual_seed(seed)
+    model._init_weights(shadow)
+    for key, child in children.items():
+        real = module._modules[key]
+        assert real is not None
+        for name, value in child._parameters.items():
+            parameter = real._parameters[name]
+            if value is not None and parameter is not None and not bool(value.isnan().any()):
+                _copy_part(parameter, value)
+
+
+def _own_parameters(module: nn.Module, filled: set[int]) -> dict[str, nn.Parameter]:
+    return {
+        key: parameter
+        for key, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) not in filled
+    }
+
+
+def _shadow(module: nn.Module, own: dict[str, nn.Parameter]) -> nn.Module:
+    """The module with whole parameters of its own, in fp32 on the CPU, and the same buffers."""
+    shadow: nn.Module = object.__new__(type(module))  # copying a sharded module builds another
+    shadow.__dict__.update(module.__dict__)
+    shadow.__dict__["_parameters"] = {
+        key: nn.Parameter(torch.full(own[key].shape, torch.nan)) if key in own else None
+        for key in module._parameters
+    }
+    return shadow
+
+
+def _forget_buffers(module: nn.Module) -> None:
+    for buffer in module._buffers.values():
+        if buffer is not None and buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+
+
+def _check_buffers(module: nn.Module, name: str) -> None:
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise NotCoveredError(f"{name}.{key}")
+
+
+def _module_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and the buffers that files hold."""
+    yield from model.named_parameters()
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _copy_part(parameter: Tensor, value: Tensor) -> None:
+    _local(parameter).copy_(value[_part(parameter)])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _part(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _weights_folder(name: str) -> tuple[Path, dict[str, str]]:
+    """The folder of the safetensors, from the hub where it is not local, and the file of each."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            index = Path(found)
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            for file in sorted(set(where.values())):
+                cached_file(name, file)
+            return index.parent, where
+        single = Path(str(cached_file(name, _SINGLE)))
+        with safe_open(single, "pt") as reader:
+            return single.parent, dict.fromkeys(reader.keys(), _SINGLE)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(
+            f"cannot load the weights of {name!r}: {str(error).strip().splitlines()[0]}",
+            where="model.name_or_path",
+            fix="a sharded start needs model.safetensors, or its index and files, in the folder or "
+            "on the hub; `save_pretrained` writes them",
+        ) from error
+
+
+def _misfit(config: ModelConfig, what: str) -> UserError:
+    return UserError(
+        f"the weights of {config.name_or_path} do not fit its config.json: {what}",
+        where="model.name_or_path",
+        fix="use a folder that holds one whole model; where transformers must convert the weights "
+        "while loading (mixtures of experts), load and save_pretrained it once with transformers, "
+        "or use strategy: {kind: ddp}",
+    )

@@ -1,0 +1,215 @@
+"""Parameters, gradients and optimizer state cut over the ranks: FSDP2 (fully_shard)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from isles.config.strategy import FSDPStrategyConfig
+from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.mesh import Mesh
+from isles.dist.world import World
+from isles.strategies.blocks import find_blocks
+from isles.strategies.sequence import localize
+from isles.strategies.stepper import MakeOptimizers, Stepper
+
+_PARAM_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+class FSDPEngine:
+    """A model that is cut block by block, and gathered block by block to be used.
+
+    Args:
+        model: on the meta device; tensor parallel, if any, has been applied.
+        materialize: fills a model whose memory has been allocated, this rank's part of it.
+        make_optimizers: optimizers over the parameters of the model that it is given.
+        config: the run file's section.
+        mesh: the ranks, with a root.
+        world: all of them.
+        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        materialize: Callable[[nn.Module], None],
+        make_optimizers: MakeOptimizers,
+        config: FSDPStrategyConfig,
+        mesh: Mesh,
+        world: World,
+        *,
+        precision: str,
+    ) -> None:
+        self.model = model
+        self.replicas = (world.rank, world.world_size)
+        self._mesh = mesh
+        self._sharded = shard_model(model, config, mesh, world.device, precision=precision)
+        allocate(model, config, world.device)
+        materialize(model)
+        self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
+        # FSDP2 averages over the ranks that share the data; the global sum is wanted.
+        self._parts = mesh.dp_size * mesh.layout.cp
+        self._reduces_each = reduces_each_micro_step(config)
+        self._is_first_tp = mesh.place.tp == 0
+
+    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+        """See Engine."""
+        set_sync(self._sharded, is_last=is_last, reduces_each=self._reduces_each)
+        loss_sum = self._loss_sum(batch)
+        loss = loss_sum * (self._parts / global_tokens)
+        self._stepper.scaled(loss, loss_sum).backward()  # type: ignore[no-untyped-call]
+        return self._mine(loss_sum.detach())
+
+    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
+        """See Engine."""
+        return self._stepper.step(lr=lr, max_norm=max_norm)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See Engine."""
+        with torch.no_grad():
+            return self._mine(self._loss_sum(batch))
+
+    def good_steps(self) -> int | None:
+        """See Engine."""
+        return self._stepper.good_steps()
+
+    def communication_s(self) -> float | None:
+        """See Engine: FSDP2 does not time it."""
+        return None
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See Engine."""
+        return self._stepper.parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Engine."""
+        return self._stepper.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Engine."""
+        self._stepper.load_state_dict(state)
+
+    def _mine(self, loss_sum: Tensor) -> Tensor:
+        """Tensor parallel ranks all have the same loss; one of them counts it."""
+        return loss_sum if self._is_first_tp else torch.zeros_like(loss_sum)
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        part = localize(batch, self._mesh)
+        logits_BTV = self.model(**part.inputs, use_cache=False).logits
+        return F.cross_entropy(
+            logits_BTV.float().flatten(0, 1),
+            part.targets_BT.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+
+
+def shard_model(
+    model: nn.Module,
+    config: FSDPStrategyConfig,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    precision: str,
+) -> Sequence[FSDPModule]:
+    """Cut a model, or a stage of one, block by block. All ranks must call this.
+
+    Args:
+        model: on the meta device.
+        config: how.
+        mesh: the ranks, with a root.
+        device: where this rank computes.
+        precision: as in the run file.
+
+    Returns:
+        What was cut by itself, the model last.
+
+    Raises:
+        UserError: the blocks cannot be found.
+    """
+    assert mesh.root is not None
+    axes = ("shard",) if mesh.layout.replicate == 1 else ("replicate", "shard")
+    offload = OffloadPolicy()
+    if config.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    options: dict[str, Any] = {
+        "mesh": mesh.root[axes],
+        "mp_policy": _mixed_precision(config, precision),
+        "offload_policy": offload,
+    }
+    reshards = reduces_each_micro_step(config)  # the same choice of memory over speed
+    blocks = find_blocks(model, config.transformer_layer_cls_to_wrap)
+    for block in blocks:
+        fully_shard(block, **options, reshard_after_forward=reshards)
+    for end in _ends(model):
+        fully_shard(end, **options, reshard_after_forward=reshards)
+    fully_shard(model, **options, reshard_after_forward=False)
+    _prefetch(blocks, config)
+    return [module for module in model.modules() if isinstance(module, FSDPModule)][::-1]
+
+
+def allocate(model: nn.Module, config: FSDPStrategyConfig, device: torch.device) -> None:
+    """Memory for this rank's part of a model that was cut on the meta device."""
+    model.to_empty(device=torch.device("cpu") if config.cpu_offload else device)
+    if config.cpu_offload:
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+
+
+def reduces_each_micro_step(config: FSDPStrategyConfig) -> bool:
+    """Whether gradients are cut after every micro-batch, so that they are never held whole.
+
+    Otherwise they travel once a step, and each rank holds those of all that it uses.
+    """
+    return config.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def set_sync(sharded: Sequence[FSDPModule], *, is_last: bool, reduces_each: bool) -> None:
+    """What the next backward pass does with gradients and gathered parameters."""
+    for module in sharded:
+        module.set_requires_gradient_sync(is_last or reduces_each, recurse=False)
+        # Between copies gradients travel once a step in any case.
+        module.set_requires_all_reduce(is_last, recurse=False)
+    sharded[-1].set_is_last_backward(is_last)
+
+
+def _mixed_precision(config: FSDPStrategyConfig, precision: str) -> MixedPrecisionPolicy:
+    reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32
+    return MixedPrecisionPolicy(param_dtype=_PARAM_DTYPE.get(precision), reduce_dtype=reduce_dtype)
+
+
+def _ends(model: nn.Module) -> list[nn.Module]:
+    """Embedding and head, where they are large and each for itself."""
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    ends = [m for m in (embedding, head) if m is not None and _has_weight(m)]
+    if len(ends) == 2 and ends[0].weight is ends[1].weight:
+        return []  # tied: both belong to the root, which is gathered from first to last
+    return ends
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return getattr(module, "weight", None) is not None
+
+
+def _prefetch(blocks: Sequence[nn.Module], config: FSDPStrategyConfig) -> None:
+    forward, backward = config.forward_prefetch, config.backward_prefetch
+    for index, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        if forward:
+            ahead: Any = blocks[index + 1 : index + 1 + forward]
+            block.set_modules_to_forward_prefetch(list(ahead))
+        if backward:
+            behind: Any = blocks[max(0, index - backward) : index]
+            block.set_modules_to_backward_prefetch(list(reversed(behind)))

@@ -1,0 +1,212 @@
+"""Context parallel: every rank has a piece of each sequence, and they exchange keys and values.
+
+B: rows. T: tokens of a sequence, t: those on this rank. H: heads, h: those on this rank while
+ulysses attends. D: head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from isles.dist.batch import Batch
+from isles.dist.mesh import Mesh
+from isles.errors import UserError
+
+_NAME = "isles_context_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this rank computes of a micro-batch."""
+
+    inputs: dict[str, Tensor]
+    """For the model: input_ids and, where the sequence is cut, position_ids."""
+
+    targets_BT: Tensor
+    """The targets of the same tokens."""
+
+
+def localize(batch: Batch, mesh: Mesh) -> Part:
+    """This rank's piece of the sequences of a micro-batch."""
+    size = mesh.layout.cp
+    if size == 1:
+        return Part({"input_ids": batch.input_ids_BT}, batch.targets_BT)
+    length = batch.input_ids_BT.shape[1] // size
+    here = slice(mesh.place.cp * length, (mesh.place.cp + 1) * length)
+    positions = torch.arange(here.start, here.stop, device=batch.input_ids_BT.device)
+    return Part(
+        {
+            "input_ids": batch.input_ids_BT[:, here],
+            "position_ids": positions.expand(batch.input_ids_BT.shape[0], -1),
+        },
+        batch.targets_BT[:, here],
+    )
+
+
+def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
+    """Switch a model's attention to one that sees the whole sequence.
+
+    Args:
+        model: a Hugging Face model with causal attention over the whole sequence, which takes
+            position_ids.
+        mesh: with a group for context parallel.
+        method: `allgather` or `ulysses`.
+
+    Raises:
+        UserError: the model attends in another way, or its heads do not divide.
+
+    Source: keys and values to all as in Llama 3 (arXiv:2407.21783, section 3.3.2); heads for
+    tokens: Jacobs et al. 2023 (arXiv:2309.14509).
+    """
+    from transformers import AttentionInterface
+
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds != {"full_attention"} or (window and getattr(config, "use_sliding_window", True)):
+        raise UserError(
+            f"{type(model).__name__} has layers that attend in a window or in another way",
+            where="strategy.cp_size",
+            fix="set strategy.cp_size: 1; a shorter data.seq_length or "
+            "training.gradient_checkpointing: full save memory too",
+        )
+    group = mesh.cp_group
+    assert group is not None
+    size = mesh.layout.cp
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    if method == "ulysses" and (heads // mesh.layout.tp) % size:
+        raise UserError(
+            f"{heads} key-value heads"
+            + (f" over tp_size {mesh.layout.tp}" if mesh.layout.tp > 1 else "")
+            + f" do not divide by cp_size {size}",
+            where="strategy.cp_method",
+            fix="use cp_method: allgather",
+        )
+    attend = _Ulysses(group, size) if method == "ulysses" else _AllGather(group, mesh.place.cp)
+    AttentionInterface.register(_NAME, attend)
+    model.set_attn_implementation(_NAME)
+
+
+class _AllGather:
+    """Attention of this rank's queries over all keys and values."""
+
+    def __init__(self, group: dist.ProcessGroup, place: int) -> None:
+        self._group = group
+        self._place = place
+
+    def __call__(
+        self,
+        module: Any,
+        query_BHtD: Tensor,
+        key_BHtD: Tensor,
+        value_BHtD: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        del attention_mask
+        key_BHTD = _gather_tokens(key_BHtD, self._group)
+        value_BHTD = _gather_tokens(value_BHtD, self._group)
+        length, device = query_BHtD.shape[2], query_BHtD.device
+        first = self._place * length
+        seen = torch.arange(first + length, device=device)
+        mask_tT = seen[None, :] <= torch.arange(first, first + length, device=device)[:, None]
+        out_BHtD = F.scaled_dot_product_attention(
+            query_BHtD,
+            key_BHTD[:, :, : first + length],
+            value_BHTD[:, :, : first + length],
+            attn_mask=mask_tT,
+            dropout_p=dropout if module.training else 0.0,
+            scale=scaling,
+            enable_gqa=query_BHtD.shape[1] != key_BHtD.shape[1],
+        )
+        return out_BHtD.transpose(1, 2).contiguous(), None
+
+
+class _Ulysses:
+    """Attention of some heads over the whole sequence, on every rank."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def __call__(
+        self,
+        module: Any,
+        query_BHtD: Tensor,
+        key_BHtD: Tensor,
+        value_BHtD: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        del attention_mask
+        query_BhTD, key_BhTD, value_BhTD = (
+            _exchange(x, self._group, split=1, join=2) for x in (query_BHtD, key_BHtD, value_BHtD)
+        )
+        out_BhTD = F.scaled_dot_product_attention(
+            query_BhTD,
+            key_BhTD,
+            value_BhTD,
+            is_causal=True,
+            dropout_p=dropout if module.training else 0.0,
+            scale=scaling,
+            enable_gqa=query_BhTD.shape[1] != key_BhTD.shape[1],
+        )
+        out_BHtD = _exchange(out_BhTD, self._group, split=2, join=1)
+        return out_BHtD.transpose(1, 2).contiguous(), None
+
+
+def _gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    gathered: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup, *, split: int, join: int) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(x, split, join, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Gather(torch.autograd.Function):
+    """Join the ranks' pieces along dimension 2; backward, the sum of what all want of mine."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(pieces, x.contiguous(), group=group)
+        return torch.cat(pieces, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        return grad.chunk(size, 2)[rank].contiguous(), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Cut along one dimension, hand the pieces out, and join along the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.how = (split, join, group)
+        size = dist.get_world_size(group)
+        sent = torch.stack([piece.contiguous() for piece in x.chunk(size, split)])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(list(received), join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        split, join, group = ctx.how
+        back: Tensor = _Exchange.apply(grad, join, split, group)  # type: ignore[no-untyped-call]
+        return back, None, None, None

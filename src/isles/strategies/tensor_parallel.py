@@ -1,0 +1,109 @@
+"""Tensor parallel: the matrices of each block cut over ranks, by the model's own plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from isles.errors import UserError
+
+_FIX = "set strategy.tp_size: 1; kind: fsdp cuts any model"
+
+
+def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
+    """Cut the model over a mesh of one axis. All its ranks must call this.
+
+    Args:
+        model: a Hugging Face model, on the meta device, not sharded yet.
+        mesh: the ranks that share each matrix.
+
+    Raises:
+        UserError: the model has no plan, one that isles cannot follow exactly, or heads that do
+            not divide.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; the plan is transformers' `tp_plan`.
+    """
+    plan: dict[str, str] = dict(model.tp_plan or {})
+    if not any(".layers." in name or ".h." in name for name in plan):
+        raise UserError(
+            f"{type(model).__name__} has no plan for tensor parallel",
+            where="strategy.tp_size",
+            fix=_FIX,
+        )
+    _check_sizes(model, mesh.size())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and embedding.weight is head.weight
+    styles: dict[str, ParallelStyle] = {}
+    for name, kind in plan.items():
+        found = [module for module in _matching(model, name) if isinstance(module, nn.Module)]
+        is_end = any(module is embedding or module is head for module in found)
+        if is_end and (is_tied or not _divides(found[0], mesh.size())):
+            continue  # kept whole on every rank, which is the same mathematics
+        if found:
+            styles[name] = _style(kind, name, model)
+    parallelize_module(model, mesh, styles)
+
+
+def _style(kind: str, name: str, model: Any) -> ParallelStyle:
+    match kind:
+        case "colwise":
+            return ColwiseParallel()
+        case "rowwise":
+            return RowwiseParallel()
+        case "colwise_gather_output":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "rowwise_split_input" | "embedding_rowwise":
+            return RowwiseParallel(input_layouts=Replicate())
+        case "replicated_with_grad_allreduce":
+            # A norm over each head: B, T, H, D, of which this rank has some of H.
+            return SequenceParallel(sequence_dim=2, use_local_output=True)
+        case _:
+            raise UserError(
+                f"the plan of {type(model).__name__} for tensor parallel cuts {name} by "
+                f"{kind!r}, which isles cannot follow exactly",
+                where="strategy.tp_size",
+                fix=_FIX,
+            )
+
+
+def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """The modules of a plan's name, where `*` is any number."""
+    parts = pattern.split(".")
+    return [
+        module
+        for name, module in model.named_modules()
+        if len(own := name.split(".")) == len(parts)
+        and all(p in (o, "*") for p, o in zip(parts, own, strict=True))
+    ]
+
+
+def _divides(module: nn.Module, size: int) -> bool:
+    weight: Any = module.weight
+    return int(weight.shape[0]) % size == 0
+
+
+def _check_sizes(model: Any, size: int) -> None:
+    config = model.config
+    heads = int(config.num_attention_heads)
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "intermediate_size": int(getattr(config, "intermediate_size", None) or size),
+    }
+    for name, number in sizes.items():
+        if number % size:
+            raise UserError(
+                f"tp_size {size} does not divide the model's {name} {number}",
+                where="strategy.tp_size",
+                fix=f"use a divisor of {number}",
+            )
