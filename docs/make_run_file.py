@@ -16,6 +16,7 @@ from isles.config import keys
 from isles.config.emit import scalar_text
 from isles.config.run import RunConfig
 from isles.config.show import write_duration
+from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from isles.facts.models import llama_parameters, load_shape, shape_names
 from isles.facts.units import format_count
 
@@ -62,13 +63,35 @@ These are checked before anything is started, together with the types above:
   shapes need to know the last step.
 - `training.warmup_steps` is smaller than `training.max_steps`; `training.decay_steps` belongs to
   `wsd`, and fits behind the warm-up.
-- `training.global_batch_size` is a multiple of the number of ranks, times
-  `training.micro_batch_size` where that is a number. The message names the two nearest that are.
+- `training.global_batch_size` is at least the number of data-parallel ranks, and a multiple of
+  `training.micro_batch_size` where that is a number; with `balance: even`, of the two multiplied.
+  The message names the two nearest that are.
 - A shape shipped with isles has no weights: it needs `model.init: scratch`. It has no tokenizer
   either: give `tokenizer.train_vocab_size` or `tokenizer.name_or_path`.
 - `tokenizer.train_vocab_size` goes with `model.init: scratch` only: weights that exist belong to
   the tokenizer that they were trained with.
 - Either every source has a `weight`, or none has. A `fake` source stands alone.
+- A key of `strategy` with another value than its default must mean something: `shard_size` only
+  with `HYBRID_SHARD`, `cp_method` with `cp_size`, `pp_schedule` with `pp_size`, `nvme_path` with an
+  offload to nvme, and ddp's own keys only where nothing is cut (`tp_size` and `pp_size` 1).
+- The ranks are a multiple of `tp_size` x `cp_size` x `pp_size`. `cp_size` divides
+  `data.seq_length`, and needs `attn_implementation: sdpa`; `pp_size` goes with every precision but
+  `fp16-mixed`.
+- `offload_param` and an offload of the optimizer to nvme need `zero_stage: 3`; an offload to nvme
+  needs `nvme_path`. Neither `muon` nor `bf16-true` goes with `deepspeed`, and what a `config_file`
+  says must not contradict the run file.
+
+These need the model's `config.json`. Where it is on this machine they are checked before the start
+too, otherwise by the ranks:
+
+- `data.seq_length` is at most the model's `max_position_embeddings`.
+- `tp_size` divides its attention heads, key-value heads and `intermediate_size`; with
+  `cp_method: ulysses`, `cp_size` divides the key-value heads of each tensor-parallel rank.
+- It has a layer for every stage of the pipeline, and a head of its own (no `tie_word_embeddings`).
+- It is of a kind for which that way of cutting is known to be exact, see below. `fsdp` without
+  these sizes and `deepspeed` cut any model.
+
+Data that is named by a path or a glob must be there when the run is started.
 
 ## Going on with other values
 
@@ -92,7 +115,7 @@ def write() -> str:
     parts = [HEAD, *_table(top, "")]
     for key, node in keys.children(schema).items():
         parts += _section_text(key, key, node)
-    parts += ["", *_shapes(), "", RULES + _free_keys()]
+    parts += ["", *_shapes(), "", RULES + _free_keys(), "", *_architectures()]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -114,10 +137,30 @@ def _section_text(title: str, path: str, node: keys.Schema) -> Iterator[str]:
         yield f"\nA list: {items} with `- `."
     yield ""
     inside = keys.children(section)
+    if len(keys.by_kind(section)) > 1:
+        yield from _kinds_text(section)
+        return
     yield from _table({k: n for k, n in inside.items() if _section(n) is None}, path)
     for key, child in inside.items():
         below = f"{path}.{key}"
         yield from _section_text(below, below, child)
+
+
+def _kinds_text(section: keys.Schema) -> Iterator[str]:
+    """The keys of a section that comes in kinds, under the kinds that have them."""
+    forms, inside = keys.by_kind(section), keys.children(section)
+    yield "`kind` says which; it must be given where the section is.\n"
+    yield "| kind | | |"
+    yield "|---|---|---|"
+    for kind, form in forms.items():
+        yield f"| `{kind}` | {_sentence(form)} | {_sentence(form['properties']['kind'])} |"
+    groups: dict[tuple[str, ...], dict[str, keys.Schema]] = {}
+    for key, node in inside.items():
+        if key != "kind":
+            groups.setdefault(keys.kinds_with(section, key), {})[key] = node
+    for kinds, nodes in sorted(groups.items(), key=lambda group: -len(group[0])):
+        yield f"\n### With {' or '.join(f'`kind: {kind}`' for kind in kinds)}\n"
+        yield from _table(nodes, "")
 
 
 def _table(nodes: dict[str, keys.Schema], path: str) -> Iterator[str]:
@@ -180,13 +223,27 @@ def _shapes() -> Iterator[str]:
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
+def _architectures() -> Iterator[str]:
+    yield "## Models that can be cut in special ways\n"
+    yield "By the `model_type` in their `config.json`, without sliding windows for the last two:\n"
+    for key, kinds in (
+        ("tp_size", TENSOR_PARALLEL),
+        ("cp_size", CONTEXT_PARALLEL),
+        ("pp_size", PIPELINE),
+    ):
+        yield f"- `{key}`: {', '.join(sorted(kinds))}"
+
+
 def _free_keys() -> str:
-    from isles.config.resume import _FREE_KEYS, _FREE_SECTIONS
+    from isles.config.resume import _FREE_KEYS, _FREE_SECTIONS, _ROUNDING
 
     order = [".".join(map(str, path)) for path in keys.all_paths()]
-    free = [key for key in order if key in _FREE_KEYS]
-    free += [f"{section}*" for section in _FREE_SECTIONS]
-    return "\n".join(f"- `{key}`" for key in free) + AFTER_FREE
+    free = [f"`{key}`" for key in order if key in _FREE_KEYS]
+    sections = (f"`{section}*`" for section in _FREE_SECTIONS if section[:-1] not in _FREE_KEYS)
+    for section in sections:
+        bound = [f"`{key}`" for key in _ROUNDING if key.startswith(section.strip("`*"))]
+        free.append(section + (f", except {' and '.join(bound)}" if bound else ""))
+    return "\n".join(f"- {key}" for key in free) + AFTER_FREE
 
 
 if __name__ == "__main__":

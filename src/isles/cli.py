@@ -94,7 +94,7 @@ def train(
     from isles.launch.verbs import require_train
     from isles.monitor.inbox import caught_signals
 
-    loaded, resolved = read_run_file(run_file, overrides, _warn)
+    loaded, resolved = read_run_file(run_file, overrides, _warn, needs_data=True)
     if dry_run:
         print(dry_run_text(resolved, resume))
         return ExitCode.OK

@@ -16,6 +16,8 @@ class ExitCode(IntEnum):
     TRAINING = 3
     OUT_OF_MEMORY = 4
     COMMUNICATION = 5
+    HANDOVER = 84
+    """From rank to agent only: saved, to go on at once with other nodes."""
     REQUEUE = 85
     """Stopped before the end with a checkpoint saved: start again to go on."""
     INTERRUPTED = 130

@@ -9,7 +9,8 @@ import pytest
 
 from isles.config import keys
 from isles.config.explain import unknown_key
-from isles.config.foreign import VALUES, VALUES_NOT_YET, foreign_names
+from isles.config.foreign import foreign_names
+from isles.config.foreign_values import VALUES, VALUES_NOT_YET
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors
 
@@ -315,6 +316,7 @@ def test_every_name_of_another_tool_leads_to_a_key_that_exists() -> None:
         node = keys.schema_at(tuple(int(p) if p.isdigit() else p for p in key.split(".")))
         assert node is not None
         assert set(words.values()) <= set(keys.literals(node))
+        assert all(word == word.lower() for word in words), "they are compared in lower case"
 
 
 def test_no_key_of_isles_is_taken_for_another_tools() -> None:

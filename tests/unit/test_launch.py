@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from isles.config.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.launch.arguments import normalise_overrides
 from isles.launch.base import Job
@@ -116,6 +118,39 @@ def test_render_is_the_exact_command(tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
     ]
+
+
+def test_several_nodes_have_a_supervisor(tmp_path: Path) -> None:
+    run_dir = bare_run(tmp_path / "a-1")
+    cluster = ClusterConfig(nodes="1:3")
+    job = local_job(run_dir, run_dir.attempt(1), world_size=6, device="cpu", cluster=cluster)
+    assert job.command[1:] == (
+        "-m",
+        "isles.train.supervisor",
+        str(tmp_path / "a-1"),
+        "--attempt",
+        "1",
+        "--nodes",
+        "1:3",
+        "--device",
+        "cpu",
+        "--nproc-per-node",
+        "2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least", "most"), [(1, 1, 1), (4, 4, 4), ("1:3", 1, 3), ("2:2", 2, 2)]
+)
+def test_nodes_are_a_number_or_a_range(nodes: int | str, least: int, most: int) -> None:
+    cluster = ClusterConfig(nodes=nodes)
+    assert (cluster.min_nodes, cluster.max_nodes) == (least, most)
+
+
+@pytest.mark.parametrize("nodes", [0, "3:1", "0:2", "1:", "a:b", "1-3", 1.5, True])
+def test_other_numbers_of_nodes_are_refused(nodes: object) -> None:
+    with pytest.raises(ValidationError):
+        ClusterConfig.model_validate({"nodes": nodes})
 
 
 def test_the_users_own_variables_stay(tmp_path: Path) -> None:

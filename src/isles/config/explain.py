@@ -11,7 +11,8 @@ from typing import Any
 from isles import __version__
 from isles.config import keys
 from isles.config.emit import is_leaf, scalar_text
-from isles.config.foreign import VALUES, VALUES_NOT_YET, find_foreign
+from isles.config.foreign import find_foreign
+from isles.config.foreign_values import SECTIONS, VALUES, VALUES_NOT_YET
 from isles.config.unknown import guess_meant
 from isles.config.yaml import KeyPath, dotted, resolve_plain, shorten
 
@@ -48,13 +49,15 @@ def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[Fault]:
     """
     kinds_by_path: dict[KeyPath, set[str]] = {}
     for error in errors:
-        path = _path_in_file(error["loc"], error["type"])
+        path = _path_in_file(error["loc"], error["type"], data)
         if error["type"] == "too_short" and _value_at(data, path):
             continue  # pydantic counts the items that are right; the others have their own fault
         kinds_by_path.setdefault(path, set()).add(error["type"])
     faults: list[Fault] = []
     missing: list[Fault] = []
     for path, kinds in kinds_by_path.items():
+        if "literal_error" in kinds and any(o[: len(path)] == path != o for o in kinds_by_path):
+            continue  # no such word, and it was none: the fault is below it
         if "extra_forbidden" in kinds:
             faults += unknown_key(path, _value_at(data, path))
         elif "missing" in kinds:
@@ -108,6 +111,8 @@ def _wrong_value(path: KeyPath, value: object, kinds: set[str]) -> Fault:
 
 def _wrong_size(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]) -> Fault:
     name = _name(path)
+    if isinstance(value, Mapping):
+        return Fault(path, f"{name} is empty", f"write {keys.allowed(node)}")
     if isinstance(value, list):
         if not value:
             return Fault(path, f"{name} is an empty list", "write one item")
@@ -136,8 +141,10 @@ def _not_a_section(path: KeyPath, value: object, node: keys.Schema) -> Fault:
         return Fault(path, f"{name} is empty", f"{below} ..., or delete the line")
     what = f"{name} is {_show(value)}, not a section with keys of its own"
     if isinstance(value, str):
-        if value in keys.kinds(node):
-            return Fault(path, what, f"write {name}: {{kind: {value}}}")
+        if value.lower() in keys.kinds(node):
+            return Fault(path, what, f"write {name}: {{kind: {value.lower()}}}")
+        if section := _section_meant(path, value):
+            return Fault(path, what, f"write {name}: {section}")
         if value in VALUES_NOT_YET.get(_table_key((*path, "kind")), ()):
             what = f"{name} is {_show(value)}, which isles {__version__} does not have yet"
             return Fault(path, what, f"write {name}: {{kind: {keys.kinds(node)[0]}}}")
@@ -146,6 +153,15 @@ def _not_a_section(path: KeyPath, value: object, node: keys.Schema) -> Fault:
                 label = "" if isinstance(path[-1], int) else f"{name}: "
                 return Fault(path, what, f"write {label}{{{key}: {scalar_text(value)}}}")
     return Fault(path, what, f"{below} ...")
+
+
+def _section_meant(path: KeyPath, value: str) -> str:
+    """The section that another tool says by one word; empty: not known."""
+    word = value.lower()
+    if section := SECTIONS.get(_table_key(path), {}).get(word):
+        return section
+    kind = VALUES.get(_table_key((*path, "kind")), {}).get(word)
+    return f"{{kind: {kind}}}" if kind else ""
 
 
 def _not_a_time(path: KeyPath, value: object, node: keys.Schema) -> Fault:
@@ -163,8 +179,10 @@ def _wrong_word(path: KeyPath, value: object, node: keys.Schema) -> Fault:
         what = f"{_name(path)} is {_show(value)}, which isles {__version__} does not have yet"
         return Fault(path, what, choices)
     known = VALUES.get(_table_key(path), {}).get(word)
-    near = [known] if known else difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    fix = f"did you mean {near[0]}? {choices}" if near else choices
+    spelled = {choice.lower(): choice for choice in words}
+    near = difflib.get_close_matches(word, spelled, n=1, cutoff=0.6)
+    meant = known or (spelled[near[0]] if near else None)
+    fix = f"did you mean {meant}? {choices}" if meant else choices
     return Fault(path, f"{_name(path)} is {_show(value)}, not one of its values", fix)
 
 
@@ -210,6 +228,8 @@ def _text_as_meant(key: str, text: str, node: keys.Schema) -> str:
     elif "boolean" in types and word in _YES | _NO:
         boolean = scalar_text(word in _YES)
         fix = f"write {key}: {boolean} (in YAML 1.2 only true and false are booleans)"
+    elif types == {"integer"} and (digits := re.fullmatch(r"[A-Za-z_ -]+(\d{1,4})", text)):
+        fix = f"write {key}: {digits[1]}"  # stage2, zero-3
     elif item is not None and keys.is_section(item):
         fix = f"write {key}: [{{path: {scalar_text(text)}}}]"
     elif item is not None and text in keys.literals(item):
@@ -267,7 +287,7 @@ def _is_within(keys_meant: Iterable[str], section: str) -> bool:
     return any(key == section or key.startswith(f"{section}.") for key in keys_meant)
 
 
-def _path_in_file(loc: Sequence[str | int], kind: str) -> KeyPath:
+def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
     """pydantic's place without the names of union members, which are in no file."""
     path: list[str | int] = []
     node: keys.Schema = keys.run_schema()
@@ -278,12 +298,19 @@ def _path_in_file(loc: Sequence[str | int], kind: str) -> KeyPath:
         elif part in keys.children(node):
             path.append(part)
             node = keys.children(node)[part]
+        elif (inner := keys.named(node)) is not None and _has(_value_at(data, path), part):
+            path.append(part)
+            node = inner
         elif kind == "extra_forbidden" and position == len(loc) - 1:
             path.append(part)
     return tuple(path)
 
 
-def _value_at(data: object, path: KeyPath) -> object:
+def _has(value: object, name: str) -> bool:
+    return isinstance(value, Mapping) and name in value
+
+
+def _value_at(data: object, path: Sequence[str | int]) -> object:
     for part in path:
         try:
             data = data[part]  # type: ignore[index]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from isles import __version__
+from isles.config.foreign_strategy import STRATEGY_HERE, STRATEGY_NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,11 @@ HF Trainer: n_gpu
 torchrun: nproc_per_node
 DeepSpeed: num_gpus
 torchtitan: ngpu
+Lightning: devices
+= clusters.0.nodes | a number, or a range such as 1:3
+Accelerate: num_machines
+torchrun: nnodes
+Lightning: num_nodes
 = clusters.0.comm_timeout | a time such as 10m
 HF Trainer: ddp_timeout
 LLaMA-Factory: ddp_timeout
@@ -249,14 +255,12 @@ axolotl: auto_resume_from_checkpoints
 OpenDiLoCo: resume_from_checkpoint ckpt.resume
 torchtitan: checkpoint.load_step checkpoint.initial_load_path
 = isles starts the processes and finds a free port itself
+Lightning: accelerator
 Accelerate: distributed_type compute_environment main_process_port main_training_function use_cpu
 Accelerate: downcast_bf16 same_network main_process_ip
+Accelerate: machine_rank
 torchrun: rdzv_backend rdzv_endpoint rdzv_id master_addr master_port node_rank
 HF Trainer: local_rank ddp_backend use_cpu no_cuda
-= {_NOT_YET}: it runs on one machine
-Accelerate: num_machines machine_rank
-torchrun: nnodes
-isles' plans: nodes
 = isles reads the model's config and needs no class name
 axolotl: model_type tokenizer_type is_llama_derived_model
 = tokens are prepared once, and read without workers
@@ -274,20 +278,6 @@ axolotl: lora_model_dir load_in_8bit load_in_4bit peft_use_dora gptq
 LLaMA-Factory: finetuning_type lora_rank lora_alpha lora_dropout lora_target quantization_bit
 LLaMA-Factory: quantization_method adapter_name_or_path freeze_trainable_layers use_dora use_galore
 HF Trainer: use_peft peft_config quantization_config bnb_4bit_compute_dtype
-= {_NOT_YET}: every rank holds the whole model (ddp)
-HF Trainer: fsdp fsdp_config deepspeed parallelism_config
-axolotl: fsdp fsdp_config fsdp_version deepspeed tensor_parallel_size context_parallel_size
-axolotl: sequence_parallel_degree
-LLaMA-Factory: deepspeed
-Accelerate: fsdp_config deepspeed_config deepspeed_config_file megatron_lm_config
-Accelerate: fsdp_sharding_strategy zero_stage zero3_init_flag
-DeepSpeed: zero_optimization zero_optimization.stage offload_optimizer offload_param
-torchtitan: parallelism parallelism.data_parallel_shard_degree
-torchtitan: parallelism.data_parallel_replicate_degree parallelism.tensor_parallel_degree
-torchtitan: parallelism.pipeline_parallel_degree parallelism.context_parallel_degree
-torchtitan: training.enable_cpu_offload
-OpenDiLoCo: sharding_strategy
-isles' plans: balance
 = {_NOT_YET}: there is one cluster and no outer step
 OpenDiLoCo: hv hv.local_steps hv.outer_lr hv.initial_peers hv.host_maddrs hv.announce_maddrs
 OpenDiLoCo: hv.world_rank hv.galaxy_size hv.averaging_timeout hv.matchmaking_time
@@ -317,53 +307,12 @@ torchtitan: model.converters training.gc_freq training.deterministic
 OpenDiLoCo: log_activations_steps
 """
 
-VALUES: dict[str, dict[str, str]] = {
-    "training.precision": {
-        "bf16": "bf16-mixed",
-        "bfloat16": "bf16-mixed",
-        "fp16": "fp16-mixed",
-        "float16": "fp16-mixed",
-        "fp32": "32-true",
-        "float32": "32-true",
-        "no": "32-true",
-    },
-    "training.optimizer": {
-        "adam": "adamw",
-        "adamw_torch": "adamw",
-        "adamw_torch_fused": "adamw",
-        "adamw_hf": "adamw",
-    },
-    "training.lr_scheduler_type": {
-        "constant_with_warmup": "constant",
-        "warmup_stable_decay": "wsd",
-    },
-    "training.gradient_checkpointing": {"true": "full", "false": "none"},
-    "model.attn_implementation": {
-        "flash_attention_2": "sdpa",
-        "flash_attention_3": "sdpa",
-        "fa2": "sdpa",
-    },
-    "data.sources.0.type": {"completion": "text", "pretrain": "text"},
-    "strategy.kind": {"fsdp2": "fsdp", "zero": "deepspeed", "hsdp": "fsdp"},
-    "strategy.sharding_strategy": {
-        "hybrid_shard": "HYBRID_SHARD",
-        "full_shard": "FULL_SHARD",
-        "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",
-    },
-}
-"""By key: words of other tools for a value, and the word here."""
-
-VALUES_NOT_YET: dict[str, frozenset[str]] = {
-    "training.optimizer": frozenset(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
-    ),
-    "data.sources.0.type": frozenset(
-        ("chat", "instruct", "tokens", "chat_template", "alpaca", "sharegpt")
-    ),
-    "track": frozenset(("wandb", "mlflow", "comet", "swanlab")),
-    "clusters.0.launcher.kind": frozenset(("ssh", "slurm", "pbs", "manual")),
-}
-"""By key: values that people know from other tools or from isles' plans, and isles lacks."""
+_TABLES = (
+    (_HERE, True),
+    (STRATEGY_HERE, True),
+    (_NOWHERE, False),
+    (STRATEGY_NOWHERE, False),
+)
 
 
 def normal(name: str) -> str:
@@ -375,7 +324,7 @@ def normal(name: str) -> str:
 def foreign_names() -> dict[str, Foreign]:
     """Every known name of another tool."""
     found: dict[str, Foreign] = {}
-    for table, has_targets in ((_HERE, True), (_NOWHERE, False)):
+    for table, has_targets in _TABLES:
         target, note = None, ""
         for line in table.strip().splitlines():
             if line.startswith("= "):

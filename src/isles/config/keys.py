@@ -22,8 +22,8 @@ def children(node: Schema) -> dict[str, Schema]:
     found: dict[str, Schema] = {}
     for option in _options(node):
         for key, child in option.get("properties", {}).items():
-            known = found.get(key)
-            found[key] = child if known is None else {"anyOf": [known, child]}
+            known = found.get(key, child)
+            found[key] = child if known == child else {"anyOf": [known, child]}
     return found
 
 
@@ -36,13 +36,36 @@ def items(node: Schema) -> Schema | None:
     return None
 
 
+def named(node: Schema) -> Schema | None:
+    """What stands under each name of a key that takes names of the user's own; else None."""
+    for option in _options(node):
+        if isinstance(option.get("additionalProperties"), Mapping):
+            named_value: Schema = option["additionalProperties"]
+            return named_value
+    return None
+
+
+def by_kind(node: Schema) -> dict[str, Schema]:
+    """The forms of a section that comes in kinds, by kind."""
+    return {
+        kind: option
+        for option in _options(node)
+        for kind in literals(option.get("properties", {}).get("kind", {}))
+    }
+
+
+def kinds_with(node: Schema, key: str) -> tuple[str, ...]:
+    """The kinds of a section that have a key."""
+    return tuple(kind for kind, form in by_kind(node).items() if key in form["properties"])
+
+
 def schema_at(path: tuple[str | int, ...]) -> Schema | None:
     """The schema of one key; None where there is no such key."""
     node: Schema | None = run_schema()
     for part in path:
         if node is None:
             return None
-        node = items(node) if isinstance(part, int) else children(node).get(part)
+        node = items(node) if isinstance(part, int) else children(node).get(part) or named(node)
     return node
 
 
@@ -83,12 +106,13 @@ def allowed(node: Schema, *, with_caps: bool = False) -> str:
 
 def literals(node: Schema) -> tuple[str, ...]:
     """The words that a key may hold."""
-    return tuple(
+    words = (
         str(value)
         for option in _options(node)
         if _is_literal(option)
         for value in option.get("enum", [option.get("const")])
     )
+    return tuple(dict.fromkeys(words))
 
 
 def value_types(node: Schema) -> set[str]:
@@ -147,6 +171,10 @@ _NOUNS = {
     "array": "a list",
     "object": "a section with keys of its own",
 }
+_OWN_TYPES = {
+    "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
+    "range": "a range such as 1:3",
+}
 _LIMITS = (
     ("minimum", "at least"),
     ("exclusiveMinimum", "greater than"),
@@ -160,8 +188,10 @@ def _is_literal(option: Schema) -> bool:
 
 
 def _wording(option: Schema, with_caps: bool) -> str:
-    if option.get("x-isles-type") == "duration":
-        return "a time such as 90s, 20m, 23h30m, 2d or 12:30:00"
+    if (own := option.get("x-isles-type")) in _OWN_TYPES:
+        return _OWN_TYPES[own]
+    if isinstance(option.get("additionalProperties"), Mapping):
+        return f"names with {allowed(option['additionalProperties'])}, such as {{big-box: 3}}"
     if "pattern" in option:
         return "letters, digits, '.', '_' and '-', at most 63, a letter or digit first"
     if option.get("type") == "array":

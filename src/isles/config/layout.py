@@ -100,7 +100,8 @@ def _data_parallel(strategy: DDPStrategyConfig | FSDPStrategyConfig, world_size:
     raise ConfigError(
         f"{product} needs a multiple of {unit} ranks, and there are {world_size}",
         where=f"strategy.{keys[0]}",
-        fix=f"use sizes whose product divides {world_size}, or another number of ranks",
+        fix=f"give it {unit} ranks or a multiple (gpus_per_node), or use "
+        + (f"sizes whose product divides {world_size}" if world_size > 1 else "sizes of 1"),
     )
 
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from isles.config import keys
 from isles.config.explain import Fault, explain
 from isles.config.override import apply_override
-from isles.config.run import RunConfig, check_rules
+from isles.config.rules import check_rules
+from isles.config.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, scan_yaml, shorten
 from isles.errors import ConfigError, ConfigErrors
 
@@ -159,7 +160,10 @@ def _without_unknown(data: object, path: KeyPath) -> object:
         return [_without_unknown(item, (*path, index)) for index, item in enumerate(data)]
     if not isinstance(data, dict):
         return data
-    known = keys.children(keys.schema_at(path) or {})
+    node = keys.schema_at(path) or {}
+    if keys.named(node) is not None:
+        return data
+    known = keys.children(node)
     return {k: _without_unknown(v, (*path, k)) for k, v in data.items() if k in known}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from isles.config import keys
 from isles.config.yaml import KeyPath, dotted, parse_value, shorten
 from isles.errors import ConfigError, ConfigErrors
 
@@ -22,7 +23,7 @@ def apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
     """
     where = f"command line {shorten(override)}"
     key, equals, text = override.partition("=")
-    path = tuple(_part(part) for part in key.strip().lstrip("-").split("."))
+    path = _path(key.strip().lstrip("-"))
     if not equals or not all(part != "" for part in path):
         raise ConfigError(
             f'"{shorten(override)}" is not of the form key=value',
@@ -45,6 +46,17 @@ def apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
     _set(parent, path[-1], value, path, where)
     first = len(made or path)
     return [path[:length] for length in range(first, len(path) + 1)] + _below(path, value)
+
+
+def _path(key: str) -> KeyPath:
+    path: list[str | int] = []
+    parts = key.split(".")
+    for position, part in enumerate(parts):
+        if keys.named(keys.schema_at(tuple(path)) or {}) is not None:
+            # A name of the user's own, such as a host's: dots and dashes belong to it.
+            return (*path, ".".join(parts[position:]))
+        path.append(_part(part))
+    return tuple(path)
 
 
 def _part(text: str) -> str | int:

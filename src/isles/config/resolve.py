@@ -12,7 +12,8 @@ from isles import __version__
 from isles.config.emit import dump_yaml, is_leaf
 from isles.config.layout import Layout, make_layout
 from isles.config.load import Loaded
-from isles.config.run import RunConfig, nearest_multiples
+from isles.config.rules_strategy import nearest_multiples
+from isles.config.run import RunConfig
 from isles.config.yaml import parse_yaml
 from isles.errors import ConfigError
 
@@ -53,7 +54,8 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
             run file's gpus_per_node.
 
     Raises:
-        ConfigError: more ranks than GPUs, or rows that do not divide among the ranks.
+        ConfigError: more ranks than GPUs, rows that do not divide among the ranks, or shares of
+            ranks that there are not.
     """
     config = loaded.config
     how: dict[str, str] = {}
@@ -61,10 +63,11 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
     device: Literal["cuda", "cpu"] = "cuda" if num_gpus > 0 else "cpu"
     how["device"] = f"{num_gpus} visible GPU{'s' if num_gpus > 1 else ''}" if num_gpus else "no GPU"
     try:
-        layout = make_layout(config.strategy, ranks, local_world_size=ranks)
+        layout = _layout(config, ranks, is_planned=world_size is None)
     except ConfigError as error:
         raise ConfigError(error.what, where=loaded.where(error.where), fix=error.fix) from None
     _check_rows(loaded, layout)
+    _check_shares(loaded, ranks)
     rows = -(-config.training.global_batch_size // layout.dp_size)
     split = "world_size" if layout.dp_size == ranks else "data-parallel ranks"
     how["rows_per_rank"] = f"global_batch_size / {split}"
@@ -76,7 +79,7 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
         "rows_per_rank": rows,
     }
     micro = config.training.micro_batch_size
-    if micro != "auto":
+    if isinstance(micro, int):
         derived["grad_accum_steps"] = -(-rows // micro)
         how["grad_accum_steps"] = "rows_per_rank / micro_batch_size"
     origins = {key: _origin(loaded.origins, key) for key, _ in leaves(config)}
@@ -152,17 +155,62 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
     if given is not None:
         return given, "WORLD_SIZE, set by torchrun"
     key = "clusters.0.gpus_per_node"
-    per_node = loaded.config.clusters[0].gpus_per_node
-    if per_node == "auto":
-        return max(num_gpus, 1), f"{num_gpus} visible GPUs" if num_gpus else "no GPU: one process"
-    if per_node > num_gpus > 0:
+    cluster = loaded.config.clusters[0]
+    per_node, nodes = cluster.gpus_per_node, cluster.max_nodes
+    times = "" if nodes == 1 else f" x {nodes} nodes"
+    if nodes > num_gpus > 0:
         raise ConfigError(
-            f"gpus_per_node {per_node} is more than the {num_gpus} visible"
+            f"{nodes} nodes on this machine need a GPU each, and {num_gpus} are visible",
+            where=loaded.where("clusters.0.nodes"),
+            fix=f"use at most {num_gpus} nodes, or CUDA_VISIBLE_DEVICES= to train on the CPU",
+        )
+    if per_node == "auto":
+        how = f"{num_gpus} visible GPUs" if num_gpus else "no GPU: one process" + times
+        return max(num_gpus // nodes, 1) * nodes, how
+    if per_node * nodes > num_gpus > 0:
+        raise ConfigError(
+            f"gpus_per_node {per_node}{times} is more than the {num_gpus} visible"
             f" GPU{'s' if num_gpus > 1 else ''}",
             where=loaded.where(key),
-            fix=f"use {num_gpus} or auto; CUDA_VISIBLE_DEVICES may hide others",
+            fix=f"use {num_gpus // nodes} or auto; CUDA_VISIBLE_DEVICES may hide others",
         )
-    return per_node, "gpus_per_node"
+    return per_node * nodes, "gpus_per_node" + (" x nodes" if nodes > 1 else "")
+
+
+def _check_shares(loaded: Loaded, ranks: int) -> None:
+    """Shares of ranks that there are not, and none for any; names of hosts are the ranks' to know.
+
+    A rank that is not named has a share of 1.
+    """
+    shares = loaded.config.balance
+    if isinstance(shares, str):
+        return
+    by_rank = {int(name): share for name, share in shares.items() if name.isdecimal()}
+    for rank in sorted(by_rank):
+        # The most nodes are counted here; with fewer, a share of one that is missing waits for it.
+        if rank >= ranks:
+            raise ConfigError(
+                f"balance names rank {rank}, and there are {ranks} ranks, from 0",
+                where=loaded.where(f"balance.{rank}", "balance"),
+                fix="delete it, or start more ranks: clusters, gpus_per_node",
+            )
+    if len(by_rank) == ranks and not any(by_rank.values()):
+        raise ConfigError(
+            f"every one of the {ranks} ranks has a share of 0, so none would have rows",
+            where=loaded.where("balance"),
+            fix="give a rank a share above 0, or use balance: even",
+        )
+
+
+def _layout(config: RunConfig, ranks: int, *, is_planned: bool) -> Layout:
+    """The grid of all ranks; the run must also be able to go on with fewer nodes."""
+    cluster = config.clusters[0]
+    if not is_planned:
+        return make_layout(config.strategy, ranks, local_world_size=ranks)
+    local = ranks // cluster.max_nodes
+    for nodes in range(cluster.min_nodes, cluster.max_nodes):
+        make_layout(config.strategy, local * nodes, local_world_size=local)
+    return make_layout(config.strategy, ranks, local_world_size=local)
 
 
 def _check_rows(loaded: Loaded, layout: Layout) -> None:
@@ -178,7 +226,8 @@ def _check_rows(loaded: Loaded, layout: Layout) -> None:
             where=loaded.where(*keys),
             fix=f"use {ranks} or more",
         )
-    if micro == "auto" or loaded.config.balance != "even" or rows % (micro * ranks) == 0:
+    is_even = loaded.config.balance == "even"
+    if not isinstance(micro, int) or not is_even or rows % (micro * ranks) == 0:
         return
     unit = micro * ranks
     raise ConfigError(

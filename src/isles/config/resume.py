@@ -24,9 +24,20 @@ _FREE_KEYS = frozenset(
         "training.eval_samples",
         "training.torch_compile",
         "training.gradient_checkpointing",
+        "balance",
     )
 )
-_FREE_SECTIONS = ("checkpoint.", "clusters.", "strategy.")
+_FREE_SECTIONS = (
+    "checkpoint.",
+    "clusters.",
+    "strategy.",
+    "balance.",
+    "training.micro_batch_size.",
+)
+
+# Gradients that travel in fewer bits are other gradients. By their exact values, which strategies
+# that lack the key have too; so a strategy may be exchanged for any other that is as exact.
+_ROUNDING = {"strategy.gradient_compression": "none", "strategy.reduce_dtype": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +51,15 @@ class Change:
 
 def changed_mathematics(old: RunConfig, new: RunConfig) -> list[Change]:
     """Every value that differs and that the weights depend on."""
-    before, after = dict(leaves(old)), dict(leaves(new))
+    before, after = _ROUNDING | dict(leaves(old)), _ROUNDING | dict(leaves(new))
     return [
         Change(key, before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))
-        if before.get(key) != after.get(key)
-        and key not in _FREE_KEYS
-        and not key.startswith(_FREE_SECTIONS)
+        if before.get(key) != after.get(key) and not _is_free(key)
     ]
+
+
+def _is_free(key: str) -> bool:
+    if key in _ROUNDING:
+        return False
+    return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,10 @@ class RowSplit:
         """Rows of each micro-step of a rank; a 0 is a step that only keeps the others company."""
         rows, size = self.rows[dp_rank], self.micro_batch_sizes[dp_rank]
         if self.in_step:
+            # The larger ones come first on every rank: what is slow on several ranks is slow once.
             steps = max(self._own_steps(rank) for rank in range(len(self.rows)))
-            return tuple((i + 1) * rows // steps - i * rows // steps for i in range(steps))
+            least, larger = divmod(rows, steps)
+            return (least + 1,) * larger + (least,) * (steps - larger)
         whole, rest = divmod(rows, size)
         return (size,) * whole + ((rest,) if rest or not whole else ())
 
@@ -55,3 +59,30 @@ def even_split(
         for r in range(dp_size)
     )
     return RowSplit(rows, (micro_batch_size,) * dp_size, in_step)
+
+
+def shared_split(
+    global_batch_size: int, shares: Sequence[float], limits: Sequence[int], *, in_step: bool
+) -> RowSplit:
+    """Rows dealt in proportion to shares, to the nearest row; each rank in few, even micro-steps.
+
+    Args:
+        global_batch_size: rows in all.
+        shares: of each data-parallel rank, not all 0.
+        limits: most rows of a micro-batch, for each of them.
+        in_step: see RowSplit.
+    """
+    exact = [Fraction(share) for share in shares]
+    wanted = [global_batch_size * share / sum(exact) for share in exact]
+    rows = [int(number) for number in wanted]
+    by_rest = sorted(range(len(rows)), key=lambda rank: (rows[rank] - wanted[rank], rank))
+    for rank in by_rest[: global_batch_size - sum(rows)]:
+        rows[rank] += 1
+    sizes = [even_size(own, limit) for own, limit in zip(rows, limits, strict=True)]
+    return RowSplit(tuple(rows), tuple(sizes), in_step)
+
+
+def even_size(rows: int, limit: int) -> int:
+    """Size of the micro-batches that hold `rows` in as few steps as the limit allows."""
+    steps = max(1, -(-rows // limit))
+    return max(1, -(-rows // steps))

@@ -34,9 +34,12 @@ class TrainingConfig(Section):
     global_batch_size: PositiveInt = 64
     """Sequences per inner step, over all ranks and accumulation."""
 
-    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    micro_batch_size: (
+        PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
+    ) = "auto"
     """Sequences per rank in one forward pass. auto: the largest that fits on the GPU (8 at most
-    on a CPU); gradient accumulation follows from it."""
+    on a CPU); gradient accumulation follows from it. Or by host, such as {big-box: 16}, and auto
+    on the others."""
 
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
     """Peak learning rate."""

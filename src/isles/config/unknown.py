@@ -34,6 +34,8 @@ def guess_meant(path: KeyPath) -> Meant:
 def _guesses(path: KeyPath) -> Iterator[Meant]:
     name, parent = normal(str(path[-1])), path[:-1]
     siblings = keys.children(keys.schema_at(parent) or {})
+    if name == path[-1] and (kinds := keys.kinds_with(keys.schema_at(parent) or {}, name)):
+        yield Meant(f"it goes with kind: {' or '.join(kinds)}", (dotted(path),))
     if name in siblings:
         yield Meant(f"write it as {name}", (dotted((*parent, name)),))
     foreign = find_foreign(path)

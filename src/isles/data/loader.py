@@ -83,9 +83,13 @@ class Loader:
 
     def use(self, split: RowSplit) -> None:
         """Deal the rows of every later step in another way. All ranks must do so after one step."""
-        if split != self.split:
-            self.split = split
-            self._ahead = None  # read for the old split; its thread ends by itself
+        assert split.global_batch_size == self.split.global_batch_size, (split, self.split)
+        if split == self.split:
+            return
+        self.split = split
+        if self._ahead is not None:
+            self._ahead[1].cancel()  # read for the old split; what has begun ends by itself
+            self._ahead = None
 
     def close(self) -> None:
         """End the background thread; waits for the step that it reads."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.config.data import SourceConfig
+from isles.config.files import how_to_find, may_be_hub_id
 from isles.data.builtin import PythonDocs, PythonStdlib
-from isles.data.readers import JSON_LINES, PARQUET, near_names, read_documents, unreadable
+from isles.data.readers import read_documents, unreadable
 from isles.errors import DataError
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_FILE_ENDINGS = (*JSON_LINES, *PARQUET, ".txt", ".text", ".md", ".rst", ".py", ".csv", ".gz")
 
 
 class Source(Protocol):
@@ -100,7 +97,7 @@ def open_source(source: SourceConfig) -> Source:
             return Files(name, _expand(path), source.text_column)
     except OSError as error:
         raise unreadable(path, error) from error
-    if _may_be_hub_id(name):
+    if may_be_hub_id(name):
         from isles.data.hub import open_hub
 
         return open_hub(name, source.subset, source.split, source.text_column)
@@ -156,20 +153,5 @@ def _expand(pattern: Path) -> tuple[Path, ...]:
     return files
 
 
-def _may_be_hub_id(name: str) -> bool:
-    if not _HUB_ID.fullmatch(name) or name.endswith(_FILE_ENDINGS):
-        return False
-    folder, slash, _ = name.partition("/")
-    return not (slash and Path(folder).is_dir())
-
-
 def _missing(path: Path) -> DataError:
-    folder = path.parent
-    if not folder.is_dir():
-        while not folder.is_dir():
-            folder = folder.parent
-        fix = f"the path ends at {folder.absolute()}"
-    else:
-        near = near_names(path)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"see ls {folder.absolute()}"
-    return DataError("there is no such file", where=str(path.absolute()), fix=fix)
+    return DataError("there is no such file", where=str(path.absolute()), fix=how_to_find(path))

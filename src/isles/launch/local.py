@@ -1,4 +1,4 @@
-"""The local launcher: the ranks of this machine, under one agent process."""
+"""The local launcher: the ranks of this machine, under an agent, or several as its nodes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from isles.config.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.launch.base import Job, JobId, JobState
 from isles.rundir.begin import write_launch
@@ -26,18 +27,33 @@ def local_job(
     world_size: int,
     device: str,
     resumed_from: Path | None = None,
+    cluster: ClusterConfig | None = None,
 ) -> Job:
-    """The job that trains a run on this machine."""
+    """The job that trains a run on this machine: one agent, or a supervisor of several.
+
+    Args:
+        run_dir: the run.
+        attempt: this start of it.
+        world_size: ranks on all nodes.
+        device: cpu or cuda.
+        resumed_from: a checkpoint that was asked for by name.
+        cluster: the run file's section; None: one node.
+    """
     asked = ("--resume-from", str(resumed_from.absolute())) if resumed_from else ()
+    nodes = cluster.max_nodes if cluster is not None else 1
+    several: tuple[str, ...] = ()
+    if cluster is not None and nodes > 1:
+        several = ("--nodes", f"{cluster.min_nodes}:{nodes}", "--device", device)
     command = (
         sys.executable,
         "-m",
-        "isles.train.agent",
+        "isles.train.supervisor" if several else "isles.train.agent",
         str(run_dir.path.absolute()),
         "--attempt",
         str(attempt.number),
+        *several,
         "--nproc-per-node",
-        str(world_size),
+        str(world_size // nodes),
         *asked,
     )
     return Job(run_dir, attempt, world_size, device, command, resumed_from)

@@ -6,13 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.config.deepspeed_rules import check_start
+from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved, resolve
+from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.launch.local import LocalLauncher, local_job
 from isles.rundir.begin import begin_run, choose_run, new_attempt
+from isles.rundir.env import hub_cache
+from isles.rundir.find import numbered_runs
+from isles.rundir.nodes import living_nodes, read_meeting, start_node
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.state import attempt_state
 
 Say = Callable[[str], object]
 
@@ -26,13 +33,16 @@ class Started:
     process: ProcessId
 
 
-def read_run_file(path: Path, overrides: Sequence[str], warn: Say) -> tuple[Loaded, Resolved]:
+def read_run_file(
+    path: Path, overrides: Sequence[str], warn: Say, *, needs_data: bool = False
+) -> tuple[Loaded, Resolved]:
     """A run file, and its values for the GPUs of this machine.
 
     Args:
         path: the run file.
         overrides: as `key.path=value`.
         warn: takes a warning about the GPUs.
+        needs_data: also refuse sources that are not here.
 
     Raises:
         ConfigErrors: every fault in it.
@@ -41,7 +51,16 @@ def read_run_file(path: Path, overrides: Sequence[str], warn: Say) -> tuple[Load
     finding = find_gpus()
     if finding.warning:
         warn(finding.warning)
-    return loaded, resolve(loaded, num_gpus=len(finding.gpus))
+    faults = [*shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
+    if needs_data:
+        faults += data_faults(loaded)
+    try:
+        resolved = resolve(loaded, num_gpus=len(finding.gpus))
+    except ConfigError as error:
+        raise ConfigErrors([*faults, error]) from None
+    if faults:
+        raise ConfigErrors(faults)
+    return loaded, resolved
 
 
 def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> Started:
@@ -56,6 +75,10 @@ def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> S
     Raises:
         UserError: the run cannot be begun, or the machine cannot start it.
     """
+    check_start(resolved.config, resolved.world_size)
+    joined = _join_running(resolved, resume, say)
+    if joined is not None:
+        return joined
     begun = begin_run(resolved, loaded.text, resume)
     if begun.note:
         say(begun.note)
@@ -67,10 +90,36 @@ def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> S
         world_size=resolved.world_size,
         device=resolved.device,
         resumed_from=begun.resume_from,
+        cluster=resolved.config.clusters[0],
     )
     process = LocalLauncher().submit(job)
     say(f"started {run_dir.name}: {_ranks_text(resolved)}, in {run_dir.path}")
     return Started(run_dir, attempt, process)
+
+
+def _join_running(resolved: Resolved, resume: str, say: Say) -> Started | None:
+    """Bring the missing nodes back to a run that is on its way with fewer than it may have."""
+    if resume != "auto" or resolved.config.clusters[0].max_nodes == 1:
+        return None
+    runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
+    run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)
+    attempt = run_dir.last_attempt() if run_dir is not None else None
+    meeting = read_meeting(attempt) if attempt is not None else None
+    if run_dir is None or attempt is None or meeting is None:
+        return None
+    state = attempt_state(run_dir, attempt)
+    there = living_nodes(attempt, meeting.max_nodes)
+    missing = [node for node in range(meeting.max_nodes) if node not in there]
+    if state.state != "running" or state.process is None or not state.is_here or not missing:
+        return None
+    for node in missing:
+        start_node(run_dir, attempt, node)
+    names = ", ".join(str(node) for node in missing)
+    say(
+        f"{run_dir.name} is running with {len(there)} of {meeting.max_nodes} nodes: "
+        f"bringing back node {names}"
+    )
+    return Started(run_dir, attempt, state.process)
 
 
 def dry_run_text(resolved: Resolved, resume: str) -> str:
@@ -89,6 +138,7 @@ def dry_run_text(resolved: Resolved, resume: str) -> str:
         world_size=resolved.world_size,
         device=resolved.device,
         resumed_from=begun.resume_from,
+        cluster=resolved.config.clusters[0],
     )
     note = begun.note or f"this would be a new run: {begun.run_dir.name}"
     command = LocalLauncher().render(job)
@@ -100,4 +150,6 @@ def _ranks_text(resolved: Resolved) -> str:
     kind, plural = (
         ("GPU", "GPUs") if resolved.device == "cuda" else ("CPU process", "CPU processes")
     )
-    return f"{resolved.world_size} {kind if resolved.world_size == 1 else plural}"
+    nodes = resolved.config.clusters[0].max_nodes
+    end = f" on {nodes} nodes" if nodes > 1 else ""
+    return f"{resolved.world_size} {kind if resolved.world_size == 1 else plural}{end}"

@@ -8,8 +8,10 @@ from typing import Any
 
 from isles.facts.units import format_duration
 from isles.rundir.manifest import list_checkpoints
+from isles.rundir.nodes import living_nodes, read_meeting
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
+from isles.rundir.restarts import list_restarts
 from isles.rundir.state import (
     NEVER_STARTED,
     AttemptState,
@@ -55,6 +57,10 @@ class RunReport:
     exit_code: int | None
     reason: str
     error: dict[str, Any] | None
+    restarts: int
+    last_restart: str
+    nodes: int | None
+    max_nodes: int | None
     hint: str
 
     def record(self) -> dict[str, Any]:
@@ -76,6 +82,9 @@ def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
     if state.state in ("running", "unknown"):
         silent_s = max(0.0, now() - (updated_at or state.begun_at or now()))
     error = outcome.get("error")
+    found = list_restarts(attempt) if attempt else []
+    restarts = [restart for restart in found if restart.verdict == "restart"]
+    meeting = read_meeting(attempt) if attempt else None
     return RunReport(
         name=run_dir.name,
         path=str(run_dir.path),
@@ -83,7 +92,7 @@ def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
         attempt=attempt.number if attempt else None,
         host=state.process.host if state.process else None,
         pid=state.process.pid if state.process else None,
-        world_size=_whole(launch, "world_size"),
+        world_size=_whole(status if _whole(status, "world_size") else launch, "world_size"),
         device=launch.get("device"),
         phase=_phase(state, status),
         detail=str(status.get("detail") or ""),
@@ -101,6 +110,10 @@ def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
         exit_code=_whole(outcome, "exit_code"),
         reason=str(outcome.get("reason") or ""),
         error=error if isinstance(error, dict) else None,
+        restarts=len(restarts),
+        last_restart=restarts[-1].text if restarts else "",
+        nodes=len(living_nodes(attempt, meeting.max_nodes)) if attempt and meeting else None,
+        max_nodes=meeting.max_nodes if meeting else None,
         hint=_hint(run_dir, state, newest.step if newest else None, silent_s),
     )
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from isles.rundir.nodes import read_meeting
 from isles.rundir.paths import Attempt
+from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
+from isles.rundir.restarts import current_restart
 from isles.rundir.state import number_of
 
 _TRACEBACK_LINES = 15
@@ -27,7 +30,19 @@ def find_culprit(attempt: Attempt) -> dict[str, Any] | None:
     verdict = (read_record(attempt.outcome) or {}).get("error")
     if isinstance(verdict, dict):
         return verdict
+    meeting = read_meeting(attempt)
+    if meeting is not None and not meeting.supervisor_process.is_alive():
+        return _lost_supervisor(meeting.supervisor_process)
     return records[0] if records else None
+
+
+def _lost_supervisor(process: ProcessId) -> dict[str, Any]:
+    return {
+        "rank": None,
+        "what": f"the supervisor of this run (pid {process.pid}) is gone; its nodes ended with it",
+        "where": f"host {process.host}",
+        "fix": "somebody killed it, or the machine ran out of memory: see `dmesg | tail`",
+    }
 
 
 def failure_lines(attempt: Attempt) -> list[str]:
@@ -54,6 +69,8 @@ def failure_lines(attempt: Attempt) -> list[str]:
     elif trace:
         # No fix: nobody foresaw this error, and where it came from is all there is.
         lines += ["  traceback (its end):", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
+    if note := _note(attempt):
+        lines.insert(1, f"  {note}")
     log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
     if log.is_file():
         lines.append(f"  log: {log}")
@@ -61,7 +78,13 @@ def failure_lines(attempt: Attempt) -> list[str]:
 
 
 def _error_files(attempt: Attempt) -> list[Path]:
-    return sorted(attempt.path.glob("rank-*.error.json"))
+    return attempt.rank_errors(current_restart(attempt))
+
+
+def _note(attempt: Attempt) -> str:
+    """Why the ranks were not started once more, where that needs a word."""
+    verdict = (read_record(attempt.outcome) or {}).get("error")
+    return str(verdict.get("note") or "") if isinstance(verdict, dict) else ""
 
 
 def _others(attempt: Attempt) -> list[str]:

@@ -16,6 +16,7 @@ from isles.monitor.table import steps_text
 from isles.monitor.tail import LineTail
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
+from isles.rundir.restarts import read_restart
 from isles.rundir.state import attempt_state, current_status, number_of
 
 _POLL_S = 0.25
@@ -41,11 +42,14 @@ class Watch:
         self._phase = ""
         self._checkpoint_step: object = None
         self._is_first = True
+        self._attempt = attempt
+        self._num_restarts = 0
 
     def news(self) -> list[tuple[str, str]]:
-        """Pairs of kind (phase, train, eval or save) and line, oldest first."""
+        """Pairs of kind (phase, train, eval, save or restart) and line, oldest first."""
         self.status = current_status(self._run_dir, self._begun_at) or self.status
         found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
+        found += [("restart", line) for line in self._new_restarts()]
         phase = str(self.status.get("phase") or "starting")
         line = f"{phase}: {self.status['detail']}" if self.status.get("detail") else phase
         if phase not in _QUIET_PHASES and line != self._phase:
@@ -58,6 +62,16 @@ class Watch:
                 found.append(("save", f"checkpoint of step {step} saved"))
             self._checkpoint_step = step
         return found
+
+    def _new_restarts(self) -> list[str]:
+        """What was lost, and where the ranks go on; once they do."""
+        lines = []
+        while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
+            if restart.verdict != "restart" or not restart.nodes:
+                break  # the run ends, or the nodes have not met yet
+            self._num_restarts += 1
+            lines.append(restart.text)
+        return lines
 
     def _new_rows(self) -> list[dict[str, Any]]:
         """Rows that this attempt added; resuming may have rewritten the ones before."""
@@ -180,7 +194,9 @@ def _bar(console: Console) -> Iterator[Show]:
         task: TaskID = progress.add_task("starting", total=None, text="")
 
         def show(status: dict[str, Any], news: list[tuple[str, str]]) -> None:
-            _print_all(console, [line for kind, line in news if kind in ("eval", "save")])
+            _print_all(
+                console, [line for kind, line in news if kind in ("eval", "save", "restart")]
+            )
             progress.update(
                 task,
                 description=str(status.get("phase") or "starting"),

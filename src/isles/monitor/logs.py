@@ -73,9 +73,9 @@ def log_lines(
         for name, tail in sources.items():
             # A log that appears later is new from its first line.
             tails.setdefault(name, LineTail(tail, last=last if is_first else None))
-        has_prefix = rank is None and len([name for name in tails if name != "agent"]) > 1
+        has_prefix = rank is None and len([name for name in tails if _is_rank(name)]) > 1
         for name, lines in [(name, tail.read(final=is_over)) for name, tail in tails.items()]:
-            prefix = f"[{name}] " if has_prefix or name == "agent" else ""
+            prefix = f"[{name}] " if has_prefix or not _is_rank(name) else ""
             yield from (f"{prefix}{line}" for line in lines)
         if is_over:
             return
@@ -88,7 +88,13 @@ def _sources(attempt: Attempt, rank: int | None) -> dict[str, Path]:
         log = attempt.rank_log(rank)
         return {f"rank {rank}": log} if log.is_file() else {}
     found = {f"rank {number}": attempt.rank_log(number) for number in _ranks(attempt)}
-    return {"agent": attempt.agent_log, **found}
+    nodes = sorted(attempt.path.glob("node-*.log"))
+    agents = {path.stem.replace("-", " "): path for path in nodes}
+    return {"agent": attempt.agent_log, **agents, **found}
+
+
+def _is_rank(name: str) -> bool:
+    return name.startswith("rank")
 
 
 def _ranks(attempt: Attempt) -> list[int]:

@@ -56,6 +56,8 @@ def report_lines(report: RunReport) -> list[str]:
         ("saved", _saved_text(report)),
         ("started", _moment(report.begun_at)),
         ("where", _where_text(report)),
+        ("nodes", f"{report.nodes} of {report.max_nodes}" if report.max_nodes else "-"),
+        ("restarts", _restarts_text(report)),
         ("directory", report.path),
     ]
     lines = [report.name, *(f"  {key:<10} {value}" for key, value in rows if value != "-")]
@@ -89,6 +91,10 @@ def _where_text(report: RunReport) -> str:
         return "-"
     ranks = f"{report.world_size} x {report.device} on " if report.world_size else ""
     return f"{ranks}{report.host} (pid {report.pid}, attempt {report.attempt})"
+
+
+def _restarts_text(report: RunReport) -> str:
+    return f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-"
 
 
 def _moment(at: float | None) -> str:

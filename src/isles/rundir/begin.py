@@ -137,6 +137,7 @@ def write_launch(
     device: str,
     command: tuple[str, ...],
     resumed_from: Path | None = None,
+    agents: list[dict[str, Any]] | None = None,
     now: Clock = time.time,
 ) -> None:
     """Record who runs an attempt: the agent, or rank 0 under a torchrun typed by hand.
@@ -148,6 +149,7 @@ def write_launch(
         device: cpu or cuda.
         command: the command line that started it.
         resumed_from: the checkpoint that was asked for by name.
+        agents: under a torchrun typed by hand, the processes that start ranks again.
         now: the clock, for an attempt that `new_attempt` did not make.
     """
     claimed = read_record(attempt.launch) or {}
@@ -159,6 +161,7 @@ def write_launch(
         "command": list(command),
         "begun_at": claimed.get("begun_at", now()),
         "resumed_from": str(resumed_from) if resumed_from else None,
+        **({"agents": agents} if agents else {}),
     }
     with _clear_errors(attempt.path):
         write_record(attempt.launch, record)

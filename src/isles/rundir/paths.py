@@ -36,9 +36,38 @@ class Attempt:
         """Host, pid and start time of one rank."""
         return self.path / f"rank-{rank}.json"
 
-    def rank_error(self, rank: int) -> Path:
-        """The error that ended one rank."""
-        return self.path / f"rank-{rank}.error.json"
+    def rank_error(self, rank: int, restart: int = 0) -> Path:
+        """The error that ended one rank after so many restarts."""
+        name = f"rank-{rank}.restart-{restart}" if restart else f"rank-{rank}"
+        return self.path / f"{name}.error.json"
+
+    def rank_errors(self, restart: int) -> list[Path]:
+        """The errors of all ranks after so many restarts."""
+        pattern = f"rank-*.restart-{restart}.error.json" if restart else "rank-*.error.json"
+        found = sorted(self.path.glob(pattern))
+        return found if restart else [path for path in found if ".restart-" not in path.name]
+
+    def restart(self, number: int) -> Path:
+        """Why all ranks were started again; the first restart has number 1."""
+        return self.path / f"restart-{number:03d}.json"
+
+    @property
+    def last_step(self) -> Path:
+        """The restart and the step that rank 0 has done last: two numbers."""
+        return self.path / "last-step"
+
+    @property
+    def meeting(self) -> Path:
+        """Where the nodes of a run meet, where there may be more than one."""
+        return self.path / "meeting.json"
+
+    def node_record(self, node: int) -> Path:
+        """The agent of one node: host, pid and start time."""
+        return self.path / f"node-{node}.json"
+
+    def node_log(self, node: int) -> Path:
+        """Output of one node's agent."""
+        return self.path / f"node-{node}.log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,139 @@
+"""`strategy: {kind: auto}`: the strategy that fits, with the least communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.training import TrainingConfig
+from isles.facts.memory import (
+    ModelSize,
+    activation_bytes,
+    copy_bytes,
+    state_bytes,
+    weight_bytes,
+)
+from isles.facts.units import format_bytes
+
+_USABLE = 0.85
+"""Of a rank's memory that a plan may fill; the rest is for fragmentation and the libraries."""
+
+SLOW_LINK = 10e9
+"""Bytes a second below which gathering parameters costs more than the computation it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the ranks have.
+
+    Args:
+        world_size: ranks.
+        local_world_size: ranks of one node.
+        memory_bytes: of the rank that has least.
+        link_bytes_per_s: measured between all ranks; None where it was not needed.
+    """
+
+    world_size: int
+    local_world_size: int
+    memory_bytes: int
+    link_bytes_per_s: float | None
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill."""
+        return int(self.memory_bytes * _USABLE)
+
+
+def describe(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> str:
+    """A strategy in a word or two."""
+    if isinstance(strategy, DDPStrategyConfig):
+        return "ddp"
+    return f"fsdp {strategy.sharding_strategy}"
+
+
+def ddp_bytes(size: ModelSize, training: TrainingConfig, seq_length: int) -> int:
+    """What one rank needs that holds everything, with micro-batches of one sequence."""
+    precision = training.precision
+    return (
+        weight_bytes(size.num_params, precision)
+        + copy_bytes(size.num_params, precision)
+        + state_bytes(size.num_params, precision, training.optimizer)
+        + _activations(size, training, seq_length)
+    )
+
+
+def choose_strategy(
+    size: ModelSize, training: TrainingConfig, seq_length: int, machine: Machine
+) -> tuple[DDPStrategyConfig | FSDPStrategyConfig, str]:
+    """The strategy, and why, in one line.
+
+    Args:
+        size: of the model.
+        training: the run file's section.
+        seq_length: tokens of a sequence.
+        machine: the ranks; its link must have been measured unless ddp fits.
+    """
+    usable = machine.usable_bytes
+    whole = ddp_bytes(size, training, seq_length)
+    has = f"of {format_bytes(machine.memory_bytes)} on the smallest rank"
+    if machine.world_size == 1:
+        return DDPStrategyConfig(), f"one rank, which needs {format_bytes(whole)} {has}"
+    if whole <= usable:
+        return (
+            DDPStrategyConfig(),
+            f"the whole model fits: {format_bytes(whole)} {has}, and gradients travel once a step",
+        )
+    does_not = f"the whole model needs {format_bytes(whole)} {has}"
+    link = machine.link_bytes_per_s or 0.0
+    speed = f"links carry {format_bytes(int(link))}/s"
+    nodes = machine.world_size // machine.local_world_size
+    inside = machine.local_world_size
+    if nodes > 1 and link < SLOW_LINK and inside > 1:
+        needs = _sharded(size, training, seq_length, inside, gathers=False)
+        if needs <= usable:
+            return (
+                FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"),
+                f"{does_not}; {speed}, and cut over the {inside} ranks of a node it needs "
+                f"{format_bytes(needs)}",
+            )
+    needs = _sharded(size, training, seq_length, machine.world_size, gathers=True)
+    if needs <= usable and link < SLOW_LINK:
+        return (
+            FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP"),
+            f"{does_not}; {speed}, so parameters stay gathered from forward to backward, with "
+            f"{format_bytes(needs)}",
+        )
+    needs = _sharded(size, training, seq_length, machine.world_size, gathers=False)
+    end = "" if needs <= usable else "; even that may not fit: lower data.seq_length, set "
+    if end:
+        end += "training.gradient_checkpointing: full, or strategy: {kind: fsdp, cpu_offload: true}"
+    return (
+        FSDPStrategyConfig(),
+        f"{does_not}; cut over {machine.world_size} ranks it needs {format_bytes(needs)}; "
+        f"{speed}{end}",
+    )
+
+
+def _sharded(
+    size: ModelSize, training: TrainingConfig, seq_length: int, ranks: int, *, gathers: bool
+) -> int:
+    """Bytes of a rank under FSDP; `gathers`: all parameters are whole between the passes."""
+    precision, params = training.precision, size.num_params
+    cut = weight_bytes(params, precision) + state_bytes(params, precision, training.optimizer)
+    # What is whole at a time: everything, or two blocks and the larger of embedding and head.
+    ends = size.vocab_size * size.hidden_size
+    blocks = max(0, params - 2 * ends) // max(1, size.num_layers)
+    whole = params if gathers else 2 * blocks + ends
+    gathered = copy_bytes(whole, precision) or weight_bytes(whole, precision)
+    gradients = weight_bytes(whole, precision)
+    return cut // ranks + gathered + gradients + _activations(size, training, seq_length)
+
+
+def _activations(size: ModelSize, training: TrainingConfig, seq_length: int) -> int:
+    return activation_bytes(
+        size,
+        1,
+        seq_length,
+        precision=training.precision,
+        checkpointing=training.gradient_checkpointing,
+    )

@@ -1,0 +1,100 @@
+"""What a run file says about files of this machine: the model's config.json, data, DeepSpeed's."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from isles.config.deepspeed_rules import deepspeed_file_faults
+from isles.config.load import Loaded
+from isles.config.shape import check_shape, find_shape
+from isles.config.strategy import DeepSpeedStrategyConfig
+from isles.config.violation import Violation
+from isles.errors import ConfigError
+
+BUILT_IN = ("python-docs", "python-stdlib")
+"""Sources that come with Python."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_TEXTS = (".txt", ".text", ".md", ".rst", ".py")
+_TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".gz")
+
+
+def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
+    """Every rule between the run file and the model's shape that is broken.
+
+    Args:
+        loaded: the run file.
+        hub_cache: where huggingface_hub keeps what it has downloaded.
+    """
+    shape = find_shape(loaded.config.model, hub_cache)
+    violations = check_shape(loaded.config, shape) if shape is not None else []
+    return [ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix) for v in violations]
+
+
+def data_faults(loaded: Loaded) -> list[ConfigError]:
+    """Every source of text that is no file here and cannot be on the hub."""
+    return [
+        ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix)
+        for v in _missing_sources(loaded)
+    ]
+
+
+def deepspeed_faults(loaded: Loaded) -> list[ConfigError]:
+    """Every contradiction between the run file and the DeepSpeed file that it names."""
+    strategy = loaded.config.strategy
+    if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
+        return []
+    violations = deepspeed_file_faults(Path(strategy.config_file), loaded.config)
+    return [ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix) for v in violations]
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a source may be a dataset of the Hugging Face hub, by its name alone."""
+    if not _HUB_ID.fullmatch(name) or name.endswith(_TEXTS + _TABLES):
+        return False
+    folder, slash, _ = name.partition("/")
+    return not (slash and Path(folder).is_dir())
+
+
+def how_to_find(path: Path) -> str:
+    """A fix for a path where nothing is: the nearest name, or where the path ends."""
+    folder = path.parent
+    if not folder.is_dir():
+        while not folder.is_dir():
+            folder = folder.parent
+        return f"the path ends at {folder.absolute()}"
+    try:
+        near = difflib.get_close_matches(path.name, [e.name for e in folder.iterdir()], n=3)
+    except OSError:
+        near = []
+    return f"did you mean {' or '.join(near)}?" if near else f"see ls {folder.absolute()}"
+
+
+def _missing_sources(loaded: Loaded) -> Iterator[Violation]:
+    for index, source in enumerate(loaded.config.data.sources):
+        name = source.path
+        if source.type != "text" or name is None or name in BUILT_IN:
+            continue
+        path, key = Path(name).expanduser(), f"data.sources.{index}.path"
+        try:
+            if path.exists():
+                continue
+            if glob.has_magic(name):
+                # Path.glob takes no absolute patterns.
+                if not any(Path(f).is_file() for f in glob.iglob(str(path), recursive=True)):  # noqa: PTH207
+                    yield Violation(
+                        (key,),
+                        f"the glob {name} matches no file from {Path.cwd()}",
+                        "try it with ls; ** stands for folders of any depth, and * skips hidden "
+                        "files",
+                    )
+            elif not may_be_hub_id(name):
+                yield Violation(
+                    (key,), f"there is no such file: {path.absolute()}", how_to_find(path)
+                )
+        except OSError:
+            continue  # the rank that reads it says more

@@ -1,0 +1,118 @@
+"""Values from other tools, and what isles writes instead."""
+
+from __future__ import annotations
+
+VALUES: dict[str, dict[str, str]] = {
+    "training.precision": {
+        "bf16": "bf16-mixed",
+        "bfloat16": "bf16-mixed",
+        "fp16": "fp16-mixed",
+        "float16": "fp16-mixed",
+        "fp32": "32-true",
+        "float32": "32-true",
+        "no": "32-true",
+    },
+    "training.optimizer": {
+        "adam": "adamw",
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_hf": "adamw",
+    },
+    "training.lr_scheduler_type": {
+        "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd",
+    },
+    "training.gradient_checkpointing": {"true": "full", "false": "none"},
+    "model.attn_implementation": {
+        "flash_attention_2": "sdpa",
+        "flash_attention_3": "sdpa",
+        "fa2": "sdpa",
+    },
+    "data.sources.0.type": {"completion": "text", "pretrain": "text"},
+    "strategy.kind": {
+        "dp": "ddp",
+        "distributed_data_parallel": "ddp",
+        "ddp_find_unused_parameters_true": "ddp",
+        "ddp_find_unused_parameters_false": "ddp",
+        "fsdp1": "fsdp",
+        "fsdp2": "fsdp",
+        "hsdp": "fsdp",
+        "tp": "fsdp",
+        "megatron": "fsdp",
+        "zero": "deepspeed",
+        "zero1": "deepspeed",
+        "zero2": "deepspeed",
+        "zero3": "deepspeed",
+        "deepspeed_stage_1": "deepspeed",
+        "deepspeed_stage_2": "deepspeed",
+        "deepspeed_stage_3": "deepspeed",
+    },
+    "strategy.sharding_strategy": {
+        "1": "FULL_SHARD",
+        "2": "SHARD_GRAD_OP",
+        "3": "NO_SHARD",
+        "4": "HYBRID_SHARD",
+        "5": "HYBRID_SHARD_ZERO2",
+        "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2",
+        "zero2": "SHARD_GRAD_OP",
+        "zero3": "FULL_SHARD",
+        "hsdp": "HYBRID_SHARD",
+        "ddp": "NO_SHARD",
+        "true": "FULL_SHARD",
+        "false": "SHARD_GRAD_OP",
+    },
+    "strategy.reduce_dtype": {
+        "float32": "fp32",
+        "bfloat16": "bf16",
+        "torch.float32": "fp32",
+        "torch.bfloat16": "bf16",
+    },
+    "strategy.gradient_compression": {
+        "no": "none",
+        "float16": "fp16",
+        "bfloat16": "bf16",
+        "fp16_compress": "fp16",
+        "bf16_compress": "bf16",
+    },
+    "strategy.cp_method": {"all-gather": "allgather", "all_gather": "allgather", "sp": "ulysses"},
+    "strategy.pp_schedule": {
+        "interleaved1f1b": "interleaved-1f1b",
+        "interleaved_1f1b": "interleaved-1f1b",
+        "zbvzerobubble": "zbv",
+        "schedulezbvzerobubble": "zbv",
+        "schedule1f1b": "1f1b",
+        "schedulegpipe": "gpipe",
+    },
+    "strategy.offload_optimizer": {"true": "cpu", "false": "none", "no": "none"},
+    "strategy.offload_param": {"true": "cpu", "false": "none", "no": "none"},
+    "balance": {"none": "even", "equal": "even", "true": "auto", "false": "even"},
+}
+"""By key: words of other tools for a value, and the word here."""
+
+VALUES_NOT_YET: dict[str, frozenset[str]] = {
+    "training.optimizer": frozenset(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
+    ),
+    "data.sources.0.type": frozenset(
+        ("chat", "instruct", "tokens", "chat_template", "alpaca", "sharegpt")
+    ),
+    "track": frozenset(("wandb", "mlflow", "comet", "swanlab")),
+    "clusters.0.launcher.kind": frozenset(("ssh", "slurm", "pbs", "manual")),
+}
+"""By key: values that people know from other tools or from isles' plans, and isles lacks."""
+
+SECTIONS: dict[str, dict[str, str]] = {
+    "strategy": {
+        "hsdp": "{kind: fsdp, sharding_strategy: HYBRID_SHARD}",
+        "hybrid_shard": "{kind: fsdp, sharding_strategy: HYBRID_SHARD}",
+        "full_shard": "{kind: fsdp}",
+        "shard_grad_op": "{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}",
+        "tp": "{kind: fsdp, tp_size: 2}",
+        **{
+            f"{word}{stage}": f"{{kind: deepspeed, zero_stage: {stage}}}"
+            for word in ("deepspeed_stage_", "zero", "zero-", "zero_")
+            for stage in (1, 2, 3)
+        },
+    },
+}
+"""By section: words that other tools write in its place, and the section that does the same."""

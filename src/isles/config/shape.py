@@ -1,0 +1,195 @@
+"""Rules that need the model's shape: its config.json, read without torch where it lies here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from isles.config.model import ModelConfig
+from isles.config.run import RunConfig
+from isles.config.strategy import MeshSection
+from isles.config.violation import Violation
+from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, REASONS, TENSOR_PARALLEL
+from isles.facts.models import load_shape, shape_names
+
+# A Hugging Face config: JSON, with values of every kind.
+Shape = Mapping[str, Any]
+
+# What older architectures call the same.
+_ALIASES = {
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+_DROPOUTS = (
+    "dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "residual_dropout",
+)
+_TWO_STAGES = ("interleaved-1f1b", "zbv")
+_INSTEAD = "strategy: {kind: fsdp} alone cuts any model over the ranks"
+
+
+def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
+    """The model's Hugging Face config, where it is here: shipped, in a folder, or downloaded.
+
+    Args:
+        model: the run file's section.
+        hub_cache: where huggingface_hub keeps what it has downloaded.
+
+    Returns:
+        None where it is not here, or cannot be read: the ranks look again, and say why.
+    """
+    name = model.name_or_path
+    if name in shape_names():
+        return load_shape(name)
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            file = path / "config.json"
+        elif path.is_file():
+            file = path
+        else:
+            cached = hub_cache / f"models--{name.replace('/', '--')}"
+            commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
+            file = cached / "snapshots" / commit / "config.json"
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def check_shape(config: RunConfig, shape: Shape) -> list[Violation]:
+    """Every rule between the run file and the model's shape that is broken.
+
+    Args:
+        config: the run.
+        shape: a config.json, or `to_dict()` of a config of transformers. A key that is absent from
+            a config.json has a default that only transformers knows; its rule is not checked.
+    """
+    violations = list(_length(config, shape))
+    strategy = config.strategy
+    if isinstance(strategy, MeshSection):
+        violations += _tensor_parallel(strategy, shape)
+        violations += _context_parallel(strategy, shape)
+        violations += _pipeline(strategy, shape)
+    return violations
+
+
+def _length(config: RunConfig, shape: Shape) -> Iterator[Violation]:
+    """Beyond its positions a model fails, or trains on nonsense."""
+    wanted, positions = config.data.seq_length, _number(shape, "max_position_embeddings")
+    if positions is not None and 0 < positions < wanted:
+        yield Violation(
+            ("data.seq_length", "model.name_or_path"),
+            f"seq_length {wanted} is longer than the model's max_position_embeddings, {positions}",
+            f"use {positions} or less, or another model",
+        )
+
+
+def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
+    size, key = strategy.tp_size, "strategy.tp_size"
+    if size == 1:
+        return
+    yield from _kind(shape, key, "tensor parallel", TENSOR_PARALLEL)
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    numbers = {name: number for name in names if (number := _number(shape, name))}
+    undivided = [f"{name} {number}" for name, number in numbers.items() if number % size]
+    if undivided:
+        common = math.gcd(*numbers.values())
+        sizes = [str(n) for n in range(2, min(common, 64) + 1) if common % n == 0]
+        yield Violation(
+            (key,),
+            f"tp_size {size} does not divide the model's {', '.join(undivided)}",
+            f"use {' or '.join(sizes)}" if sizes else f"set tp_size: 1; {_INSTEAD}",
+        )
+    dropouts = [name for name in _DROPOUTS if (shape.get(name) or 0) > 0]
+    if dropouts:
+        yield Violation(
+            (key,),
+            f"the model's {dropouts[0]} is {shape[dropouts[0]]:g}: ranks that hold parts of one "
+            "matrix would drop different values",
+            f"set it to 0 in the model's config.json, or set tp_size: 1; {_INSTEAD}",
+        )
+
+
+def _context_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
+    size, key = strategy.cp_size, "strategy.cp_size"
+    if size == 1:
+        return
+    yield from _kind(shape, key, "context parallel", CONTEXT_PARALLEL)
+    yield from _windows(shape, key)
+    heads, tp_size = _number(shape, "num_key_value_heads"), strategy.tp_size
+    if strategy.cp_method == "ulysses" and heads and heads % (size * tp_size):
+        over = f" over tp_size {tp_size}" if tp_size > 1 else ""
+        yield Violation(
+            ("strategy.cp_method", key),
+            f"the model's num_key_value_heads {heads}{over} do not divide by cp_size {size}",
+            "use cp_method: allgather, or another cp_size",
+        )
+
+
+def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
+    size, key = strategy.pp_size, "strategy.pp_size"
+    if size == 1:
+        return
+    yield from _kind(shape, key, "pipeline parallel", PIPELINE)
+    yield from _windows(shape, key)
+    if shape.get("tie_word_embeddings"):
+        yield Violation(
+            (key,),
+            "the model's head shares the weights of its embedding (tie_word_embeddings), and the "
+            "two lie in different stages",
+            f"use a model without it, or set pp_size: 1; {_INSTEAD}",
+        )
+    each = 2 if strategy.pp_schedule in _TWO_STAGES else 1
+    layers, stages = _number(shape, "num_hidden_layers"), size * each
+    if layers is not None and layers < stages:
+        twice = (
+            f" x {each} stages on each, by pp_schedule {strategy.pp_schedule}," if each > 1 else ""
+        )
+        yield Violation(
+            (key, "strategy.pp_schedule"),
+            f"pp_size {size}{twice} needs {stages} layers, and the model has {layers}",
+            f"use pp_size: {layers // each} or less"
+            + (", or pp_schedule: 1f1b" if twice and layers >= size else ""),
+        )
+
+
+def _kind(shape: Shape, key: str, what: str, known: frozenset[str]) -> Iterator[Violation]:
+    kind = shape.get("model_type")
+    if kind is None or kind in known:
+        return
+    name = key.rpartition(".")[2]
+    reason = f": {REASONS[name][kind]}" if kind in REASONS[name] else ""
+    yield Violation(
+        (key, "model.name_or_path"),
+        f"{what} is not known to be exact for model_type {kind}{reason}",
+        f"set {name}: 1; {_INSTEAD}; known are {', '.join(sorted(known))}",
+    )
+
+
+def _windows(shape: Shape, key: str) -> Iterator[Violation]:
+    kinds = sorted(set(shape.get("layer_types") or ["full_attention"]))
+    window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
+    if kinds == ["full_attention"] and not window:
+        return
+    how = f"in a sliding window of {window} tokens" if window else f"by {', '.join(kinds)}"
+    yield Violation(
+        (key, "model.name_or_path"),
+        f"the model has layers that attend {how}, and {key.rpartition('.')[2]} needs layers that "
+        "attend to all tokens",
+        f"set {key.rpartition('.')[2]}: 1; {_INSTEAD}",
+    )
+
+
+def _number(shape: Shape, name: str) -> int | None:
+    value = shape.get(name)
+    value = shape.get(_ALIASES.get(name, name)) if value is None else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

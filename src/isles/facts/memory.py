@@ -1,0 +1,62 @@
+"""Bytes that training takes: weights, gradients, optimizer state, activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_STATE_BYTES = {"adamw": 2, "muon": 2, "sgd": 1}
+"""Numbers of the weights' type that an optimizer keeps for each weight, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What memory depends on.
+
+    Args:
+        num_params: parameters.
+        num_layers, hidden_size, vocab_size: of the model.
+    """
+
+    num_params: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+def weight_bytes(num_params: int, precision: str) -> int:
+    """The weights themselves, as they are trained: fp32, or bf16 under bf16-true."""
+    return num_params * (2 if precision == "bf16-true" else 4)
+
+
+def copy_bytes(num_params: int, precision: str) -> int:
+    """The 16-bit copy of the weights that a forward pass under mixed precision computes with."""
+    return num_params * 2 if precision.endswith("mixed") else 0
+
+
+def state_bytes(num_params: int, precision: str, optimizer: str) -> int:
+    """Gradients and optimizer state."""
+    return weight_bytes(num_params, precision) * (1 + _STATE_BYTES[optimizer])
+
+
+def activation_bytes(
+    size: ModelSize, rows: int, seq_length: int, *, precision: str, checkpointing: str
+) -> int:
+    """What one micro-batch keeps for the backward pass, with fused attention, and its logits.
+
+    34 bytes a token and hidden unit in a block with 16-bit numbers, 2 with full recomputation (and
+    one block at work); a third for selective.
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), equation 2 without its attention term, which
+    fused attention does not keep.
+    """
+    wide = 1 if precision.endswith("mixed") or precision == "bf16-true" else 2
+    units = rows * seq_length * size.hidden_size * wide
+    match checkpointing:
+        case "full":
+            blocks = units * (2 * size.num_layers + 34)
+        case "selective":
+            blocks = units * 34 * size.num_layers // 3
+        case _:
+            blocks = units * 34 * size.num_layers
+    logits = rows * seq_length * size.vocab_size * (2 * wide + 8)  # as made, in fp32, and gradient
+    return blocks + logits
