@@ -94,8 +94,8 @@ def agent_process(run_dir: RunDir) -> ProcessId:
 def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     """A long run of two ranks that has made its first checkpoint."""
     run_dir = the_run(run_file)
-    two = "clusters.0.gpus_per_node=2"
-    command = Command("train", str(run_file), two, *LONG, cwd=run_file.parent)
+    two = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
+    command = Command("train", str(run_file), *two, *LONG, cwd=run_file.parent)
     command.until(lambda: list_checkpoints(run_dir) and trained_steps(run_dir) > 20)
     ranks = [*rank_processes(run_dir), agent_process(run_dir)]
     yield command, run_dir

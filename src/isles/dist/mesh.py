@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from isles.config.layout import Layout, Place
 from isles.dist.world import World
@@ -54,6 +56,9 @@ def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
         root = init_device_mesh(
             world.device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp")
         )
+        for group in root.get_all_groups():
+            # A mesh gives its groups torch's own half an hour, whatever the world's groups have.
+            _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
     return Mesh(layout, layout.place(world.rank), root, _cp_group(layout, world))
 
 
@@ -68,7 +73,7 @@ def _cp_group(layout: Layout, world: World) -> dist.ProcessGroup | None:
         members.setdefault(key, []).append(rank)
     mine = None
     for ranks in members.values():
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s))
         if world.rank in ranks:
             mine = group
     return mine

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from isles.dist.meet import agent_store
 from isles.errors import CommunicationError, PreflightError, UserError
 from isles.rundir.env import RankEnv
 
@@ -109,10 +110,16 @@ def join_world(
     """
     chosen = _device(env, device)
     timeout = timedelta(seconds=timeout_s)
-    store: FileStore | HashStore | None = None
+    store: Store | None = None
     try:
         if env.store is not None:
             store = FileStore(str(env.store), env.world_size)
+        elif env.meeting is not None:
+            # The store of the nodes: nothing else listens, and each restart has its own keys.
+            tcp_store = TCPStore(*env.meeting, is_master=False, timeout=timeout)
+            store = PrefixStore(f"ranks-{env.restart}", tcp_store)
+        elif env.agent_store is not None:
+            store = agent_store(env.agent_store, env.rank, env.world_size, timeout)
         elif env.world_size == 1:
             store = HashStore()
         dist.init_process_group(

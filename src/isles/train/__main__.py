@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,8 +19,13 @@ from isles.dist.world import World, join_world
 from isles.errors import UserError
 from isles.rundir.begin import begin_run, new_attempt, write_launch
 from isles.rundir.env import read_rank_env
+from isles.rundir.find import numbered_runs
+from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record
+from isles.rundir.restarts import newest_step, read_last_step
+from isles.train.verdict import trouble, write_failure
 from isles.train.worker import run_rank
 
 
@@ -55,8 +61,10 @@ def _agree_on_run(
 ) -> tuple[RunDir, Attempt, Path | None]:
     """The run directory and the attempt, chosen by rank 0. All ranks must call this."""
 
+    agents = world.gather(ProcessId.of(os.getppid()).record())
+
     def begin() -> tuple[RunDir, Attempt, Path | None]:
-        begun = begin_run(resolved, text, resume)
+        begun = begin_run(resolved, text, _after_restart(resolved, agents) or resume)
         attempt = new_attempt(begun.run_dir, text)
         write_launch(
             attempt,
@@ -65,11 +73,46 @@ def _agree_on_run(
             device=resolved.device,
             command=tuple(sys.argv),
             resumed_from=begun.resume_from,
+            agents=agents,
         )
         sys.stderr.write(f"{begun.note or 'a new run'}: {begun.run_dir.path}\n")
         return begun.run_dir, attempt, begun.resume_from
 
     return world.main_first(begin)
+
+
+def _after_restart(resolved: Resolved, agents: list[dict[str, Any]]) -> str | None:
+    """Where to go on if torchrun has just started these ranks again; None: it has not.
+
+    It is the same torchrun if one of its agents was there before. A restart goes on in the same
+    run directory, whatever `--resume` says; an error that would only come again is not retried.
+    """
+    runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
+    run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)
+    attempt = run_dir.last_attempt() if run_dir is not None else None
+    if run_dir is None or attempt is None:
+        return None
+    launch = read_record(attempt.launch) or {}
+    if not any(agent in launch.get("agents", ()) for agent in agents):
+        return None
+    outcome = read_record(attempt.outcome)
+    error = (outcome or {}).get("error") or {}
+    if error.get("will_recur"):
+        raise UserError(
+            f"torchrun has started this again, which would only fail again: {error['what']}",
+            where=str(error.get("where", "")),
+            fix=str(error.get("fix", "")),
+        )
+    if outcome is None:
+        # Else a rank 0 that ran on another host would be taken for running still.
+        write_failure(attempt, trouble("its ranks were lost", "torchrun has started them again"))
+    reached, saved = read_last_step(attempt, 0), newest_step(run_dir)
+    at = f" at step {reached}" if reached is not None else ""
+    sys.stderr.write(f"the ranks were lost{at}, and torchrun has started them again\n")
+    asked = launch.get("resumed_from")
+    begun_at = float(launch.get("begun_at", 0.0))
+    is_ours = any(info.created_at >= begun_at for info in list_checkpoints(run_dir))
+    return str(asked) if asked and saved is not None and not is_ours else str(run_dir.path)
 
 
 if __name__ == "__main__":

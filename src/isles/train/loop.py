@@ -37,10 +37,12 @@ def train(parts: Parts) -> ExitCode:
         parts.meter.mark("optimizer")
         parts.meter.step_done(data.global_tokens)
         progress.advance(samples=data.next_sample, tokens=data.global_tokens)
+        parts.recorder.step_done(progress.step)
 
         # The outer step, between clusters, has its place here.
 
         decision = parts.agreement.decide()
+        parts.rebalance()
         evaluates = parts.is_due(config.eval_steps) and step != parts.total_steps
         saves = decision.save or decision.stop or parts.is_due(parts.config.checkpoint.every_steps)
         if is_recorded or evaluates or saves or parts.checks_every_step:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 
@@ -19,21 +20,40 @@ from isles.rundir.records import read_record
 _CAUSE_FIRST_S = 2.0
 
 
-def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) -> int:
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What an agent tells its ranks at each start of them.
+
+    Args:
+        restart: how often all ranks were started again before.
+        store: a fresh file through which the ranks of one node find one another.
+        meeting: host and port of the store through which those of several nodes do.
+    """
+
+    restart: int
+    store: Path | None
+    meeting: tuple[str, int] | None
+
+
+def rank_process(
+    run_path: Path, attempt_number: int, resume_from: Path | None, start: RankStart
+) -> int:
     """Train as the rank that the environment names, with a log of its own; the exit code."""
     _die_with_agent()
-    env = read_rank_env()
+    env = replace(read_rank_env(), restart=start.restart, store=start.store, meeting=start.meeting)
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(attempt_number)
     handle = os.open(attempt.rank_log(env.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
+    if env.restart:
+        sys.stderr.write(f"---- restart {env.restart} ----\n")
     from isles.train.worker import run_rank
 
     code = run_rank(run_dir, attempt, env, resume_from)
-    if code not in (ExitCode.OK, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
-        error = read_record(attempt.rank_error(env.rank))
+    if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
+        error = read_record(attempt.rank_error(env.rank, env.restart))
         if error is not None and error["is_communication"]:
             # Another rank was lost before; the agent, which ends this process as soon as it sees
             # that one, must see it first.
@@ -45,6 +65,7 @@ def rank_process(run_path: Path, attempt_number: int, resume_from: Path | None) 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         # Done: only rank 0 may still be exporting, and nothing is left to save here.
         signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     return code
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from isles.rundir.paths import RunDir
 from isles.rundir.records import write_record
+from isles.rundir.restarts import LastStep
 from isles.track.base import Trackers
 
 log = logging.getLogger(__name__)
@@ -23,10 +24,19 @@ class Recorder:
         run_dir: where the records lie.
         is_main: whether this is rank 0.
         world_size: ranks in the run.
+        last_step: where each step is noted; None: nowhere.
     """
 
-    def __init__(self, run_dir: RunDir, *, is_main: bool, world_size: int) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        is_main: bool,
+        world_size: int,
+        last_step: LastStep | None = None,
+    ) -> None:
         self._run_dir = run_dir
+        self._last_step = last_step
         self._is_main = is_main
         self._trackers = Trackers([])
         self._written_at = 0.0
@@ -51,6 +61,11 @@ class Recorder:
         if self._is_main and time.time() - self._written_at >= _STATUS_EVERY_S:
             self._write()
 
+    def step_done(self, step: int) -> None:
+        """This step is done: if a rank dies, it is known how far they had come."""
+        if self._last_step is not None:
+            self._last_step.note(step)
+
     def row(self, row: dict[str, Any]) -> None:
         """One recorded step or evaluation, to every tracker."""
         if self._is_main:
@@ -61,6 +76,8 @@ class Recorder:
         if self._is_main:
             self._write()
             self._trackers.close()
+        if self._last_step is not None:
+            self._last_step.close()
 
     def _write(self) -> None:
         self._written_at = time.time()

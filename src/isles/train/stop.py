@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from isles.dist.world import World
 from isles.errors import ExitCode
 
+_STUCK_S = 3.0
+
 TIME_IS_UP = 1
 """Not an exit code: the run's length is a time, and it is over."""
 
@@ -20,6 +24,8 @@ _CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
     signal.SIGTERM: ExitCode.REQUEUE,
     signal.SIGUSR1: ExitCode.REQUEUE,
+    # From the agent alone, and the least of them: a stop that a user wants comes first.
+    signal.SIGUSR2: ExitCode.HANDOVER,
 }
 
 
@@ -32,12 +38,20 @@ class StopBeforeTraining(BaseException):
 
 
 class StopSignals:
-    """SIGINT asks to save and stop with 130, SIGTERM and SIGUSR1 with 85. Main thread only."""
+    """SIGINT asks to save and stop with 130, SIGTERM and SIGUSR1 with 85, SIGUSR2 with 84.
+
+    Main thread only.
+    """
 
     def __init__(self) -> None:
         self.requested = 0
         self._training = False
         self._before = {number: signal.signal(number, self._handle) for number in _CODES}
+        # A rank that waits for another inside of torch runs no handler: a thread notices for it.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def training_begins(self) -> None:
         """From now on a signal waits for the end of a step."""
@@ -45,8 +59,16 @@ class StopSignals:
 
     def restore(self) -> None:
         """Give the signals back."""
+        signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _watch(self, reader: int) -> None:
+        """End a rank that must stop and is stuck before the first step: nothing is lost."""
+        number = os.read(reader, 1)[0]
+        time.sleep(_STUCK_S)
+        if not self._training and not self.requested:
+            os._exit(_CODES[signal.Signals(number)])
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         code = _CODES[signal.Signals(number)]

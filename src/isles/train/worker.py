@@ -11,12 +11,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from isles.checkpoint.export import export_model
 from isles.checkpoint.manager import latest_good
 from isles.config.resolve import Resolved, digest, load_resolved
 from isles.dist.world import World, is_communication_error, join_world, leave_world
@@ -31,11 +29,11 @@ from isles.rundir.env import RankEnv
 from isles.rundir.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
-from isles.rundir.records import read_rows, write_record
+from isles.rundir.records import write_record
+from isles.rundir.restarts import LastStep, read_restart
 from isles.train.build import build
+from isles.train.finish import finish
 from isles.train.loop import train
-from isles.train.parts import Parts
-from isles.train.plot import plot_loss
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals
 
@@ -64,15 +62,18 @@ def run_rank(
     _start_logging(env)
     signals = StopSignals()
     # After the handlers: whoever reads this record may send a signal.
-    write_record(
-        attempt.rank_record(env.rank), {"rank": env.rank, **ProcessId.of(os.getpid()).record()}
-    )
+    place = {"rank": env.rank, "restart": env.restart}
+    write_record(attempt.rank_record(env.rank), {**place, **ProcessId.of(os.getpid()).record()})
+    restart = read_restart(attempt, env.restart) if env.restart and env.rank == 0 else None
+    if restart is not None:
+        log.warning("%s", restart.text)
     try:
         code = int(_train(run_dir, attempt, env, signals, resume_from, world))
         leave_world()
         return code
     except StopBeforeTraining as stop:
-        if env.rank == 0:
+        # An agent of ours knows whether a user has asked for it, or another rank was lost.
+        if env.rank == 0 and env.attempt == 0:
             reason = "stopped before the first step; nothing was lost"
             _write_outcome(attempt, "stopped", stop.code, step=None, reason=reason)
         return int(stop.code)
@@ -94,7 +95,10 @@ def _train(
 ) -> ExitCode:
     resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
     cluster = resolved.config.clusters[0]
-    recorder = Recorder(run_dir, is_main=env.rank == 0, world_size=env.world_size)
+    last_step = LastStep(attempt.last_step, env.restart) if env.rank == 0 else None
+    recorder = Recorder(
+        run_dir, is_main=env.rank == 0, world_size=env.world_size, last_step=last_step
+    )
     recorder.phase("starting", f"waiting for {env.world_size} ranks")
     if world is None:
         world = join_world(
@@ -107,6 +111,7 @@ def _train(
     checkpoint = _find_checkpoint(run_dir, world, resume_from)
     parts = build(resolved, run_dir, world, recorder, signals, checkpoint)
     signals.training_begins()
+    recorder.step_done(parts.progress.step)
     recorder.phase("training")
     try:
         code = train(parts)
@@ -114,8 +119,12 @@ def _train(
         parts.loader.close()
     parts.checkpoints.close()
     if code is ExitCode.OK:
-        _finish(parts)
+        finish(parts)
         reason = "finished"
+    elif code is ExitCode.HANDOVER:
+        recorder.phase("restarting", "saved, to go on with other nodes")
+        recorder.close()
+        return code
     else:
         reason = _why_stopped(code)
     recorder.phase("finished" if code is ExitCode.OK else "stopped", reason)
@@ -130,32 +139,6 @@ def _train(
 def _why_stopped(code: ExitCode) -> str:
     asked = "interrupted" if code is ExitCode.INTERRUPTED else "asked to stop, or time was up"
     return f"{asked}; everything is saved"
-
-
-def _finish(parts: Parts) -> None:
-    """Export, summary and picture. Rank 0 writes; the others have nothing left to do."""
-    if not parts.world.is_main:
-        return
-    run_dir, progress = parts.run_dir, parts.progress
-    if parts.config.checkpoint.export_on_finish:
-        parts.recorder.phase("exporting", str(run_dir.model))
-        export_model(parts.engine.model, parts.tokenizer, run_dir.model)
-    rows = read_rows(run_dir.metrics)
-    losses = [row for row in rows if row["kind"] == "train"]
-    evals = [row for row in rows if row["kind"] == "eval"]
-    summary: dict[str, Any] = {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "elapsed_s": progress.elapsed_s,
-        "tokens_per_second": progress.tokens / max(progress.elapsed_s, 1e-9),
-        "first_loss": losses[0]["loss"] if losses else None,
-        "last_loss": losses[-1]["loss"] if losses else None,
-        "eval_loss": evals[-1]["loss"] if evals else None,
-        "perplexity": evals[-1]["perplexity"] if evals else None,
-        "world_size": parts.world.world_size,
-    }
-    write_record(run_dir.summary, summary)
-    plot_loss(rows, run_dir.name, run_dir.loss_plot)
 
 
 def _find_checkpoint(
@@ -229,10 +212,12 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
         "fix": named.fix if named else "",
         "exit_code": exit_code,
         "is_communication": is_communication,
+        "will_recur": named is not None and not is_communication,
+        "restart": env.restart,
         "traceback": None if isinstance(error, UserError) else text,
     }
     with contextlib.suppress(OSError):  # a full disk: the log below still says it
-        write_record(attempt.rank_error(env.rank), record)
+        write_record(attempt.rank_error(env.rank, env.restart), record)
     if env.attempt == 0 and not (is_communication and attempt.outcome.exists()):
         # No agent of ours looks for the culprit; the first to fail by itself names itself.
         outcome = {"state": "failed", "exit_code": exit_code, "step": None}

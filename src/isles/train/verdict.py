@@ -1,0 +1,209 @@
+"""After a rank was lost: who caused it, and whether the ranks are started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from isles.errors import ExitCode
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import read_record, write_record
+from isles.rundir.restarts import (
+    Restart,
+    Verdict,
+    list_restarts,
+    newest_step,
+    read_last_step,
+    write_restart,
+)
+
+_END = "`isles train` again goes on from the last checkpoint"
+
+
+def find_culprit(
+    errors: list[dict[str, Any]],
+    failures: dict[int, ProcessFailure],
+    ranks: Sequence[int],
+    *,
+    are_all: bool = True,
+) -> dict[str, Any] | None:
+    """The error that the others are consequences of.
+
+    Args:
+        errors: the error records that these ranks have left.
+        failures: what the elastic agent saw end first, by rank.
+        ranks: the ranks of this node.
+        are_all: whether there are no others: then one of these is to blame.
+
+    Returns:
+        An error record: a rank's own earliest error that is not the loss of another rank; else the
+        rank that died without a word; else the earliest error there is. None where the ranks of
+        this node have only lost one of another node.
+    """
+    own = [error for error in errors if not error["is_communication"]]
+    if own:
+        return min(own, key=lambda error: float(error["at"]))
+    silent = {rank: f.exitcode for rank, f in failures.items() if f.exitcode < 0}
+    left_word = {int(error["rank"]) for error in errors}
+    if not silent and are_all:
+        gone = [rank for rank in ranks if rank not in left_word]
+        silent = dict.fromkeys(gone[:1], 0) if errors else {}
+    if silent:
+        rank, exit_code = min(silent.items())
+        return _death(rank, exit_code)
+    if errors:
+        return min(errors, key=lambda error: float(error["at"])) if are_all else None
+    if not failures:
+        return _death(ranks[0], 0)
+    rank, failure = next(iter(failures.items()))
+    return _death(rank, failure.exitcode)
+
+
+def judge(
+    run_dir: RunDir,
+    attempt: Attempt,
+    restart: int,
+    culprit: dict[str, Any],
+    *,
+    max_restarts: int,
+    stop: ExitCode | None = None,
+) -> Restart:
+    """Decide what follows from a death, and put it on record; the first of several nodes decides.
+
+    Args:
+        run_dir: the run.
+        attempt: this start of it.
+        restart: how often its ranks were started again before.
+        culprit: the error of whoever caused it.
+        max_restarts: how often that may be.
+        stop: the exit code of a stop that was asked for meanwhile.
+    """
+    before = [entry for entry in list_restarts(attempt) if entry.is_counted]
+    reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
+    last = before[-1] if before else None
+    note, verdict = "", _first_verdict(stop)
+    if culprit.get("will_recur"):
+        verdict = "fail"  # a wrong run file, a loss that is not finite: it would come again
+    elif last is not None and _furthest(reached, saved) <= _furthest(last.reached, last.saved):
+        verdict = "fail"
+        note = (
+            f"it is the second loss of a rank without progress: {_at(last.reached)} before, "
+            f"{_at(reached)} now; starting once more would change nothing"
+        )
+    elif verdict == "restart" and len(before) >= max_restarts:
+        verdict = "fail"
+        note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
+    found = Restart(
+        number=restart + 1,
+        at=time.time(),
+        verdict=verdict,
+        culprit={**culprit, "note": note},
+        why=_why(culprit),
+        reached=reached,
+        saved=saved,
+        count=len(before) + 1,
+        max_restarts=max_restarts,
+        is_counted=True,
+    )
+    settled = write_restart(attempt, found)
+    if settled.verdict == "fail" and settled.culprit is not None:
+        write_failure(attempt, settled.culprit, step=reached)
+    elif settled.verdict == "stop" and stop is not None:
+        lost = f"; {settled.why} before it could save" if settled.reached != saved else ""
+        write_stop(attempt, stop, saved, lost)
+    return settled
+
+
+def write_failure(attempt: Attempt, culprit: dict[str, Any], *, step: int | None = None) -> None:
+    """The run has failed because of this."""
+    _write_outcome(
+        attempt, "failed", int(culprit["exit_code"]), step, str(culprit["what"]), culprit
+    )
+
+
+def write_stop(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = "") -> None:
+    """The run was stopped while no rank could save; unless it has ended otherwise before."""
+    if read_record(attempt.outcome) is None:
+        kept = "nothing" if saved is None else f"everything up to step {saved}"
+        reason = f"asked to stop{lost}; {kept} is saved"
+        _write_outcome(attempt, "stopped", int(code), saved, reason, None)
+
+
+def trouble(what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> dict[str, Any]:
+    """An error record of this node's agent itself."""
+    host = os.uname().nodename
+    return {
+        "rank": None,
+        "host": host,
+        "at": time.time(),
+        "kind": "CommunicationError",
+        "what": what,
+        "where": f"host {host}",
+        "fix": f"{fix}; {_END}",
+        "exit_code": int(code),
+        "is_communication": code is ExitCode.COMMUNICATION,
+        "traceback": None,
+    }
+
+
+def _write_outcome(
+    attempt: Attempt,
+    state: str,
+    exit_code: int,
+    step: int | None,
+    reason: str,
+    error: dict[str, Any] | None,
+) -> None:
+    record = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
+    write_record(attempt.outcome, {**record, "at": time.time(), "error": error})
+
+
+def _first_verdict(stop: ExitCode | None) -> Verdict:
+    return "restart" if stop is None else "stop"
+
+
+def _furthest(*steps: int | None) -> int:
+    return max(-1 if step is None else step for step in steps)
+
+
+def _at(step: int | None) -> str:
+    return "before the first step" if step is None else f"at step {step}"
+
+
+def _why(culprit: dict[str, Any]) -> str:
+    rank, what = culprit["rank"], str(culprit["what"]).splitlines()[0]
+    who = f"rank {rank}"
+    if rank is None:
+        return f"{culprit['host']}: {what}"
+    if what.startswith(f"{who} "):
+        return what.replace(who, f"{who} on {culprit['host']}", 1)
+    return f"{who} on {culprit['host']} failed: {what}"
+
+
+def _death(rank: int, exit_code: int) -> dict[str, Any]:
+    """A record for a rank that could not write one."""
+    how, fix = f"ended with exit code {exit_code}", "the end of its log may say why: `isles logs`"
+    if exit_code == 0:
+        how = "died without a word"
+    elif exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        how = f"was killed by {name}"
+        if name == "SIGKILL":
+            fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+    return {
+        "rank": rank,
+        "host": os.uname().nodename,
+        "at": time.time(),
+        "kind": "ProcessDied",
+        "what": f"rank {rank} {how}",
+        "where": f"rank {rank} on {os.uname().nodename}",
+        "fix": f"{fix}; {_END}",
+        "exit_code": int(ExitCode.TRAINING),
+        "is_communication": False,
+        "traceback": None,
+    }
