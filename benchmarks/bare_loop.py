@@ -63,6 +63,30 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     )
 
 
+class Rows:
+    """Random rows of a flat file of uint16 token ids, other ones on every rank."""
+
+    def __init__(self, tokens: Path, settings: Settings, rank: int) -> None:
+        self.settings = settings
+        # A plain array over the mapped file: slicing a memmap object is slow.
+        self.tokens = np.memmap(tokens, dtype=np.uint16, mode="r").view(np.ndarray)
+        self.random = np.random.default_rng(1 + rank)
+        self.offsets = np.arange(settings.seq_length + 1)
+
+    def get_batch(self) -> tuple[Tensor, Tensor]:
+        """Rows of the tokens, and the same rows shifted by one."""
+        length, rows = self.settings.seq_length, self.settings.micro_batch
+        starts = self.random.integers(len(self.tokens) - length, size=rows)
+        rows_BT = self.tokens[starts[:, None] + self.offsets].astype(np.int64)
+        return torch.from_numpy(rows_BT[:, :-1]), torch.from_numpy(rows_BT[:, 1:])
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Half a cosine from the peak down to zero; the first step is 0."""
+    done = min(1.0, step / settings.max_steps)
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
 class BareLoop:
     """Model, data and optimizer, and the loop over them. Every rank makes one.
 
@@ -84,32 +108,17 @@ class BareLoop:
             else model
         )
         self.optimizer = make_optimizer(model, settings)
-        # A plain array over the mapped file: slicing a memmap object is slow.
-        self.tokens = np.memmap(tokens, dtype=np.uint16, mode="r").view(np.ndarray)
-        self.random = np.random.default_rng(1 + rank)
-        self.offsets = np.arange(settings.seq_length + 1)
+        self.rows = Rows(tokens, settings, rank)
         self.step = 0
-        self.loss = math.nan
-
-    def get_batch(self) -> tuple[Tensor, Tensor]:
-        """Random rows of the tokens, and the same rows shifted by one."""
-        length, rows = self.settings.seq_length, self.settings.micro_batch
-        starts = self.random.integers(len(self.tokens) - length, size=rows)
-        rows_BT = self.tokens[starts[:, None] + self.offsets].astype(np.int64)
-        return torch.from_numpy(rows_BT[:, :-1]), torch.from_numpy(rows_BT[:, 1:])
-
-    def learning_rate(self) -> float:
-        """Half a cosine from the peak down to zero."""
-        done = min(1.0, self.step / self.settings.max_steps)
-        return self.settings.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+        self.losses: list[float] = []
 
     def run(self, steps: int) -> None:
         """Train for so many steps. All ranks must call this."""
         for _ in range(steps):
-            lr = self.learning_rate()
+            lr = learning_rate(self.settings, self.step)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            input_ids_BT, targets_BT = self.get_batch()
+            input_ids_BT, targets_BT = self.rows.get_batch()
             logits_BTV = self.model(input_ids=input_ids_BT).logits
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
             loss.backward()
@@ -118,7 +127,7 @@ class BareLoop:
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
             if self.step % self.settings.log_every == 0 or self.step == 1:
-                self.loss = loss.item()
+                self.losses.append(loss.item())
 
 
 def main() -> None:
@@ -136,7 +145,7 @@ def main() -> None:
     loop = BareLoop(model, options.tokens, Settings(), rank, world_size)
     loop.run(options.steps)
     if rank == 0:
-        print(json.dumps({"loss": loop.loss, "at": time.time()}), flush=True)
+        print(json.dumps({"loss": loop.losses[-1], "at": time.time()}), flush=True)
     if world_size > 1:
         dist.destroy_process_group()
 

@@ -29,8 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "data": SHARED | {"dist"},
     "track": SHARED | {"dist"},
     "strategies": SHARED | {"dist"},
+    "balance": SHARED | {"dist"},
     "checkpoint": SHARED | {"dist"},
-    "train": SHARED | {"dist", "models", "data", "track", "strategies", "checkpoint"},
+    "train": SHARED | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance"},
 }
 CONTROL_WING = {"errors", "facts", "config", "rundir", "launch", "monitor", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}

@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+from isles.checkpoint.store import load_tensors
 from isles.errors import TrainingError, UserError
 
 log = logging.getLogger(__name__)
+
+
+_SHARD_BYTES = 2 * 10**9
+"""Weights in one file, and so in memory, while a checkpoint is exported."""
+
+
+def export_checkpoint(checkpoint: Path, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Export a checkpoint file by file, so that the model is never in memory as a whole.
+
+    Args:
+        checkpoint: its folder.
+        model: the Hugging Face model on the meta device: names, shapes, types and config.
+        tokenizer: its tokenizer; None where the run had none (fake data).
+        folder: the result, as for `export_model`.
+
+    Raises:
+        UserError: the folder holds something that is not an export.
+        TrainingError: the checkpoint lacks a weight, or what was written does not read back.
+    """
+    with _beside(folder) as partial:
+        _give_special_tokens(model, tokenizer)
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = model.dtype
+        model.config.save_pretrained(partial)
+        if model.can_generate():
+            model.generation_config.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        shards = _plan_shards(model)
+        where: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = (
+                "model.safetensors"
+                if len(shards) == 1
+                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            )
+            _write_shard(checkpoint, names, partial / file)
+            where |= dict.fromkeys(names, file)
+        if len(shards) > 1:
+            size = sum(t.numel() * t.element_size() for names in shards for t in names.values())
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (partial / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
 def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -28,6 +77,17 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
         UserError: the folder holds something that is not an export.
         TrainingError: what was written does not load to the same weights.
     """
+    with _beside(folder) as partial:
+        _give_special_tokens(model, tokenizer)
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        _compare(model, partial)
+
+
+@contextlib.contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A new folder beside another, which takes its place at the end if nothing was raised."""
     is_file = folder.exists() and not folder.is_dir()
     if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_model(folder)):
         raise UserError(
@@ -40,11 +100,7 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
         for left in folder.parent.glob(f".partial-*{folder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
-        _give_special_tokens(model, tokenizer)
-        model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        _compare(model, partial)
+        yield partial
         if folder.exists():
             old = folder.with_name(f".partial-old-{folder.name}-{os.getpid()}")
             folder.replace(old)
@@ -60,6 +116,44 @@ def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _plan_shards(model: Any) -> list[dict[str, Tensor]]:
+    """Names and empty tensors of each file; a weight that two modules share stands once."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        num_bytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and size + num_bytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += num_bytes
+    return shards
+
+
+def _write_shard(checkpoint: Path, names: dict[str, Tensor], file: Path) -> None:
+    def read() -> dict[str, Tensor]:
+        state = {
+            f"model.{name}": torch.empty(meta.shape, dtype=meta.dtype)
+            for name, meta in names.items()
+        }
+        load_tensors(state, checkpoint, alone=True)
+        return state
+
+    save_file(
+        {name.removeprefix("model."): value for name, value in read().items()},
+        file,
+        metadata={"format": "pt"},
+    )
+    with safe_open(file, "pt") as written:
+        for name, value in read().items():
+            if not torch.equal(written.get_tensor(name.removeprefix("model.")), value):
+                raise _not_the_same(name.removeprefix("model."), file.parent)
 
 
 def _is_model(folder: Path) -> bool:
@@ -81,8 +175,12 @@ def _compare(model: Any, folder: Path) -> None:
     written, wanted = again.state_dict(), model.state_dict()
     for name, value in wanted.items():
         if name not in written or not torch.equal(written[name], value.cpu()):
-            raise TrainingError(
-                f"the exported weight {name!r} does not load to what was trained",
-                where=str(folder),
-                fix="this is a fault of isles or of the disk; the checkpoints are untouched",
-            )
+            raise _not_the_same(name, folder)
+
+
+def _not_the_same(name: str, folder: Path) -> TrainingError:
+    return TrainingError(
+        f"the exported weight {name!r} does not load to what was trained",
+        where=str(folder),
+        fix="this is a fault of isles or of the disk; the checkpoints are untouched",
+    )

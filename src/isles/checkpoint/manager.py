@@ -197,7 +197,7 @@ class CheckpointManager:
             return
         step = int(manifest["step"])
         older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
-        for info in older[: len(older) + 1 - self._config.keep]:
+        for info in older[: max(0, len(older) + 1 - self._config.keep)]:
             discard(info.path)
 
 

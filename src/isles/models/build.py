@@ -56,6 +56,7 @@ def build_model(
     model: nn.Module = build_empty_model(config, dtype=dtype, vocab_size=vocab_size)
     try:
         model.to_empty(device=device)
+        model.tie_weights()  # type: ignore[operator]  # to_empty gives each name its own memory
         fill_fresh(model, seed)
     except NotCoveredError:  # code from elsewhere that initialises in its constructors
         torch.manual_seed(seed)
@@ -78,6 +79,35 @@ def build_empty_model(
         UserError: no such model, remote code that was not asked for.
     """
     return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
+
+
+def build_probe(
+    config: ModelConfig,
+    *,
+    num_layers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    vocab_size: int | None,
+) -> nn.Module:
+    """The model with a few layers and any weights: to measure what a layer costs.
+
+    Args:
+        config: the run file's section.
+        num_layers: blocks; those of the real model, or fewer.
+        device: where the parameters lie.
+        dtype: of the parameters.
+        vocab_size: size of a tokenizer trained for this run; None keeps the config's.
+    """
+    probe: nn.Module = _from_config(config, vocab_size, dtype, device, num_layers)
+    return probe.train()
+
+
+def _cut_layers(hf_config: Any, num_layers: int) -> None:
+    """Fewer blocks; some configs also name the kind of each."""
+    text = hf_config.get_text_config()
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
 
 
 def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
@@ -106,11 +136,17 @@ def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
 
 
 def _from_config(
-    config: ModelConfig, vocab_size: int | None, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    vocab_size: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_layers: int | None = None,
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = load_model_config(config)
+    if num_layers is not None:
+        _cut_layers(hf_config, num_layers)
     if vocab_size is not None:
         hf_config.vocab_size = vocab_size
         _forget_special_tokens(hf_config)
@@ -124,6 +160,16 @@ def _from_config(
             )
     except _FAULTS as error:
         raise _model_error(config, error) from error
+
+
+def converts_weights(model: Any) -> bool:
+    """Whether transformers holds the weights in memory otherwise than files on the hub do.
+
+    So it does with mixtures of experts, whose experts it joins.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return bool(get_checkpoint_conversion_mapping(model.config.model_type))
 
 
 def load_model_config(config: ModelConfig) -> Any:

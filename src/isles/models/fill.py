@@ -23,6 +23,7 @@ from isles.errors import UserError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_REOPEN_BYTES = 64 * 2**20
 
 
 class NotCoveredError(Exception):
@@ -75,7 +76,8 @@ def fill_pretrained(model: Any, config: ModelConfig) -> None:
     """
     folder, where = _weights_folder(config.name_or_path)
     prefix = f"{model.base_model_prefix}."
-    readers: dict[str, Any] = {}
+    reader: Any = None
+    opened, size = "", 0
     fill_buffers(model)
     for name, parameter in _named_tensors(model):
         # A checkpoint of the bare model lacks the prefix, one of a model with a head has it.
@@ -84,9 +86,11 @@ def fill_pretrained(model: Any, config: ModelConfig) -> None:
             raise _misfit(config, f"the weights lack {name!r}")
         file = where[known]
         try:
-            if file not in readers:
-                readers[file] = safe_open(folder / file, "pt")
-            saved = readers[file].get_slice(known)
+            if reader is None or file != opened or size > _REOPEN_BYTES:
+                # A file is mapped, and what was read of it counts until it is closed.
+                reader, opened, size = safe_open(folder / file, "pt"), file, 0
+            saved = reader.get_slice(known)
+            size += parameter.numel() * parameter.element_size()
             if list(saved.get_shape()) != list(parameter.shape):
                 raise _misfit(
                     config,

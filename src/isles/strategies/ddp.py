@@ -6,9 +6,9 @@ import contextlib
 from typing import Any, assert_never
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from isles.config.strategy import DDPStrategyConfig
@@ -48,7 +48,9 @@ class DDPEngine:
         self.model = model
         self.replicas = (world.rank, world.world_size)
         self._mesh = mesh
+        self._world = world
         self._world_size = world.world_size
+        self._must_learn_graph = config.static_graph and world.world_size > 1
         self._device = world.device
         self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
         self._autocast = _AUTOCAST.get(precision)
@@ -60,13 +62,17 @@ class DDPEngine:
 
     def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
         """See Engine. Gradients travel only in the last micro-batch."""
-        quiet = self._ddp is not None and not is_last
-        with self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext():
-            loss_sum = self._loss_sum(self._forward, batch)
-            # DDP averages over ranks; the global sum over global tokens is wanted.
-            loss = loss_sum * (self._world_size / global_tokens)
-            self._stepper.scaled(loss, loss_sum).backward()  # type: ignore[no-untyped-call]
-        return loss_sum.detach()
+        # DDP averages over ranks; the global sum over global tokens is wanted.
+        scale = self._world_size / global_tokens
+        if not self._must_learn_graph:
+            return self._backward(batch, scale, syncs=is_last)
+        # A static graph is learnt from the first backward pass, which must not be a quiet one.
+        self._must_learn_graph = False
+        others_go_on = max(self._world.gather(not is_last))
+        loss_sum = self._backward(batch, scale, syncs=True)
+        if is_last and others_go_on:
+            self._backward(batch, 0.0, syncs=True)  # for those whose last one is still to come
+        return loss_sum
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
         """See Engine."""
@@ -104,6 +110,14 @@ class DDPEngine:
         """See Engine."""
         self._stepper.load_state_dict(state)
 
+    def _backward(self, batch: Batch, scale: float, *, syncs: bool) -> Tensor:
+        quiet = self._ddp is not None and not syncs
+        with self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext():
+            loss_sum = self._loss_sum(self._forward, batch)
+            loss = self._stepper.scaled(loss_sum * scale, loss_sum)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss_sum.detach()
+
     def _loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         part = localize(batch, self._mesh)
         with torch.autocast(
@@ -129,15 +143,29 @@ def _wrap(
         bucket_cap_mb=config.bucket_cap_mb,
         static_graph=config.static_graph,
     )
+    # torch compares the hook's annotations with types, and here they are strings: it has none.
+    hook = lambda dtype, bucket: _compress(dtype, bucket)  # noqa: E731, PLW0108
     match config.gradient_compression:
         case "none":
             pass
         case "bf16":
-            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            wrapped.register_comm_hook(torch.bfloat16, hook)
         case "fp16":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            wrapped.register_comm_hook(torch.float16, hook)
         case _:
             assert_never(config.gradient_compression)
     timed: Any = wrapped  # torch leaves its timing methods untyped
     timed._set_ddp_runtime_logging_sample_rate(comm_sample_every)
     return wrapped
+
+
+def _compress(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket, sent in a narrower type; torch's own hook for bf16 refuses gloo."""
+    gradients = bucket.buffer()
+    narrow = gradients.div(dist.get_world_size()).to(dtype)
+    work = dist.all_reduce(narrow, async_op=True)
+    assert work is not None
+    result: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda done: gradients.copy_(done.value()[0])
+    )
+    return result

@@ -88,8 +88,8 @@ def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _divides(module: nn.Module, size: int) -> bool:
-    weight: Any = module.weight
-    return int(weight.shape[0]) % size == 0
+    weight: Any = module.weight  # None: another stage of a pipeline has it
+    return weight is not None and int(weight.shape[0]) % size == 0
 
 
 def _check_sizes(model: Any, size: int) -> None:

@@ -2,27 +2,229 @@
 
 from __future__ import annotations
 
+import logging
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isles.balance.balancer import Balancer, Device
+from isles.balance.revise import choose
+from isles.balance.shares import rank_shares, rank_sizes
+from isles.config.curve import Curve, slowest
 from isles.config.layout import Strategy
 from isles.config.run import RunConfig
-from isles.config.split import RowSplit, even_split
+from isles.config.split import RowSplit, even_split, shared_split
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.errors import UserError
 from isles.rundir.manifest import CheckpointInfo
-from isles.train.strategy import runs_in_step
+from isles.strategies.blocks import find_blocks
+from isles.train.probe import (
+    CPU_MICRO_BATCH_SIZE,
+    choose_micro_batch_size,
+    measure_curve,
+    no_row_fits,
+)
+from isles.train.record import Recorder
+from isles.train.strategy import holds_whole_model, runs_in_step
+
+log = logging.getLogger(__name__)
 
 
-def choose_split(
+def make_balancer(
+    model: nn.Module,
     config: RunConfig,
     strategy: Strategy,
     mesh: Mesh,
     world: World,
-    micro_batch_size: int,
+    recorder: Recorder,
     resume_from: CheckpointInfo | None,
-) -> RowSplit:
-    """The split with which a start begins. All ranks must call this."""
-    return even_split(
-        config.training.global_batch_size,
-        mesh.dp_size,
-        micro_batch_size,
-        in_step=runs_in_step(strategy),
-    )
+) -> Balancer:
+    """The split with which a start begins. All ranks must call this.
+
+    A run that goes on with the same ranks on the same devices keeps its split, so that it adds the
+    same numbers in the same order.
+
+    Raises:
+        ConfigError: shares or sizes for hosts or ranks that are not there.
+        OutOfMemoryError: not even one row fits on some rank.
+    """
+    if mesh.dp_size > 1 and config.balance == "auto":
+        recorder.phase("balancing", "measuring the ranks")
+    chooser = _Chooser(model, config, strategy, mesh, world, resume_from)
+    balancer = chooser.balancer()
+    if mesh.dp_size > 1 and chooser.kind != "even":
+        log.info("rows of each rank (balance: %s)\n%s", chooser.kind, balancer.table())
+        recorder.phase("building model", balancer.summary())
+    return balancer
+
+
+def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: World) -> None:
+    """Have the balancer measure the blocks of an engine's model. All ranks must call this."""
+    if balancer.record() is None:
+        return
+    if config.training.torch_compile:
+        log.info("balance is not revised while training: hooks would break torch.compile's graphs")
+        return
+    try:
+        blocks, fault = find_blocks(model), ""
+    except UserError as error:  # a stage of a pipeline may be without blocks, for one
+        blocks, fault = [], error.what
+    faults = world.gather(fault)
+    if any(faults):
+        rank = next(rank for rank, found in enumerate(faults) if found)
+        log.info("balance is not revised while training: rank %d: %s", rank, faults[rank])
+        return
+    if config.strategy.kind == "deepspeed":
+        # ZeRO-3 gathers inside a block, ahead of each matrix: those are what only computes.
+        blocks = [
+            part for block in blocks for part in block.modules() if isinstance(part, nn.Linear)
+        ]
+    balancer.watch(blocks)
+
+
+class _Chooser:
+    """One start's way to its split. Every method is collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RunConfig,
+        strategy: Strategy,
+        mesh: Mesh,
+        world: World,
+        resume_from: CheckpointInfo | None,
+    ) -> None:
+        self._model, self._config, self._strategy = model, config, strategy
+        self._mesh, self._world = mesh, world
+        self._resume_from = resume_from
+        self._rows = config.training.global_batch_size
+        self._in_step = runs_in_step(strategy)
+        self._devices = world.gather(Device(world.host, _device_name(world), mesh.dp_rank))
+        self._hosts = [device.host for device in self._devices]
+        cluster = config.clusters[0]
+        self._may_miss = cluster.min_nodes < cluster.max_nodes
+        self._caps = self._given_sizes()
+        self._is_cuda = world.device.type == "cuda"
+        self.kind = config.balance if isinstance(config.balance, str) else "shares"
+
+    def balancer(self) -> Balancer:
+        """By what the run file asks for."""
+        balance, dp_size = self._config.balance, self._mesh.dp_size
+        is_auto = balance == "auto" and dp_size > 1
+        if is_auto and (kept := self._kept()) is not None:
+            return kept
+        # What cannot be tried on the real model, because no rank holds all of it, is foreseen.
+        foresees = self._is_cuda and None in self._caps
+        foresees = foresees and (isinstance(balance, dict) or not holds_whole_model(self._strategy))
+        curves = self._curves() if is_auto or foresees else None
+        even_size = self._even_size(curves)
+        if isinstance(balance, dict):
+            limits = [curve.limit for curve in curves] if curves else self._limits(even_size)
+            split = shared_split(
+                self._rows, self._dp_shares(balance), limits, in_step=self._in_step
+            )
+        elif is_auto:
+            assert curves is not None
+            split = choose(curves, self._rows, even_size, in_step=self._in_step)
+        else:
+            split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
+            sizes = tuple(cap or even_size for cap in self._caps)
+            split = RowSplit(split.rows, sizes, self._in_step)
+        return self._make(split, curves if is_auto else None, even_size)
+
+    def _make(self, split: RowSplit, curves: Sequence[Curve] | None, even_size: int) -> Balancer:
+        return Balancer(self._world, self._devices, split, curves, even_size)
+
+    def _kept(self) -> Balancer | None:
+        """The split of the checkpoint, if all that it rests on is still so."""
+        manifest: dict[str, Any] = self._resume_from.manifest if self._resume_from else {}
+        record = manifest.get("balance")
+        if record is None or manifest.get("strategy") != self._strategy.kind:
+            return None
+        rows, sizes = manifest["rows"], manifest["micro_batch_sizes"]
+        devices = [Device(host, name, dp_rank) for host, name, dp_rank in record["devices"]]
+        curves = [Curve.read(curve) for curve in record["curves"]]
+        fits = all(size <= (cap or size) for size, cap in zip(sizes, self._caps, strict=False))
+        if devices != list(self._devices) or sum(rows) != self._rows or not fits:
+            log.info("balance: other ranks, devices or sizes than at step %s", manifest["step"])
+            return None
+        split = RowSplit(tuple(rows), tuple(sizes), self._in_step)
+        return self._make(split, curves, int(manifest["micro_batch_size"]))
+
+    def _curves(self) -> list[Curve]:
+        """Measured on all ranks at once; one for each data-parallel rank."""
+        cap = self._caps[self._mesh.dp_rank]
+        found = measure_curve(
+            self._model, self._config, self._strategy, self._mesh, self._world, cap
+        )
+        every = self._world.gather(found)
+        for rank, curve in enumerate(every):
+            if curve is None:
+                raise no_row_fits(self._config, rank, self._devices[rank].host)
+        curves = []
+        for dp_rank, cap in enumerate(self._caps):
+            together = [
+                curve
+                for curve, device in zip(every, self._devices, strict=True)
+                if curve is not None and device.dp_rank == dp_rank
+            ]
+            curve = slowest(together)
+            curves.append(curve if cap is None else curve.capped(cap))
+        return curves
+
+    def _even_size(self, curves: Sequence[Curve] | None) -> int:
+        """Micro-batch size of all ranks where rows are dealt evenly, and in evaluation."""
+        rows = -(-self._rows // self._mesh.dp_size)
+        caps = [cap for cap in self._caps if cap is not None]
+        if len(caps) == len(self._caps):
+            return min(caps)
+        if curves is not None and self._is_cuda and not holds_whole_model(self._strategy):
+            largest = min(curve.limit for curve in curves)
+            return max(size for size in range(1, min(rows, largest) + 1) if rows % size == 0)
+        size = choose_micro_batch_size(
+            self._model, self._config, rows, self._world, self._resume_from
+        )
+        return min([size, *caps])
+
+    def _limits(self, even_size: int) -> list[int]:
+        """Most rows of a micro-batch where nothing was measured."""
+        return [cap or (even_size if self._is_cuda else CPU_MICRO_BATCH_SIZE) for cap in self._caps]
+
+    def _dp_shares(self, balance: dict[str, float]) -> list[float]:
+        shares = [0.0] * self._mesh.dp_size
+        by_rank = rank_shares(balance, self._hosts, may_miss=self._may_miss)
+        for device, share in zip(self._devices, by_rank, strict=True):
+            shares[device.dp_rank] += share
+        return shares
+
+    def _given_sizes(self) -> list[int | None]:
+        """The run file's micro-batch size for each data-parallel rank; None: to be found."""
+        given = self._config.training.micro_batch_size
+        if isinstance(given, int):
+            return [given] * self._mesh.dp_size
+        sizes: list[int | None] = [None] * self._mesh.dp_size
+        if given == "auto":
+            return sizes
+        by_rank = rank_sizes(given, self._hosts, may_miss=self._may_miss)
+        for device, size in zip(self._devices, by_rank, strict=True):
+            known = [s for s in (sizes[device.dp_rank], size) if s is not None]
+            sizes[device.dp_rank] = min(known, default=None)
+        return sizes
+
+
+def _device_name(world: World) -> str:
+    """The GPU's model, or the processor's with the number of its threads."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {torch.get_num_threads()} threads"

@@ -40,11 +40,10 @@ from isles.strategies.base import Engine
 from isles.track.base import Tracker, Trackers
 from isles.track.jsonl import JsonlTracker
 from isles.track.tensorboard import TensorBoardTracker
-from isles.train.balance import choose_split
+from isles.train.balance import make_balancer, watch_speed
 from isles.train.metrics import Speed, StepMeter
 from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
-from isles.train.probe import choose_micro_batch_size
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement, StopSignals
@@ -73,16 +72,17 @@ def build(
     config = resolved.config
     tokenizer, training, validation = _make_data(config, run_dir, world, recorder)
     recorder.phase("building model")
-    strategy = settle_strategy(config, world)
+    strategy, why = settle_strategy(config, world, lambda: _empty_model(config, tokenizer))
+    if why:
+        recorder.phase("building model", why)
     mesh = settle_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
     flops_per_token = _flops_per_token(model, config)  # before the model is cut
-    rows = -(-config.training.global_batch_size // mesh.dp_size)
-    micro_batch_size = choose_micro_batch_size(model, config, rows, world, resume_from)
-    split = choose_split(config, strategy, mesh, world, micro_batch_size, resume_from)
+    balancer = make_balancer(model, config, strategy, mesh, world, recorder, resume_from)
     optimizers = functools.partial(make_optimizers, config.training)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
+    watch_speed(balancer, engine.model, config, world)
     progress = Progress.fresh()
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if resume_from is not None:
@@ -104,18 +104,13 @@ def build(
         recorder=recorder,
         tokenizer=tokenizer,
         engine=engine,
-        loader=Loader(
-            training,
-            split=split,
-            dp_rank=mesh.dp_rank,
-            device=world.device,
-        ),
+        loader=Loader(training, split=balancer.split, dp_rank=mesh.dp_rank, device=world.device),
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
         meter=StepMeter(world, Speed.of(world.device, flops_per_token)),
         checkpoints=checkpoints,
-        micro_batch_size=micro_batch_size,
+        balancer=balancer,
         start_step=progress.step,
         total_steps=total_steps,
         git_commit=_git_commit() if world.is_main else None,
@@ -160,15 +155,21 @@ def _check_shape(config: RunConfig, shape: dict[str, Any]) -> None:
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in violations])
 
 
+def _empty_model(config: RunConfig, tokenizer: Any) -> nn.Module:
+    dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
+    vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None
+    return build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
+
+
 def _make_model(
     config: RunConfig, strategy: Strategy, mesh: Mesh, world: World, tokenizer: Any
 ) -> nn.Module:
     """The model, whole on this rank's device, or empty where it will be cut."""
-    dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
-    vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None
     if is_sharded(strategy):
-        model = build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
+        model = _empty_model(config, tokenizer)
     else:
+        dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
+        vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None
         model = build_model(
             config.model, device=world.device, dtype=dtype, seed=config.seed, vocab_size=vocab_size
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from isles.config.training import TrainingConfig
@@ -28,8 +29,10 @@ def make_optimizers(config: TrainingConfig, model: nn.Module) -> Sequence[Optimi
             return [_adamw(config, [p for _, p in named])]
         case "sgd":
             groups = _decay_groups(config, [p for _, p in named])
+            # The fused kernel does not know shards; without it a step waits for the GPU.
+            is_whole = not any(isinstance(p, DTensor) for _, p in named)
             sgd = torch.optim.SGD(
-                groups, lr=config.learning_rate, momentum=config.momentum, fused=True
+                groups, lr=config.learning_rate, momentum=config.momentum, fused=is_whole
             )
             if config.momentum:
                 _start_momentum(sgd)
@@ -67,7 +70,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) ->
         return peak * step / (warmup + 1)
     if config.lr_scheduler_type == "constant":
         return peak
-    assert total_steps is not None, "config/run.py lets only a constant rate run without an end"
+    assert total_steps is not None, "config/rules.py lets only a constant rate run without an end"
     falling = total_steps - warmup
     if config.lr_scheduler_type == "wsd":
         falling = min(falling, config.decay_steps or max(1, total_steps // 5))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import isles
+from isles.balance.balancer import Balancer
 from isles.checkpoint.manager import CheckpointManager
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved, digest
@@ -45,7 +46,7 @@ class Parts:
     agreement: Agreement
     meter: StepMeter
     checkpoints: CheckpointManager
-    micro_batch_size: int
+    balancer: Balancer
     start_step: int
     total_steps: int | None
     git_commit: str | None
@@ -84,6 +85,11 @@ class Parts:
             checkpoint_at=self.checkpoints.last_at,
         )
 
+    def rebalance(self) -> None:
+        """Deal the rows anew where ranks have become faster or slower. All ranks must call this."""
+        if (split := self.balancer.after_step()) is not None:
+            self.loader.use(split)
+
     def evaluate(self) -> None:
         """Evaluate on the validation text, if there is any. All ranks must call this."""
         if self.validation is None:
@@ -93,7 +99,7 @@ class Parts:
         batches = evaluation_batches(
             self.validation,
             self.config.training.eval_samples or self.validation.num_samples,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=self.balancer.even_size,
             dp_rank=self.mesh.dp_rank,
             dp_size=self.mesh.dp_size,
             device=self.world.device,
@@ -134,9 +140,10 @@ class Parts:
             "total_steps": self.total_steps,
             "lr_scheduler_type": self.config.training.lr_scheduler_type,
             "global_batch_size": self.config.training.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
+            "micro_batch_size": self.balancer.even_size,
             "rows": list(self.loader.split.rows),
             "micro_batch_sizes": list(self.loader.split.micro_batch_sizes),
+            "balance": self.balancer.record(),
             "seed": self.config.seed,
             "data": self.data_content,
             "world_size": self.world.world_size,

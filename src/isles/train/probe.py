@@ -1,18 +1,27 @@
-"""The largest micro-batch that fits on the GPU, found by trying."""
+"""How fast a rank is, and the largest micro-batch that fits on its GPU: found by trying."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from isles.balance.cache import curve_file, keep_curve, read_curve
+from isles.balance.calibrate import Probe, calibrate
+from isles.config.curve import Curve
+from isles.config.layout import Strategy
 from isles.config.run import RunConfig
+from isles.config.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
+from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import OutOfMemoryError
+from isles.models.attention import use_maskless_attention
+from isles.models.build import build_probe, set_gradient_checkpointing
+from isles.rundir.env import cache_home
 from isles.rundir.manifest import CheckpointInfo
 
 log = logging.getLogger(__name__)
@@ -20,6 +29,11 @@ log = logging.getLogger(__name__)
 CPU_MICRO_BATCH_SIZE = 8
 """On a CPU memory is shared and large micro-batches gain nothing: this, or the largest divisor of
 the rank's rows below it."""
+
+_PLAUSIBLE = 4
+"""A rank is not tried with micro-batches of more than so many times its even part of the rows."""
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 _MEMORY_SHARE = 0.9
 """Of the GPU's memory that a micro-batch may fill; the rest is for fragmentation."""
@@ -41,7 +55,7 @@ def choose_micro_batch_size(
         OutOfMemoryError: not even one row fits.
     """
     wanted = config.training.micro_batch_size
-    if wanted != "auto":
+    if isinstance(wanted, int):
         return wanted
     if resume_from is not None:
         before = int(resume_from.manifest["micro_batch_size"])
@@ -53,14 +67,148 @@ def choose_micro_batch_size(
     mine = _largest_that_fits(model, config, divisors, world.device)
     smallest = min(world.gather(mine))
     if smallest == 0:
-        raise OutOfMemoryError(
-            f"one sequence of {config.data.seq_length} tokens does not fit on the GPU",
-            where=f"rank {world.rank} on {world.host}",
-            fix="training.gradient_checkpointing: full, a shorter data.seq_length, "
-            "training.precision: bf16-true, or a smaller model",
-        )
+        raise no_row_fits(config, world.rank, world.host)
     log.info("micro_batch_size=%d was found to fit", smallest)
     return smallest
+
+
+def no_row_fits(config: RunConfig, rank: int, host: str) -> OutOfMemoryError:
+    """The error of a rank whose memory is too small for anything."""
+    return OutOfMemoryError(
+        f"one sequence of {config.data.seq_length} tokens does not fit on the GPU",
+        where=f"rank {rank} on {host}",
+        fix="training.gradient_checkpointing: full, a shorter data.seq_length, "
+        "training.precision: bf16-true, or a smaller model",
+    )
+
+
+def measure_curve(
+    model: nn.Module,
+    config: RunConfig,
+    strategy: Strategy,
+    mesh: Mesh,
+    world: World,
+    most_rows: int | None,
+) -> Curve | None:
+    """How fast this rank is and how many rows fit; None: not even one. No collective operation.
+
+    Args:
+        model: the real one, of which only shapes are looked at: it may lie on the meta device.
+        config: the run file.
+        strategy: how the model is held; it decides what memory is left.
+        mesh: the grid.
+        world: the ranks.
+        most_rows: of a micro-batch, where the run file says so.
+    """
+    shape: Any = model.config
+    training, layout = config.training, mesh.layout
+    layers = int(shape.get_text_config().num_hidden_layers)
+    dtype = torch.bfloat16 if training.precision == "bf16-true" else torch.float32
+
+    def make(num_layers: int) -> nn.Module:
+        probe = build_probe(
+            config.model,
+            num_layers=num_layers,
+            device=world.device,
+            dtype=dtype,
+            vocab_size=int(shape.get_text_config().vocab_size),
+        )
+        set_gradient_checkpointing(probe, training.gradient_checkpointing)
+        use_maskless_attention(probe)
+        return probe
+
+    probe = Probe(
+        make=make,
+        layers=layers,
+        vocab_size=int(shape.get_text_config().vocab_size),
+        seq_length=max(1, config.data.seq_length // layout.cp),
+        autocast=_AUTOCAST.get(training.precision),
+        device=world.device,
+        share=1 / (layout.tp * layout.pp),
+    )
+    rows = training.global_batch_size
+    if world.device.type == "cpu":
+        most = min(most_rows or CPU_MICRO_BATCH_SIZE, rows)
+        return calibrate(probe, _doubling(most), free_bytes=None)
+    most = min(most_rows or _PLAUSIBLE * -(-rows // layout.dp_size), rows)
+    return _measure_gpu(probe, _doubling(most), model, config, strategy, mesh)
+
+
+def _measure_gpu(
+    probe: Probe,
+    sizes: list[int],
+    model: nn.Module,
+    config: RunConfig,
+    strategy: Strategy,
+    mesh: Mesh,
+) -> Curve | None:
+    """As it was measured in an earlier run, or now."""
+    device, shape = probe.device, cast(Any, model).config
+    free, total = torch.cuda.mem_get_info(device)
+    usable = min(total * _MEMORY_SHARE, free + torch.cuda.memory_reserved(device))
+    budget = usable - state_bytes(model, config, strategy, mesh)
+    key: dict[str, object] = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "model": shape.to_json_string(),
+        "attention": config.model.attn_implementation,
+        "precision": config.training.precision,
+        "checkpointing": config.training.gradient_checkpointing,
+        "optimizer": config.training.optimizer,
+        "strategy": strategy.model_dump(),
+        "shape": [probe.seq_length, probe.share, sizes[-1], mesh.layout.world_size],
+        "budget_gib": round(budget / 2**30),
+    }
+    file = curve_file(cache_home(), key)
+    if (known := read_curve(file)) is not None:
+        return known
+    try:
+        curve = calibrate(probe, sizes, free_bytes=budget)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    if curve is not None:
+        keep_curve(file, curve)
+    return curve
+
+
+def state_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:
+    """Weights, gradients and optimizer state on one rank, and what is gathered of them.
+
+    Rather too much than too little; activations come on top.
+    """
+    numel = sum(p.numel() for p in model.parameters())
+    weights = float(sum(p.numel() * p.element_size() for p in model.parameters()))
+    optimizer = 2 * weights if config.training.optimizer == "adamw" else weights
+    cut = mesh.layout.tp * mesh.layout.pp
+    # Two blocks and the embeddings are whole at a time, with their gradients.
+    gathered = 4 * max((p.numel() for p in model.parameters()), default=0) * weights / max(1, numel)
+    match strategy:
+        case FSDPStrategyConfig():
+            shards = mesh.layout.dp_shard * mesh.layout.cp
+            kept = (2 * weights + optimizer) / shards
+            if strategy.cpu_offload:
+                kept = 0.0
+            if strategy.sharding_strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+                gathered = 2 * weights
+            return (kept + gathered) / cut
+        case DeepSpeedStrategyConfig():
+            ranks, stage = mesh.layout.dp_size, strategy.zero_stage
+            kept = weights / (ranks if stage == 3 else 1)
+            kept += weights / (ranks if stage >= 2 else 1)
+            if strategy.offload_optimizer == "none":
+                kept += (optimizer + weights) / ranks  # DeepSpeed keeps a second, exact copy
+            return kept + gathered
+        case _:
+            return (2 * weights + optimizer + weights) / cut
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4 … and the last one."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return [*sizes, most]
 
 
 def _largest_that_fits(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from dataclasses import replace
+from typing import Any, assert_never
 
 from torch import nn
 from torch.optim import Optimizer
 
+from isles.config.auto import Machine, choose_strategy, ddp_bytes, describe
+from isles.config.deepspeed_rules import check_accumulation
+from isles.config.deepspeed_settings import deepspeed_settings, settled_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.run import RunConfig
 from isles.config.strategy import (
@@ -17,8 +22,10 @@ from isles.config.strategy import (
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
 )
+from isles.dist.measure import least_memory_bytes, link_bytes_per_s
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
+from isles.facts.memory import ModelSize
 from isles.models.attention import use_maskless_attention
 from isles.strategies.base import Engine
 
@@ -27,13 +34,41 @@ log = logging.getLogger(__name__)
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 
 
-def settle_strategy(config: RunConfig, world: World) -> Strategy:
-    """The run file's strategy; for `auto`, the one that is chosen. All ranks must call this."""
+def settle_strategy(
+    config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
+) -> tuple[Strategy, str]:
+    """The run file's strategy; for `auto`, the one that is chosen. All ranks must call this.
+
+    Args:
+        config: the run file.
+        world: all ranks.
+        empty_model: makes the model without memory.
+
+    Returns:
+        The strategy, and why it was chosen; "" where the run file says it.
+    """
     match config.strategy:
         case AutoStrategy():
-            return DDPStrategyConfig()
-        case chosen:
-            return chosen
+            return _choose(config, world, empty_model())
+        case given:
+            return given, ""
+
+
+def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy, str]:
+    shape: Any = model.config
+    size = ModelSize(
+        num_params=sum(p.numel() for p in model.parameters()),
+        num_layers=int(getattr(shape, "num_hidden_layers", 1)),
+        hidden_size=int(getattr(shape, "hidden_size", 0)),
+        vocab_size=int(shape.vocab_size),
+    )
+    memory = least_memory_bytes(world)
+    machine = Machine(world.world_size, world.local_world_size, memory, None)
+    training, length = config.training, config.data.seq_length
+    if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
+        machine = replace(machine, link_bytes_per_s=link_bytes_per_s(world))
+    chosen, why = choose_strategy(size, training, length, machine)
+    return chosen, f"{describe(chosen)}, as {why}"
 
 
 def settle_mesh(strategy: Strategy, world: World) -> Mesh:
@@ -43,10 +78,12 @@ def settle_mesh(strategy: Strategy, world: World) -> Mesh:
 
 
 def is_sharded(strategy: Strategy) -> bool:
-    """Whether the model is built without weights, cut, and filled piece by piece (FSDP2)."""
+    """Whether the model is built without weights, cut, and filled piece by piece."""
     match strategy:
-        case AutoStrategy() | DeepSpeedStrategyConfig():
+        case AutoStrategy():
             return False
+        case DeepSpeedStrategyConfig():
+            return settled_stage(strategy) == 3
         case DDPStrategyConfig():
             # DistributedDataParallel knows no cut parameters: FSDP2 with shards of one rank is
             # the same mathematics.
@@ -58,6 +95,11 @@ def is_sharded(strategy: Strategy) -> bool:
 def runs_in_step(strategy: Strategy) -> bool:
     """Whether all ranks must make the same number of micro-steps."""
     return not isinstance(strategy, DDPStrategyConfig) or is_sharded(strategy)
+
+
+def holds_whole_model(strategy: Strategy) -> bool:
+    """Whether every rank holds the whole model and its optimizer."""
+    return isinstance(strategy, DDPStrategyConfig) and not is_sharded(strategy)
 
 
 def as_fsdp(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> FSDPStrategyConfig:
@@ -101,11 +143,11 @@ def make_engine(
         case AutoStrategy():
             raise AssertionError("settle_strategy has chosen another")
         case DeepSpeedStrategyConfig():
-            from isles.config.deepspeed_settings import deepspeed_settings
             from isles.strategies.deepspeed import DeepSpeedEngine
 
+            check_accumulation(config, strategy, world.world_size)
             settings = deepspeed_settings(config, strategy)
-            return DeepSpeedEngine(model, make_optimizers, world, settings=settings)
+            return DeepSpeedEngine(model, materialize, make_optimizers, world, settings=settings)
         case DDPStrategyConfig() if not is_sharded(strategy):
             from isles.strategies.ddp import DDPEngine
 
@@ -119,19 +161,46 @@ def make_engine(
                 comm_sample_every=config.training.logging_steps,
             )
         case DDPStrategyConfig() | FSDPStrategyConfig():
-            from isles.strategies.fsdp import FSDPEngine
-
-            return FSDPEngine(
-                _cut_matrices(model, mesh),
-                materialize,
-                make_optimizers,
-                as_fsdp(strategy),
-                mesh,
-                world,
-                precision=precision,
+            return _make_sharded_engine(
+                as_fsdp(strategy), model, materialize, make_optimizers, mesh, world, precision
             )
         case _:
             assert_never(strategy)
+
+
+def _make_sharded_engine(
+    strategy: FSDPStrategyConfig,
+    model: nn.Module,
+    materialize: Callable[[nn.Module], None],
+    make_optimizers: MakeOptimizers,
+    mesh: Mesh,
+    world: World,
+    precision: str,
+) -> Engine:
+    if strategy.pp_size > 1:
+        from isles.strategies.pipeline import PipelineEngine
+
+        return PipelineEngine(
+            model,
+            materialize,
+            make_optimizers,
+            strategy,
+            mesh,
+            world,
+            precision=precision,
+            parallelize=functools.partial(_cut_matrices, mesh=mesh),
+        )
+    from isles.strategies.fsdp import FSDPEngine
+
+    return FSDPEngine(
+        _cut_matrices(model, mesh),
+        materialize,
+        make_optimizers,
+        strategy,
+        mesh,
+        world,
+        precision=precision,
+    )
 
 
 def compile_model(model: nn.Module, *, by_block: bool) -> None:

@@ -26,12 +26,13 @@ from isles.data.loader import evaluation_batches
 from isles.data.tokenizer import load_tokenizer
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import TrainingError, UserError
-from isles.models.build import build_model
+from isles.models.build import build_empty_model, build_model, converts_weights
 from isles.rundir.env import RankEnv, cache_home
-from isles.rundir.manifest import find_checkpoint, verify_checkpoint
+from isles.rundir.manifest import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.rundir.paths import RunDir
 from isles.strategies.ddp import DDPEngine
 from isles.train.evaluate import evaluate
+from isles.train.finish import export_step
 from isles.train.strategy import settle_mesh
 
 
@@ -86,9 +87,17 @@ def _positive(text: str) -> int:
 
 
 def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
-    model, step = _load(run_dir, resolved, options.step, torch.device("cpu"))
-    folder = options.output or run_dir.model
-    export_model(model, _tokenizer(run_dir, resolved), folder)
+    checkpoint = _sound_checkpoint(run_dir, options.step)
+    folder, step = options.output or run_dir.model, checkpoint.step
+    tokenizer = _tokenizer(run_dir, resolved)
+    if converts_weights(
+        build_empty_model(resolved.config.model, dtype=torch.float32, vocab_size=None)
+    ):
+        # Only transformers' own way of saving gives the experts back their names on the hub.
+        model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
+        export_model(model, tokenizer, folder)
+    else:
+        export_step(run_dir, resolved, tokenizer, step, folder)
     sys.stdout.write(f"step {step} is exported to {folder}\n")
 
 
@@ -191,13 +200,7 @@ def _load(
     run_dir: RunDir, resolved: Resolved, step: int | None, device: torch.device
 ) -> tuple[Any, int]:
     """The model with a checkpoint's weights, and the checkpoint's step."""
-    checkpoint = find_checkpoint(run_dir, step)
-    if faults := verify_checkpoint(checkpoint.path):
-        raise TrainingError(
-            f"the checkpoint is broken: {'; '.join(faults)}",
-            where=str(checkpoint.path),
-            fix="take another one with --step: `isles checkpoint list`",
-        )
+    checkpoint = _sound_checkpoint(run_dir, step)
     config = resolved.config
     tokenizer = _tokenizer(run_dir, resolved)
     fresh = tokenizer is not None and config.tokenizer.train_vocab_size is not None
@@ -213,6 +216,17 @@ def _load(
     load_tensors(state, checkpoint.path, alone=True)
     model.tie_weights()
     return model.eval(), checkpoint.step
+
+
+def _sound_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
+    checkpoint = find_checkpoint(run_dir, step)
+    if faults := verify_checkpoint(checkpoint.path):
+        raise TrainingError(
+            f"the checkpoint is broken: {'; '.join(faults)}",
+            where=str(checkpoint.path),
+            fix="take another one with --step: `isles checkpoint list`",
+        )
+    return checkpoint
 
 
 def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:

@@ -1,0 +1,338 @@
+"""Wall time of a step on unequal processes, against the ideal and against even rows.
+
+    python benchmarks/balance.py [--quick]
+
+Three processes on the CPU train together, the second slowed to a half and the third to a third from
+outside: a supervisor stops and continues them many times a second (tests/slowdown.py); nothing in
+the training code knows of it. isles measures the ranks when it starts (`balance: auto`), trains
+with what it found until it has looked at their speeds once more, and then the benchmark begins.
+
+In turns: some steps with isles' rows, some with even rows, and each rank alone, the others idle, on
+a model of its own without any communication. The ideal is the work of a step divided by the summed
+speeds of the three alone. Each ratio is of one round; the slowdown is on all the while.
+
+The last line is JSON, medians of the rounds, by strategy and for the worse of them:
+    balanced_over_ideal: seconds of a step with isles' rows over the ideal; 1 is perfect.
+    even_over_ideal: the same with even rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from tests.slowdown import slowed  # noqa: E402
+
+from isles.config.load import load_run_file  # noqa: E402
+from isles.config.resolve import load_resolved, resolve  # noqa: E402
+from isles.config.split import RowSplit, even_split  # noqa: E402
+from isles.rundir.begin import begin_run  # noqa: E402
+from isles.rundir.env import read_rank_env  # noqa: E402
+from isles.rundir.paths import RunDir  # noqa: E402
+
+if TYPE_CHECKING:
+    from isles.data.loader import StepData
+    from isles.train.parts import Parts
+
+FACTORS = (1.0, 2.0, 3.0)
+ROWS, SEQ_LENGTH = 66, 256
+SOLO_S = 0.4
+DEADLINE_S = 900.0
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": SEQ_LENGTH,
+}
+
+RUN_FILE = """\
+name: {strategy}
+output_dir: {folder}/runs
+model: {{name_or_path: {folder}/model, init: scratch}}
+data:
+  sources: [{{type: fake}}]
+  seq_length: {seq_length}
+  validation_fraction: 0
+training:
+  max_steps: {max_steps}
+  global_batch_size: {rows}
+  learning_rate: 1e-3
+  lr_scheduler_type: constant
+  precision: 32-true
+  logging_steps: 1000
+  eval_steps: null
+strategy: {{kind: {strategy}}}
+checkpoint: {{every_steps: null, every_minutes: null}}
+track: [jsonl]
+clusters: [{{gpus_per_node: 3, comm_timeout: 120s}}]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    warmup_steps: int
+    rounds: int
+    chunk_steps: int
+
+
+FULL = Effort(warmup_steps=55, rounds=20, chunk_steps=3)
+QUICK = Effort(warmup_steps=52, rounds=8, chunk_steps=3)
+
+
+# ---- This part runs in the ranks, and is the only one that imports torch. ----
+
+
+class Turns:
+    """Stands where the loop's loader is: changes the split between chunks, and measures alone."""
+
+    def __init__(self, parts: Parts, effort: Effort, barrier: Callable[[], Any]) -> None:
+        self._parts, self._loader = parts, parts.loader
+        self._effort, self._barrier = effort, barrier
+        self._calls, self._since = 0, 0.0
+        self._name = ""
+        self.rounds: list[dict[str, Any]] = []
+        self.chosen: RowSplit | None = None
+
+    @property
+    def split(self) -> RowSplit:
+        """As the loader's."""
+        return self._loader.split
+
+    def use(self, split: RowSplit) -> None:
+        """As the loader's; isles uses it while it warms up."""
+        self._loader.use(split)
+
+    def close(self) -> None:
+        """As the loader's."""
+        self._loader.close()
+
+    def step(self, samples_seen: int) -> StepData:
+        """The loader's step; before a chunk's first one, what belongs between two chunks."""
+        at = self._calls - self._effort.warmup_steps
+        self._calls += 1
+        # The first step after a change of rows is not measured: its data has not been read ahead.
+        length = self._effort.chunk_steps + 1
+        if at >= 0 and at % length == 0:
+            self._end_chunk()
+            self._begin_chunk(at // length)
+        elif at > 0 and at % length == 1:
+            self._barrier()
+            self._since = time.perf_counter()
+        return self._loader.step(samples_seen)
+
+    def _end_chunk(self) -> None:
+        if self._name:
+            seconds = (time.perf_counter() - self._since) / self._effort.chunk_steps
+            self.rounds[-1][self._name] = seconds
+            self._name = ""
+
+    def _begin_chunk(self, number: int) -> None:
+        if self.chosen is None:
+            self.chosen = self._loader.split
+            # From now on the rows change for the benchmark's sake, which is nothing to learn from.
+            self._parts.balancer.rest()
+        turn = number % 2
+        if turn == 0:
+            speeds = [self._alone(rank) for rank in range(len(FACTORS))]
+            self.rounds.append({"speeds": speeds})
+        self._name = ("balanced", "even")[(turn + number // 2) % 2]
+        even = even_split(ROWS, len(FACTORS), 8, in_step=self.chosen.in_step)
+        self._loader.use(self.chosen if self._name == "balanced" else even)
+
+    def _alone(self, rank: int) -> float:
+        """Rows per second of one rank without any other; 0 on the others."""
+        self._barrier()
+        speed = 0.0
+        world = self._parts.world
+        if world.rank == rank:
+            assert self.chosen is not None
+            speed = self._solo(max(self.chosen.micro_steps(rank)))
+        return max(world.gather(speed))
+
+    def _solo(self, rows: int) -> float:
+        import torch
+        import torch.nn.functional as F
+
+        twin = self._twin()
+        tokens = torch.randint(MODEL["vocab_size"], (rows, SEQ_LENGTH))  # type: ignore[call-overload]
+        done, began = 0, time.perf_counter()
+        while time.perf_counter() - began < SOLO_S:
+            logits = twin(input_ids=tokens, use_cache=False).logits
+            F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+            done += rows
+        return done / (time.perf_counter() - began)
+
+    def _twin(self) -> Any:
+        import torch
+
+        from isles.models.attention import use_maskless_attention
+        from isles.models.build import build_model
+
+        if not hasattr(self, "_own"):
+            device, dtype = torch.device("cpu"), torch.float32
+            config = self._parts.config.model
+            self._own = build_model(config, device=device, dtype=dtype, seed=0, vocab_size=None)
+            use_maskless_attention(self._own)
+        return self._own
+
+
+def run_rank(run_dir: RunDir, effort: Effort) -> None:
+    """Train as isles' worker does; rank 0 writes rounds.json."""
+    import logging
+
+    import torch.distributed as dist
+
+    from isles.dist.world import join_world, leave_world
+    from isles.train.build import build
+    from isles.train.loop import train
+    from isles.train.record import Recorder
+    from isles.train.stop import StopSignals
+
+    env = replace(read_rank_env(), store=run_dir.path / "store")
+    if env.rank == 0:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+    recorder = Recorder(run_dir, is_main=env.rank == 0, world_size=env.world_size)
+    world = join_world(env, device="cpu", timeout_s=120)
+    # All have been imported; from here on the slowdown is on.
+    (run_dir.path / f"ready-{env.rank}").touch()
+    world.main_first(lambda: wait_for(run_dir.path / "go"))
+    parts = build(resolved, run_dir, world, recorder, StopSignals(), None)
+    turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
+    parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
+    train(parts)
+    parts.loader.close()
+    parts.checkpoints.close()
+    recorder.close()
+    if env.rank == 0:
+        assert turns.chosen is not None
+        result = {"rounds": turns.rounds, "rows": turns.chosen.rows}
+        (run_dir.path / "rounds.json").write_text(json.dumps(result), encoding="utf-8")
+    leave_world()
+
+
+def wait_for(*files: Path, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    """Wait until files are there.
+
+    Raises:
+        RuntimeError: a child ended first, or they did not come.
+    """
+    end = time.monotonic() + DEADLINE_S
+    while not all(file.exists() for file in files):
+        if time.monotonic() > end or any(child.poll() is not None for child in children):
+            raise RuntimeError(f"{[str(file) for file in files if not file.exists()]} did not come")
+        time.sleep(0.01)
+
+
+# ---- What follows starts the ranks and compares their figures. ----
+
+
+def measure(folder: Path, strategy: str, effort: Effort) -> dict[str, Any]:
+    """Rounds of one strategy."""
+    max_steps = effort.warmup_steps + 2 * effort.rounds * (effort.chunk_steps + 1) + 1
+    path = folder / f"{strategy}.yaml"
+    values = {"rows": ROWS, "seq_length": SEQ_LENGTH, "max_steps": max_steps}
+    path.write_text(RUN_FILE.format(folder=folder, strategy=strategy, **values), encoding="utf-8")
+    loaded = load_run_file(path)
+    run_dir = begin_run(resolve(loaded, num_gpus=0), loaded.text, "no").run_dir
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    fixed |= {"WORLD_SIZE": "3"}
+    ask = json.dumps([effort.warmup_steps, effort.rounds, effort.chunk_steps])
+    command = [sys.executable, str(HERE / "balance.py"), "--rank", str(run_dir.path), ask]
+    log = (run_dir.path / "benchmark.log").open("wb")
+    children = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(3)
+    ]
+    try:
+        wait_for(*(run_dir.path / f"ready-{rank}" for rank in range(3)), children=children)
+        with slowed({child.pid: f for child, f in zip(children, FACTORS, strict=True)}):
+            (run_dir.path / "go").touch()
+            codes = [child.wait(DEADLINE_S) for child in children]
+        if any(codes):
+            raise RuntimeError(f"exit codes {codes}")
+    except (RuntimeError, subprocess.TimeoutExpired):
+        print((run_dir.path / "benchmark.log").read_text(errors="replace")[-4000:])
+        raise
+    finally:
+        log.close()
+        for child in children:
+            with suppress(ProcessLookupError):
+                child.kill()
+    print((run_dir.path / "benchmark.log").read_text(errors="replace")[-3000:], file=sys.stderr)
+    return dict(json.loads((run_dir.path / "rounds.json").read_text(encoding="utf-8")))
+
+
+def report(strategy: str, result: dict[str, Any]) -> tuple[float, float]:
+    """Print the figures of a strategy; its two ratios."""
+    rounds = [entry for entry in result["rounds"] if {"balanced", "even"} <= entry.keys()]
+    ideals = [ROWS / sum(entry["speeds"]) for entry in rounds]
+    ratios = {}
+    for name in ("balanced", "even"):
+        seconds = [float(entry[name]) for entry in rounds]
+        over = [own / ideal for own, ideal in zip(seconds, ideals, strict=True)]
+        ratios[name] = statistics.median(over)
+        rows = " ".join(map(str, result["rows"])) if name == "balanced" else "22 22 22"
+        figures = f"{statistics.median(seconds):>9.3f}{ratios[name]:>9.3f}"
+        print(f"{strategy:<6}{name:<10}{rows:<12}{figures}{min(over):>9.3f}{max(over):>9.3f}")
+    speeds = [statistics.median(entry["speeds"][rank] for entry in rounds) for rank in range(3)]
+    alone = " ".join(f"{speed:.1f}" for speed in speeds)
+    print(f"{strategy:<6}{'ideal':<22}{statistics.median(ideals):>9.3f}   alone, rows/s: {alone}")
+    return ratios["balanced"], ratios["even"]
+
+
+def main() -> None:
+    """Measure everything and print it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser.add_argument("--strategy", action="append", help="ddp or fsdp; both without it")
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # what this script starts
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(RunDir(Path(options.rank[0])), Effort(*json.loads(options.rank[1])))
+        return
+    effort = QUICK if options.quick else FULL
+    figures = {}
+    with tempfile.TemporaryDirectory(prefix="isles-balance-") as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        head = f"{'step s':>9}{'/ideal':>9}{'min':>9}{'max':>9}"
+        print(f"{'':<16}{'rows':<12}{head}", flush=True)
+        for strategy in options.strategy or ("ddp", "fsdp"):
+            figures[strategy] = report(strategy, measure(folder, strategy, effort))
+    balanced, even = (max(pair[index] for pair in figures.values()) for index in (0, 1))
+    line: dict[str, Any] = {"balanced_over_ideal": round(balanced, 4)}
+    line["even_over_ideal"] = round(even, 4)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

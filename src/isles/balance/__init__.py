@@ -1,0 +1,1 @@
+"""Unequal GPUs, equal time: measuring the ranks and dealing the rows."""

@@ -1,0 +1,175 @@
+"""How fast this rank computes, and how many rows fit: measured on small models of few layers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from isles.config.curve import Curve
+
+_ROUNDS = 3
+_WINDOW_S = 0.06
+"""Of one size in one round: several periods of whatever slows a machine in bursts."""
+
+_BUDGET_S = 8.0
+"""Of all rounds and sizes, on machines where one pass takes longer than a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A model that stands for a larger one of the same shape.
+
+    Args:
+        make: makes a model with so many layers, on the device, in train mode.
+        layers: of the real model.
+        vocab_size, seq_length: of the tokens.
+        autocast: type of the matrix products under mixed precision, or None.
+        device: where it is measured.
+        share: part of the real model's work that falls to one rank (tensor, context and pipeline
+            parallel ranks share it).
+    """
+
+    make: Callable[[int], nn.Module]
+    layers: int
+    vocab_size: int
+    seq_length: int
+    autocast: torch.dtype | None
+    device: torch.device
+    share: float
+
+
+@dataclass(slots=True)
+class Measured:
+    """Figures of one probe model, by rows."""
+
+    seconds: dict[int, list[float]]
+    bytes: dict[int, int]
+
+
+def calibrate(probe: Probe, sizes: Sequence[int], *, free_bytes: float | None) -> Curve:
+    """Measure this rank. No rank waits for another in it, and random states stay as they are.
+
+    Args:
+        probe: what to measure with.
+        sizes: of micro-batches to try, ascending, the last one the most that is of use.
+        free_bytes: left for activations on this rank; None: memory is no limit, as on a CPU.
+
+    Raises:
+        torch.OutOfMemoryError: not even one row of the smallest probe fits.
+    """
+    devices = [probe.device] if probe.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        depths = sorted({min(1, probe.layers), min(2, probe.layers)})
+        found = []
+        for depth in depths:
+            model = probe.make(depth)
+            found.append(_measure(model, probe, sizes, free_bytes))
+            del model
+            if probe.device.type == "cuda":
+                torch.cuda.empty_cache()
+    shallow, deep = found[0], found[-1]
+    more = (probe.layers - depths[-1]) if len(depths) > 1 else 0
+    seconds, size_bytes = {}, {}
+    for size in sorted(shallow.seconds.keys() & deep.seconds.keys()):
+        one, two = (statistics.median(f.seconds[size]) for f in (shallow, deep))
+        # Two layers may have been measured as no slower than one, on a machine full of noise.
+        seconds[size] = (two + more * max(0.0, two - one)) * probe.share
+        per_layer = max(0, deep.bytes[size] - shallow.bytes[size])
+        size_bytes[size] = (deep.bytes[size] + more * per_layer) * probe.share
+    limit = sizes[-1]
+    if free_bytes is not None:
+        limit = rows_that_fit(size_bytes, free_bytes, sizes[-1])
+    return Curve.of(seconds, max(1, limit))
+
+
+def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int) -> int:
+    """The most rows whose activations fit, by the line through the two largest that were measured;
+    0: not even one."""
+    sizes = sorted(bytes_by_rows)
+    last = sizes[-1]
+    before = sizes[-2] if len(sizes) > 1 else 0
+    base = bytes_by_rows.get(before, 0.0)
+    slope = max(1.0, (bytes_by_rows[last] - base) / (last - before))
+    fit = int((free_bytes - bytes_by_rows[last]) // slope) + last
+    return max(0, min(most, fit))
+
+
+def _measure(
+    model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None
+) -> Measured:
+    """Grow until memory ends, then time all sizes in turn, so that noise falls on all alike."""
+    result = Measured({}, {})
+    began = time.perf_counter()
+    usable: list[int] = []
+    for size in sizes:
+        try:
+            _pass(model, probe, size)  # makes the gradients, compiles kernels
+            size_bytes, seconds = _peak(model, probe, size)
+        except torch.OutOfMemoryError:
+            if not usable:
+                raise
+            break  # the limit follows from the sizes before
+        result.bytes[size], result.seconds[size] = size_bytes, [seconds]
+        usable.append(size)
+        if free_bytes is not None and 2 * size_bytes > free_bytes:
+            break
+        if time.perf_counter() - began > _BUDGET_S / 2:
+            break
+    rounds: dict[int, list[float]] = {size: [] for size in usable}
+    for _ in range(_ROUNDS):
+        for size in usable:
+            if time.perf_counter() - began > _BUDGET_S:
+                break
+            rounds[size].append(_window(model, probe, size, result.seconds[size][0]))
+    result.seconds = {size: rounds[size] or result.seconds[size] for size in usable}
+    return result
+
+
+def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:
+    """Mean seconds of one pass over a stretch of time."""
+    count = max(1, int(_WINDOW_S / guess))
+    began = _now(probe)
+    for _ in range(count):
+        _pass(model, probe, size)
+    return (_now(probe) - began) / count
+
+
+def _peak(model: nn.Module, probe: Probe, size: int) -> tuple[int, float]:
+    """Bytes beyond weights and gradients, and seconds, of one pass."""
+    if probe.device.type != "cuda":
+        began = _now(probe)
+        _pass(model, probe, size)
+        return 0, _now(probe) - began
+    base = torch.cuda.memory_allocated(probe.device)
+    torch.cuda.reset_peak_memory_stats(probe.device)
+    began = _now(probe)
+    _pass(model, probe, size)
+    seconds = _now(probe) - began
+    return torch.cuda.max_memory_allocated(probe.device) - base, seconds
+
+
+def _now(probe: Probe) -> float:
+    if probe.device.type == "cuda":
+        torch.cuda.synchronize(probe.device)
+    return time.perf_counter()
+
+
+def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
+    """One forward and backward pass on tokens that mean nothing, as an engine does it."""
+    tokens_BT = torch.arange(rows * probe.seq_length, device=probe.device) % probe.vocab_size
+    tokens_BT = tokens_BT.view(rows, probe.seq_length)
+    with torch.autocast(
+        probe.device.type, dtype=probe.autocast, enabled=probe.autocast is not None
+    ):
+        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+    loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT.flatten(), reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()

@@ -1,0 +1,204 @@
+"""Parameters, gradients and optimizer state cut over the ranks by DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isles.config.deepspeed_file import Json
+from isles.config.deepspeed_settings import stage_of
+from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.world import World
+from isles.errors import UserError
+from isles.strategies.deepspeed_init import cut_model
+from isles.strategies.deepspeed_setup import (
+    check_device,
+    check_settings,
+    import_deepspeed,
+    start_deepspeed,
+)
+from isles.strategies.deepspeed_state import ZeroState
+from isles.strategies.guard import StepGuard
+
+
+class DeepSpeedEngine:
+    """ZeRO stage 1, 2 or 3. See `strategies.base.Engine`.
+
+    Under mixed precision the parameters are bf16 or fp16 and each rank keeps its part of them in
+    fp32; that part is what is stepped and saved. Stage 1 reduces gradients once a step, stages 2
+    and 3 in every micro-step, which is what lets them keep only a part.
+
+    Args:
+        model: on this rank's device, the same weights on every rank; for stage 3 on the meta
+            device.
+        materialize: fills a model whose memory has been allocated, this rank's part of it.
+        make_optimizers: optimizers over the parameters of the model that it is given.
+        world: the ranks of the cluster.
+        settings: DeepSpeed's JSON, with nothing left on `auto`.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+        UserError, PreflightError: it cannot do what is asked on this machine.
+    """
+
+    replicas = (0, 1)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        materialize: Callable[[nn.Module], None],
+        make_optimizers: Callable[[nn.Module], Sequence[Optimizer]],
+        world: World,
+        *,
+        settings: Json,
+    ) -> None:
+        check_settings(settings, world)
+        deepspeed = import_deepspeed(world)
+        check_device(deepspeed, settings, world)
+        self.model = model
+        self._world_size = world.world_size
+        self._device = world.device
+        settings = _fit_buckets(settings, model)
+
+        def make_optimizer(module: nn.Module) -> Optimizer:
+            return _only(make_optimizers(module))
+
+        if stage_of(settings) == 3:
+            optimizer = cut_model(deepspeed, model, materialize, make_optimizer, settings, world)
+        else:
+            optimizer = make_optimizer(model)
+        self._engine = start_deepspeed(deepspeed, model, optimizer, settings, world)
+        self._zero: Any = self._engine.optimizer
+        self._guard = StepGuard(world.device)
+        self._scaler = self._take_scaler()
+        self._state = ZeroState(model, self._zero, optimizer, world)
+
+    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+        """See Engine."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        loss_sum = self._loss_sum(self._engine, batch)
+        if self._scaler is not None:
+            self._guard.watch(loss_sum)
+            self._zero.override_loss_scale(self._scaler.cur_scale)
+        # DeepSpeed averages over ranks; the global sum over global tokens is wanted. A NaN, once
+        # something was not finite, makes it skip the step and drop the gradients.
+        loss = self._guard.spoil(loss_sum * (self._world_size / global_tokens))
+        self._engine.backward(loss, scale_wrt_gas=False)
+        return loss_sum.detach()
+
+    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
+        """See Engine."""
+        self._zero.clip_grad = max_norm or 0.0
+        for group in self._zero.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        norm = torch.as_tensor(
+            self._zero._global_grad_norm, dtype=torch.float32, device=self._device
+        )
+        if self._scaler is None:
+            self._guard.watch(norm)
+        else:
+            self._guard.agree()
+            if self._zero.overflow and self._scaler.cur_scale <= self._scaler.min_scale:
+                self._guard.watch(norm)  # it has fallen as far as it can: nothing is ever finite
+            self._scaler.update_scale(bool(self._zero.overflow))
+        self._guard.count()
+        return norm
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See Engine."""
+        with torch.no_grad():
+            return self._loss_sum(self.model, batch)
+
+    def good_steps(self) -> int | None:
+        """See Engine."""
+        return self._guard.good_steps()
+
+    def communication_s(self) -> float | None:
+        """See Engine: DeepSpeed does not tell."""
+        return None
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See Engine: this rank's fp32 parts, each of many parameters in a row."""
+        return self._state.parts()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Engine. Each tensor is whole, on the one rank that it is dealt to."""
+        state: dict[str, Any] = self._state.collect()
+        if self._scaler is not None and self._state.is_main:
+            growth = self._scaler.cur_iter - self._scaler.last_overflow_iter - 1
+            growth %= self._scaler.scale_window  # as torch's scaler counts
+            state["scaler.scale"] = torch.tensor(self._scaler.cur_scale, dtype=torch.float64)
+            state["scaler.growth"] = torch.tensor(growth)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Engine."""
+        self._state.spread(state)
+        if self._scaler is not None:
+            scale = self._state.share(state.get("scaler.scale"), torch.float64)
+            growth = self._state.share(state.get("scaler.growth"), torch.int64)
+            self._scaler.cur_scale = float(scale)
+            self._scaler.cur_iter = int(growth)
+            self._scaler.last_overflow_iter = -1
+
+    def _take_scaler(self) -> Any:
+        """DeepSpeed's loss scaler, asked by us; None outside fp16.
+
+        Left to itself, DeepSpeed raises the scale between measuring a gradient and dividing it by
+        the scale, so that such a step is half as long.
+        """
+        if not hasattr(self._zero, "loss_scaler"):
+            return None
+        scaler, self._zero.loss_scaler = self._zero.loss_scaler, _NoScaler()
+        if self._zero.dtype != torch.float16:
+            return None
+        scaler.raise_error_at_min_scale = False
+        return scaler
+
+    def _loss_sum(self, model: Any, batch: Batch) -> Tensor:
+        logits_BTV = model(input_ids=batch.input_ids_BT, use_cache=False).logits
+        return F.cross_entropy(
+            logits_BTV.float().flatten(0, 1),
+            batch.targets_BT.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+
+
+class _NoScaler:
+    """Stands where DeepSpeed's loss scaler stood; the scale comes from `override_loss_scale`."""
+
+    cur_scale = 1.0
+    dynamic = False
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss as it is."""
+        return loss
+
+    def update_scale(self, overflow: bool) -> None:
+        """Nothing to update."""
+
+
+def _fit_buckets(settings: Json, model: nn.Module) -> Json:
+    """Without a bucket for more gradients than the model has: DeepSpeed allocates it at once."""
+    zero = dict(settings["zero_optimization"])
+    total = sum(p.numel() for p in model.parameters())
+    zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), total)
+    return {**settings, "zero_optimization": zero}
+
+
+def _only(optimizers: Sequence[Optimizer]) -> Optimizer:
+    if len(optimizers) == 1:
+        return optimizers[0]
+    raise UserError(
+        "optimizer muon does not work under DeepSpeed: ZeRO cuts parameters as one long row, and "
+        "Muon needs whole matrices",
+        where="training.optimizer",
+        fix="use adamw or sgd, or strategy: {kind: fsdp}",
+    )

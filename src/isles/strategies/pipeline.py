@@ -1,0 +1,223 @@
+"""Successive blocks of the model on successive ranks: pipeline parallel, with FSDP2 inside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isles.config.strategy import FSDPStrategyConfig
+from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.mesh import Mesh
+from isles.dist.world import World, is_communication_error
+from isles.errors import CommunicationError
+from isles.strategies.fsdp import allocate, shard_model
+from isles.strategies.pipeline_schedule import MicroBatches, Pipeline
+from isles.strategies.pipeline_split import (
+    check_model,
+    cut_stage,
+    deal_layers,
+    stage_indices,
+    stages_per_rank,
+)
+from isles.strategies.sequence import localize
+from isles.strategies.stepper import MakeOptimizers, Stepper
+
+_HIDDEN_DTYPE = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+}
+
+
+class PipelineEngine:
+    """A model whose blocks lie on several ranks in a row. See `strategies.base.Engine`.
+
+    Micro-batches are kept back until the last one of a step, then they all go through. The rank of
+    the last stage has the whole step's loss, the others have zero.
+
+    Args:
+        model: the whole model on the meta device, attention chosen, nothing cut yet.
+        materialize: fills a model whose memory has been allocated, by the parameters' names.
+        make_optimizers: optimizers over the parameters of the model that it is given.
+        config: how a stage is cut over its ranks; NO_SHARD: each of them holds it whole.
+        mesh: the ranks, with a root.
+        world: all of them.
+        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
+        parallelize: applies tensor parallel, if any, to a stage on the meta device, in place.
+
+    Raises:
+        UserError: the model cannot be cut into stages.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        materialize: Callable[[nn.Module], None],
+        make_optimizers: MakeOptimizers,
+        config: FSDPStrategyConfig,
+        mesh: Mesh,
+        world: World,
+        *,
+        precision: str,
+        parallelize: Callable[[nn.Module], nn.Module],
+    ) -> None:
+        self._mesh, self._world = mesh, world
+        size = mesh.layout.pp
+        num_stages = size * stages_per_rank(config.pp_schedule)
+        check_model(model, num_stages)
+        dtype = _HIDDEN_DTYPE.get(precision, torch.float32)
+        layers = deal_layers(len(model.base_model.layers), num_stages)
+        stages: dict[int, nn.Module] = {}
+        for index in stage_indices(config.pp_schedule, mesh.place.pp, size):
+            ends = {"is_first": index == 0, "is_last": index == num_stages - 1}
+            stage = stages[index] = cut_stage(model, layers[index], **ends, dtype=dtype)
+            parallelize(stage)
+            sharded = shard_model(stage, config, mesh, world.device, precision=precision)
+            if stages_per_rank(config.pp_schedule) > 1:
+                # These schedules gather a stage, and let it go, by themselves. A block that let go
+                # after its forward pass would have no gradients where backward is cut in two (zbv).
+                for module in sharded:
+                    module.set_reshard_after_forward(False, recurse=False)
+            allocate(stage, config, world.device)
+            materialize(stage)
+        modules = list(stages.values())
+        self.model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        # The ranks of one stage are neighbours: the axis pp varies slowest.
+        self.replicas = divmod(world.rank, world.world_size // size)[1], world.world_size // size
+        group = _pipeline_group(mesh, world)
+        self._stepper = Stepper(
+            modules, make_optimizers, device=world.device, precision=precision, stages=group
+        )
+        self._pipeline = Pipeline(
+            stages,
+            config.pp_schedule,
+            group,
+            world.device,
+            hidden=(int(model.config.hidden_size), dtype),
+            loss=self._loss,
+        )
+        self._held = MicroBatches()
+        # FSDP2 averages over the ranks that share the data; the global sum is wanted.
+        self._parts = mesh.dp_size * mesh.layout.cp
+        self._scale = 1.0
+        self._loss_total = torch.zeros((), device=world.device)
+
+    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+        """See Engine. Only the last call of a step computes."""
+        part = localize(batch, self._mesh)
+        self._held.hold(part.inputs["input_ids"], part.targets_BT, part.inputs.get("position_ids"))
+        self._loss_total = torch.zeros((), device=self._world.device)
+        if is_last:
+            self._scale = self._parts / global_tokens
+            count = self._pipeline.count(len(self._held))
+            with self._naming_itself():
+                self._pipeline.train(self._held.take(count), count)
+            assert all(p.grad is not None for p in self.trainable()), "a gradient was lost"
+        return self._mine(self._loss_total)
+
+    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
+        """See Engine."""
+        return self._stepper.step(lr=lr, max_norm=max_norm)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See Engine."""
+        part = localize(batch, self._mesh)
+        with torch.no_grad(), self._naming_itself():
+            logits = self._pipeline.forward(
+                part.inputs["input_ids"], part.inputs.get("position_ids")
+            )
+            if logits is None:
+                return torch.zeros((), device=self._world.device)
+            return self._mine(_loss_sum(logits, part.targets_BT))
+
+    def good_steps(self) -> int | None:
+        """See Engine."""
+        return self._stepper.good_steps()
+
+    def communication_s(self) -> float | None:
+        """See Engine: it is not timed; most of it is waiting for another stage."""
+        return None
+
+    def trainable(self) -> list[nn.Parameter]:
+        """See Engine."""
+        return self._stepper.parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Engine. This rank's stages only, under their names in the whole model."""
+        return self._stepper.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Engine."""
+        self._stepper.load_state_dict(state)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """What the last stage differentiates, for one micro-batch."""
+        loss_sum = _loss_sum(logits_BTV, targets_BT)
+        self._loss_total += loss_sum.detach()
+        return self._stepper.scaled(loss_sum * self._scale, loss_sum)
+
+    def _mine(self, loss_sum: Tensor) -> Tensor:
+        """Tensor parallel ranks all have the same loss; one of them counts it."""
+        return loss_sum if self._mesh.place.tp == 0 else torch.zeros_like(loss_sum)
+
+    @contextlib.contextmanager
+    def _naming_itself(self) -> Iterator[None]:
+        """Say which stage an error is of; torch hides the cause in an error of its own."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            if is_communication_error(cause):
+                raise self._lost(cause) from error
+            if cause is error:
+                raise
+            raise cause from None
+
+    def _lost(self, cause: BaseException) -> CommunicationError:
+        world = self._world
+        mine = ", ".join(map(str, self._pipeline.stages))
+        plural = "s" if len(self._pipeline.stages) > 1 else ""
+        return CommunicationError(
+            f"stage{plural} {mine} (0 to {self._pipeline.num_stages - 1}) of the pipeline lost "
+            f"another rank, or waited for it longer than {world.timeout_s:.0f} s: "
+            f"{str(cause).strip().splitlines()[0]}",
+            where=f"rank {world.rank} on {world.host}; its pipeline has the ranks "
+            f"{', '.join(map(str, self._pipeline.ranks))}",
+            fix="look for the rank that failed first: `isles logs`; if none did and steps are only "
+            "slow, raise comm_timeout of the cluster",
+        )
+
+
+def _loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits_BTV.float().flatten(0, 1),
+        targets_BT.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+
+
+def _pipeline_group(mesh: Mesh, world: World) -> dist.ProcessGroup:
+    """The ranks of this rank's pipeline; every rank makes every group, as torch wants it.
+
+    Not the mesh's own groups: those wait as long as torch's default, not as long as the run file
+    says.
+    """
+    apart = world.world_size // mesh.layout.pp
+    mine: dist.ProcessGroup | None = None
+    for first in range(apart):
+        ranks = list(range(first, world.world_size, apart))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s))
+        if world.rank in ranks:
+            mine = group
+    assert mine is not None
+    return mine

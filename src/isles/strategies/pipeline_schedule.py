@@ -1,0 +1,217 @@
+"""Sends micro-batches through the stages of a pipeline, forwards and backwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+from isles.config.strategy import PipelineSchedule
+from isles.dist.batch import IGNORE_INDEX
+from isles.strategies.pipeline_split import rank_of_stage
+
+log = logging.getLogger(__name__)
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+"""From logits and targets of a micro-batch to what is differentiated."""
+
+_KEPT = 2
+"""Schedules kept at a time; each holds buffers for all its micro-batches. A run changes between
+two at most, unless its rows are dealt anew."""
+
+
+def padded_count(schedule: PipelineSchedule, count: int, pp_size: int) -> int:
+    """The least number of micro-batches, `count` or more, that a schedule can order."""
+    if schedule != "interleaved-1f1b":
+        return count
+    # Micro-batches go through in rounds of equal length, about one per rank each.
+    while count % max(1, count // pp_size):
+        count += 1
+    return count
+
+
+class MicroBatches:
+    """The micro-batches of a step, kept until all are there, then brought to one shape.
+
+    R: rows of the largest of them, T: this rank's tokens of a sample, N: micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None) -> None:
+        """Keep one micro-batch."""
+        self._held.append((input_ids, targets, position_ids))
+
+    def take(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All that are held as `count` micro-batches of one shape, (N * R, T); none are held after.
+
+        Rows and micro-batches that fill up train on nothing.
+        """
+        held, self._held = self._held, []
+        rows = max(input_ids.shape[0] for input_ids, _, _ in held)
+        inputs, targets, positions = zip(*held, strict=True)
+        filler = inputs[0].new_zeros((rows, inputs[0].shape[1]))
+        empty = [filler] * (count - len(held))
+        input_ids_NRT = torch.cat([*(_fill(x, rows, 0) for x in inputs), *empty])
+        nothing = [torch.full_like(filler, IGNORE_INDEX)] * (count - len(held))
+        targets_NRT = torch.cat([*(_fill(x, rows, IGNORE_INDEX) for x in targets), *nothing])
+        if positions[0] is None:
+            return input_ids_NRT, targets_NRT, None
+        row = positions[0].reshape(-1, positions[0].shape[-1])[:1]  # every row has the same
+        return input_ids_NRT, targets_NRT, row.expand(count * rows, -1)
+
+
+def _fill(x_BT: Tensor, rows: int, value: int) -> Tensor:
+    missing = rows - x_BT.shape[0]
+    return torch.cat([x_BT, x_BT.new_full((missing, x_BT.shape[1]), value)]) if missing else x_BT
+
+
+class Pipeline:
+    """This rank's stages and its way to the neighbours.
+
+    Args:
+        modules: the stages of this rank by their number in the pipeline, in order.
+        schedule: in which order the micro-batches go through.
+        group: the ranks that hold the stages of one copy of the model.
+        device: of this rank.
+        hidden: size and type of the hidden states that travel between stages.
+        loss: what the last stage differentiates.
+    """
+
+    def __init__(
+        self,
+        modules: dict[int, nn.Module],
+        schedule: PipelineSchedule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        hidden: tuple[int, torch.dtype],
+        loss: LossSum,
+    ) -> None:
+        self._modules = modules
+        self._name = schedule
+        self._group = group
+        self._device = device
+        self._hidden_size, self._dtype = hidden
+        self._loss = loss
+        self._pp_size = dist.get_world_size(group)
+        self._pp_rank = dist.get_rank(group)
+        self.num_stages = self._pp_size * len(modules)
+        self.stages = tuple(modules)
+        self.ranks = dist.get_process_group_ranks(group)
+        self._schedules: dict[tuple[int, int, int], _PipelineSchedule] = {}
+        self._warned = False
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank holds the last stage, which knows the loss."""
+        return self.num_stages - 1 in self._modules
+
+    def count(self, given: int) -> int:
+        """Into how many micro-batches those of a step must be filled up."""
+        count = padded_count(self._name, given, self._pp_size)
+        if not self._warned and (count != given or given < self._pp_size):
+            self._warned = True
+            if dist.get_rank() != 0:
+                return count  # all would say the same
+            idle = (self._pp_size - 1) / (given + self._pp_size - 1)
+            added = f", {count - given} empty ones are added" if count != given else ""
+            log.warning(
+                "pipeline: a step has %d micro-batches for %d ranks in a row%s; each rank waits "
+                "about %.0f%% of the time. A smaller training.micro_batch_size or a larger "
+                "training.global_batch_size shortens that",
+                *(given, self._pp_size, added, 100 * idle),
+            )
+        return count
+
+    def train(self, batch: tuple[Tensor, Tensor, Tensor | None], count: int) -> None:
+        """All micro-batches of a step, forwards and backwards. All ranks must call this.
+
+        Args:
+            batch: input ids, targets and position ids, as `MicroBatches.take` gives them.
+            count: the number of micro-batches.
+        """
+        input_ids, targets, positions = batch
+        shape = (count, input_ids.shape[0] // count, input_ids.shape[1])
+        schedule = self._schedules.get(shape)
+        if schedule is None:
+            if len(self._schedules) == _KEPT:
+                self._schedules.pop(next(iter(self._schedules)))
+            schedule = self._schedules[shape] = self._make_schedule(*shape)
+        inputs = (input_ids,) if 0 in self._modules else ()
+        options: dict[str, Any] = {} if positions is None else {"position_ids": positions}
+        target = targets if self.has_last else None
+        schedule.step(*inputs, target=target, return_outputs=False, **options)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor | None:
+        """One micro-batch, forwards only, of any shape. All ranks must call this.
+
+        Returns:
+            The logits where the last stage is; None elsewhere.
+        """
+        x: Any = input_ids
+        for index, module in self._modules.items():
+            before = rank_of_stage(self._name, index - 1, self._pp_size)
+            if index > 0 and before != self._pp_rank:
+                x = torch.empty(
+                    (*input_ids.shape, self._hidden_size), dtype=self._dtype, device=self._device
+                )
+                dist.recv(x, group=self._group, group_src=before)
+            x = module(x, position_ids)
+            if index == self.num_stages - 1:
+                logits: Tensor = x
+                return logits
+            after = rank_of_stage(self._name, index + 1, self._pp_size)
+            if after != self._pp_rank:
+                dist.send(x.contiguous(), group=self._group, group_dst=after)
+        return None
+
+    def _make_schedule(self, count: int, rows: int, tokens: int) -> _PipelineSchedule:
+        # Described here, shapes need not be found out by a trial run of the stages. Hidden states
+        # require gradients: without that word no buffers are made for them.
+        hidden = torch.empty(
+            (rows, tokens, self._hidden_size), dtype=self._dtype, device="meta", requires_grad=True
+        )
+        ids = torch.empty((rows, tokens), dtype=torch.int64, device="meta")
+        stages = [
+            PipelineStage(
+                module,
+                index,
+                self.num_stages,
+                self._device,
+                input_args=ids if index == 0 else hidden,
+                output_args=hidden,
+                group=self._group,
+            )
+            for index, module in self._modules.items()
+        ]
+        return self._order(stages, count)
+
+    def _order(self, stages: Sequence[Any], count: int) -> _PipelineSchedule:
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
+        match self._name:
+            case "1f1b" if count >= self._pp_size:
+                return Schedule1F1B(stages[0], count, **options)
+            case "1f1b" | "gpipe":
+                # With fewer micro-batches than ranks 1F1B has no steady state: it is GPipe.
+                return ScheduleGPipe(stages[0], count, **options)
+            case "interleaved-1f1b":
+                return ScheduleInterleaved1F1B(list(stages), count, **options)
+            case "zbv":
+                return ScheduleZBVZeroBubble(list(stages), count, **options)

@@ -1,0 +1,118 @@
+"""Unequal rows: chosen, measured, dealt anew while training; and the same weights as ever."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from isles.errors import ExitCode
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record
+from tests.dist.test_resume import rows_after_start
+from tests.dist.test_same_mathematics import largest_difference, weights_of
+from tests.ranks import start_training, train_to_end
+from tests.slowdown import slowed
+
+
+def last_rows(run_dir: RunDir) -> list[int]:
+    """The rows of each rank that the newest checkpoint goes on with."""
+    rows: list[int] = list_checkpoints(run_dir)[-1].manifest["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("shares", "micro", "rows"),
+    [('{"0": 5}', "auto", [10, 2]), ('{"0": 1, "1": 3}', "2", [3, 9]), ('{"1": 0}', "4", [12, 0])],
+)
+def test_shares_change_nothing(
+    run_file: Path, strategy: str, shares: str, micro: str, rows: list[int]
+) -> None:
+    """20 steps of one process with the whole batch, against two with unequal rows."""
+    alone, _ = train_to_end(run_file, 1, "training.micro_batch_size=12")
+    options = (f"balance={shares}", f"strategy={{kind: {strategy}}}")
+    run_dir, code = train_to_end(
+        run_file, 2, *options, f"training.micro_batch_size={micro}", resume="no"
+    )
+    assert code == 0
+    assert last_rows(run_dir) == rows
+    assert largest_difference(alone, run_dir) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_measured_rows_are_all_rows_and_change_nothing(run_file: Path, strategy: str) -> None:
+    alone, _ = train_to_end(run_file, 1, "training.micro_batch_size=12")
+    run_dir, _, gang = start_training(
+        run_file, 2, "balance=auto", f"strategy={{kind: {strategy}}}", resume="no"
+    )
+    assert gang.wait() == [0, 0]
+    assert sum(last_rows(run_dir)) == 12
+    assert largest_difference(alone, run_dir) < 1e-5
+    log = gang.log.read_text()
+    assert (
+        len(re.findall(r"^rank +host +device +rows +micro-batch +rows/s +step s$", log, re.M)) == 1
+    )
+    assert re.search(r"expected: [\d.]+ s a step, [\d.]+ times an even split", log)
+
+
+def test_a_rank_that_becomes_slow_gets_fewer_rows(run_file: Path) -> None:
+    """Slowed from outside in the middle of the run; the weights are those of one process."""
+    length = ("training.max_steps=160", "training.logging_steps=1", "training.learning_rate=1e-4")
+    size = ("training.global_batch_size=32", "data.seq_length=128")
+    alone, _ = train_to_end(run_file, 1, *length, *size, "training.micro_batch_size=32")
+    run_dir, _, gang = start_training(run_file, 2, *length, *size, "balance=auto", resume="no")
+    assert rows_after_start(run_dir, gang, 2)
+    with slowed({gang.processes[1].pid or 0: 4.0}):
+        assert gang.wait() == [0, 0]
+    log = gang.log.read_text()
+    assert "balance revised: data-parallel rank" in log
+    rows = last_rows(run_dir)
+    assert sum(rows) == 32
+    assert rows[1] < rows[0] / 1.5, log[-3000:]
+    assert largest_difference(alone, run_dir) < 1e-5
+
+
+def test_a_resumed_run_keeps_its_rows_and_its_bits(run_file: Path) -> None:
+    """A rank is slow while the ranks are measured, and not after the restart."""
+    options = ("balance=auto", "training.logging_steps=1", "training.global_batch_size=24")
+    saves = ("checkpoint.every_steps=10", "checkpoint.keep=9")
+    run_dir, _, gang = start_training(run_file, 2, *options, *saves, resume="no")
+    with slowed({gang.processes[1].pid or 0: 3.0}):
+        assert gang.wait() == [0, 0]
+    rows, uninterrupted = last_rows(run_dir), weights_of(run_dir)
+    assert rows[1] < rows[0], gang.log.read_text()[-3000:]
+    start = str(run_dir.checkpoints / "step-00000010")
+    again, _, gang = start_training(run_file, 2, *options, *saves, resume=start)
+    assert gang.wait() == [0, 0]
+    assert last_rows(again) == rows
+    resumed = weights_of(again)
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+
+
+def test_other_ranks_are_measured_anew(run_file: Path) -> None:
+    options = ("balance=auto", "training.lr_scheduler_type=constant")
+    run_dir, _ = train_to_end(run_file, 2, *options, "training.max_steps=10")
+    again, code = train_to_end(run_file, 3, *options, resume=str(run_dir.path))
+    assert code == 0
+    assert len(last_rows(again)) == 3
+    assert sum(last_rows(again)) == 12
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "what"),
+    [
+        ("balance={nowhere: 2}", "balance.nowhere", "no such host or rank"),
+        ("training.micro_batch_size={nowhere: 2}", "training.micro_batch_size.nowhere", "no such"),
+    ],
+)
+def test_unknown_names_are_refused(run_file: Path, override: str, where: str, what: str) -> None:
+    _, attempt, gang = start_training(run_file, 2, override)
+    assert set(gang.wait()) == {ExitCode.USER}
+    error = read_record(attempt.rank_error(0)) or {}
+    assert where in error["where"]
+    assert what in error["what"]
+    assert "hosts: " in error["fix"]

@@ -1,0 +1,229 @@
+"""Law 1 over strategies: the same weights however a cluster holds the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from isles.config.model import ModelConfig
+from isles.config.strategy import FSDPStrategyConfig
+from isles.dist.world import join_world
+from isles.errors import ExitCode
+from isles.models.build import build_empty_model, fill_model
+from isles.rundir.env import RankEnv
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+from isles.strategies.fsdp import allocate, shard_model
+from isles.train.strategy import settle_mesh
+from tests.dist.test_same_mathematics import largest_difference
+from tests.ranks import run_ranks, start_training, train_to_end
+
+DDP = "{kind: ddp}"
+FSDP = "{kind: fsdp}"
+GRAD_OP = "{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}"
+HSDP = "{kind: fsdp, sharding_strategy: HYBRID_SHARD, shard_size: 2}"
+COPIES = "{kind: fsdp, sharding_strategy: NO_SHARD}"
+ZERO = "{{kind: deepspeed, zero_stage: {}}}"
+TOLERANCE = 1e-5
+
+
+def model_with(run_file: Path, **values: object) -> None:
+    """Change the tiny model's config."""
+    path = run_file.parent / "tiny" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def one_process(run_file: Path, *overrides: str) -> RunDir:
+    """The weights that all must have."""
+    run_dir, code = train_to_end(
+        run_file,
+        1,
+        "training.micro_batch_size=12",
+        f"output_dir={run_file.parent / 'reference'}",
+        *overrides,
+    )
+    assert code == 0
+    return run_dir
+
+
+def check(run_file: Path, reference: RunDir, world_size: int, *overrides: str) -> RunDir:
+    """Train in another way, and compare the weights."""
+    run_dir, code = train_to_end(run_file, world_size, *overrides, resume="no")
+    assert code == 0, overrides
+    difference = largest_difference(reference, run_dir)
+    assert difference < TOLERANCE, (world_size, overrides, difference)
+    return run_dir
+
+
+TABLE = {
+    "ddp": (DDP, (1, 2, 4)),
+    "fsdp": (FSDP, (1, 2, 4)),
+    "shard-grad-op": (GRAD_OP, (1, 2, 4)),
+    "hsdp": (HSDP, (2, 4)),
+    "no-shard": (COPIES, (2,)),
+    "zero1": (ZERO.format(1), (1, 2, 4)),
+    "zero2": (ZERO.format(2), (1, 2, 4)),
+    "zero3": (ZERO.format(3), (1, 2, 4)),
+    "tp": ("{kind: ddp, tp_size: 2}", (2, 4)),
+    "fsdp-tp": ("{kind: fsdp, tp_size: 2}", (4,)),
+    "cp": ("{kind: ddp, cp_size: 2}", (2, 4)),
+    "fsdp-cp": ("{kind: fsdp, cp_size: 2, cp_method: ulysses}", (2, 4)),
+    "pp": ("{kind: ddp, pp_size: 2}", (2,)),
+    "fsdp-pp": ("{kind: fsdp, pp_size: 2}", (4,)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_strategy_gives_the_weights_of_one_process(run_file: Path, name: str) -> None:
+    """Each on 1, 2 and 4 ranks where it can, without and with accumulation, and unequal rows."""
+    strategy, sizes = TABLE[name]
+    reference = one_process(run_file)
+    for world_size in sizes:
+        for accumulation in (1, 3):
+            micro = f"training.micro_batch_size={max(1, 12 // world_size // accumulation)}"
+            check(run_file, reference, world_size, f"strategy={strategy}", micro)
+    world_size = sizes[-1]
+    unequal = 'balance={"0": 3, "1": 1, "2": 2}'
+    micro = "training.micro_batch_size=2"
+    run_dir = check(run_file, reference, world_size, f"strategy={strategy}", micro, unequal)
+    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    wanted = [row["loss"] for row in read_rows(reference.metrics) if row["kind"] == "train"]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "{kind: ddp, bucket_cap_mb: 0.01}",
+        "{kind: ddp, static_graph: true}",
+        "{kind: fsdp, cpu_offload: true}",
+        "{kind: fsdp, forward_prefetch: 2, backward_prefetch: 2}",
+        "{kind: fsdp, transformer_layer_cls_to_wrap: [MistralDecoderLayer, LlamaDecoderLayer]}",
+        "{kind: fsdp, sharding_strategy: HYBRID_SHARD_ZERO2, shard_size: 1}",
+    ],
+)
+def test_what_users_tune_changes_no_weight(run_file: Path, strategy: str) -> None:
+    reference = one_process(run_file)
+    check(run_file, reference, 2, f"strategy={strategy}", "training.micro_batch_size=3")
+    check(run_file, reference, 2, f"strategy={strategy}", 'balance={"0": 5}')
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", [FSDP, "{kind: ddp, tp_size: 2}"])
+def test_optimizers_and_checkpointing_on_shards(
+    run_file: Path, strategy: str, optimizer: str
+) -> None:
+    options = (f"training.optimizer={optimizer}",)
+    reference = one_process(run_file, *options)
+    full = "training.gradient_checkpointing=full"
+    check(run_file, reference, 2, f"strategy={strategy}", full, *options)
+
+
+@pytest.mark.parametrize("kind", ["none", "bf16", "fp16"])
+def test_compressed_gradients_learn_as_well(run_file: Path, kind: str) -> None:
+    strategy = f"strategy={{kind: ddp, gradient_compression: {kind}}}"
+    run_dir, code = train_to_end(run_file, 2, strategy, "training.learning_rate=0.01")
+    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert code == 0 and losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-true"])
+@pytest.mark.parametrize("strategy", [FSDP, "{kind: ddp, tp_size: 2}", "{kind: ddp, cp_size: 2}"])
+def test_every_precision_learns_on_shards(run_file: Path, strategy: str, precision: str) -> None:
+    options = (f"training.precision={precision}", "training.learning_rate=0.01")
+    run_dir, code = train_to_end(run_file, 2, f"strategy={strategy}", *options)
+    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert code == 0 and losses[-1] < losses[0] - 0.5
+
+
+ARCHITECTURES = {
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "gemma": {
+        "model_type": "gemma",
+        "architectures": ["GemmaForCausalLM"],
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "tie_word_embeddings": True,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures(run_file: Path, name: str) -> None:
+    """Blocks are found from the model; tensor parallel follows the model's plan or is refused."""
+    model_with(run_file, **ARCHITECTURES[name])
+    reference = one_process(run_file)
+    check(run_file, reference, 2, f"strategy={FSDP}")
+    check(run_file, reference, 2, "strategy={kind: fsdp, cp_size: 2}")
+    tp = "strategy={kind: ddp, tp_size: 2}"
+    if name in ("gpt2", "mixtral"):
+        _, attempt, gang = start_training(run_file, 2, tp, resume="no")
+        assert set(gang.wait()) == {ExitCode.USER}
+        error = read_record(attempt.rank_error(0)) or {}
+        assert "tensor parallel" in error["what"] and "fsdp" in str(error)
+    else:
+        check(run_file, reference, 2, tp)
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def _memory_of_a_rank(env: RankEnv, folder: str, init: str) -> tuple[int, int]:
+    """Bytes that building a sharded model added to this rank's peak, and bytes of the model."""
+    config = ModelConfig(name_or_path=folder, init=init)
+    world = join_world(env, device="cpu", timeout_s=60)
+    strategy = FSDPStrategyConfig()
+    mesh = settle_mesh(strategy, world)
+    model = build_empty_model(config, dtype=torch.float32, vocab_size=None)
+    size = sum(p.numel() for p in model.parameters()) * 4
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _peak_bytes()
+    shard_model(model, strategy, mesh, world.device, precision="32-true")
+    allocate(model, strategy, world.device)
+    fill_model(model, config, seed=0)
+    return _peak_bytes() - before, size
+
+
+@pytest.mark.parametrize("init", ["pretrained", "scratch"])
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, init: str) -> None:
+    """215 MB over four ranks: each holds its quarter, and one module more while it is filled."""
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        vocab_size=4096,
+        tie_word_embeddings=False,
+    )
+    config.save_pretrained(tmp_path)
+    if init == "pretrained":
+        LlamaForCausalLM(config).save_pretrained(tmp_path)
+    for peak, size in run_ranks(_memory_of_a_rank, 4, str(tmp_path), init):
+        assert size > 200e6
+        assert peak < 0.6 * size, (peak, size)

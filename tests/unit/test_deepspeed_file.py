@@ -1,0 +1,327 @@
+"""A DeepSpeed JSON beside a run file: what is taken over, and what contradicts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.deepspeed_file import missing_deepspeed, read_deepspeed_file
+from isles.config.deepspeed_keys import OFFLOAD, ZERO, ZERO_ELSEWHERE
+from isles.config.deepspeed_rules import check_accumulation, deepspeed_file_faults
+from isles.config.deepspeed_settings import deepspeed_settings, settled_stage
+from isles.config.run import RunConfig
+from isles.config.strategy import DeepSpeedStrategyConfig
+from isles.errors import ConfigError
+
+# The example of the document that asks for DeepSpeed, as it stands there.
+EXAMPLE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 0.3,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": 5e8,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
+CPU = {"device": "cpu", "pin_memory": True}
+
+
+def run_config(
+    path: Path | None, strategy: dict[str, Any] | None = None, **training: Any
+) -> RunConfig:
+    chosen: dict[str, Any] = {"kind": "deepspeed", **(strategy or {})}
+    if path is not None:
+        chosen["config_file"] = str(path)
+    return RunConfig.model_validate(
+        {
+            "model": {"name_or_path": "llama-2m", "init": "scratch"},
+            "data": {"sources": [{"type": "fake"}]},
+            "training": {"max_steps": 100, **training},
+            "strategy": chosen,
+        }
+    )
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "ds_config.json"
+    text = content if isinstance(content, str) else json.dumps(content, indent=1)
+    path.write_text(text)
+    return path
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    assert isinstance(config.strategy, DeepSpeedStrategyConfig)
+    return deepspeed_settings(config, config.strategy)
+
+
+def test_the_documents_example_loads_and_is_used_as_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path, EXAMPLE)
+    rows = {"global_batch_size": 128, "micro_batch_size": 2, "max_grad_norm": 0.3}
+    config = run_config(path, **rows)
+    assert deepspeed_file_faults(path, config) == []
+    check_accumulation(config, config.strategy, 4)
+    settings = settings_of(config)
+    assert settings["zero_optimization"] == EXAMPLE["zero_optimization"]
+    assert settings["bf16"] == {"enabled": True}
+    assert settings["gradient_clipping"] == 0.3
+    assert settings["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_the_documents_offloading_of_both_loads_with_stage_3(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+    path = write(tmp_path, {"zero_optimization": zero})
+    config = run_config(path)
+    assert deepspeed_file_faults(path, config) == []
+    assert isinstance(config.strategy, DeepSpeedStrategyConfig)
+    assert settled_stage(config.strategy) == 3
+    assert settings_of(config)["zero_optimization"]["offload_param"] == CPU
+
+
+def test_all_that_is_auto_comes_from_the_run_file(tmp_path: Path) -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale_window": 500},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {
+            "stage": "auto",
+            "overlap_comm": "auto",
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "offload_optimizer": {"device": "auto", "pin_memory": True},
+        },
+    }
+    path = write(tmp_path, auto)
+    config = run_config(
+        path,
+        {"zero_stage": 1, "reduce_bucket_size": 1000, "offload_optimizer": "cpu"},
+        precision="fp16-mixed",
+        lr_scheduler_type="linear",
+        max_grad_norm=None,
+        micro_batch_size=4,
+    )
+    assert deepspeed_file_faults(path, config) == []
+    settings = settings_of(config)
+    zero = settings["zero_optimization"]
+    assert zero["stage"] == 1 and zero["reduce_bucket_size"] == 1000 and zero["overlap_comm"]
+    assert zero["offload_optimizer"] == CPU
+    assert "stage3_prefetch_bucket_size" not in zero, "DeepSpeed has its own default"
+    assert settings["fp16"] == {"enabled": True, "loss_scale_window": 500}
+    assert not {"bf16", "optimizer", "scheduler"} & settings.keys()
+    assert settings["gradient_clipping"] == 0.0
+    assert "auto" not in json.dumps(settings)
+
+
+# What stands in the JSON; what in the run file; words of the one fault.
+CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"train_batch_size": 64}, {"global_batch_size": 32}, ["train_batch_size is 64", "is 32"]),
+    (
+        {"train_micro_batch_size_per_gpu": 4},
+        {"micro_batch_size": 2},
+        ["train_micro_batch_size_per_gpu is 4", "training.micro_batch_size is 2"],
+    ),
+    ({"train_micro_batch_size_per_gpu": 4}, {}, ["is 4", "micro_batch_size is auto"]),
+    (
+        {"gradient_accumulation_steps": 5},
+        {"global_batch_size": 32, "micro_batch_size": 2},
+        ["is 5", "32 is no multiple of 5 x micro_batch_size 2 = 10"],
+    ),
+    ({"gradient_accumulation_steps": 5}, {}, ["gradient_accumulation_steps is 5", "no number"]),
+    ({"gradient_clipping": 0.3}, {}, ["gradient_clipping is 0.3", "max_grad_norm is 1"]),
+    ({"bf16": {"enabled": True}}, {"precision": "32-true"}, ["bf16.enabled is true", "32-true"]),
+    ({"bf16": {"enabled": False}}, {}, ["bf16.enabled is false", "bf16-mixed"]),
+    ({"fp16": {"enabled": True}}, {}, ["fp16.enabled is true", "bf16-mixed"]),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128}},
+        {"precision": "fp16-mixed"},
+        ["fp16.loss_scale is fixed"],
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
+        {"learning_rate": 3e-4},
+        ["optimizer.params.lr is 1e-05", "learning_rate is 0.0003"],
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}},
+        {},
+        ["betas is [0.9, 0.999]", "[0.9, 0.95]"],
+    ),
+    ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type is Lamb", "adamw"]),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {}}},
+        {"lr_scheduler_type": "cosine"},
+        ["scheduler.type is WarmupLR", "cosine"],
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}},
+        {"lr_scheduler_type": "linear"},
+        ["total_num_steps is 7", "max_steps is 100"],
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "log"}}},
+        {"lr_scheduler_type": "linear"},
+        ["warmup_type is log", "straight line"],
+    ),
+    ({"zero_optimization": {"stage": 0}}, {}, ["stage is 0"]),
+    ({"zero_optimization": {"stage": 4}}, {}, ["stage is 4"]),
+    ({"zero_optimization": {"stage": 2, "offload_param": CPU}}, {}, ["only ZeRO stage 3"]),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        {},
+        ["offload_param names no nvme_path"],
+    ),
+    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, ["is big, not a number"]),
+    ({"zero_optimization": {"overlap_comm": 1}}, {}, ["overlap_comm is 1"]),
+    ({"zero_optimization": {"cpu_offload": True}}, {}, ["cpu_offload does not work here"]),
+    ({"zero_optimization": {"stag": 2}}, {}, ["stag is no key of DeepSpeed"]),
+    ({"zero_optimization": True}, {}, ["zero_optimization is true, not an object"]),
+    ({"zero_optimisation": {}}, {}, ["zero_optimisation is no key of DeepSpeed"]),
+    ({"tensorboard": {"enabled": True}}, {}, ["tensorboard is not DeepSpeed's to say"]),
+    ({"zero_force_ds_cpu_optimizer": True}, {}, ["zero_force_ds_cpu_optimizer is true"]),
+]
+
+
+@pytest.mark.parametrize(("content", "training", "words"), CONTRADICTIONS)
+def test_a_contradiction_is_named_with_both_values(
+    tmp_path: Path, content: dict[str, Any], training: dict[str, Any], words: list[str]
+) -> None:
+    path = write(tmp_path, content)
+    faults = deepspeed_file_faults(path, run_config(path, **training))
+    assert len(faults) == 1, faults
+    assert faults[0].what.startswith(f"{path}:"), "file and line"
+    assert all(word in faults[0].what for word in words), faults[0].what
+    assert faults[0].fix
+    assert faults[0].keys[-1] == "strategy.config_file"
+
+
+def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, EXAMPLE | {"zero_optimisation": {}})
+    strategy = {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/fast"}
+    faults = deepspeed_file_faults(path, run_config(path, strategy, precision="32-true"))
+    lines = path.read_text().splitlines()
+    found = []
+    for fault in faults:
+        where, key, *_ = fault.what.split(" ")
+        line = lines[int(where.rpartition(":")[2]) - 1]
+        assert json.dumps(key.rpartition(".")[2]) in line, fault
+        found.append(key)
+    assert found == [
+        "zero_optimisation",
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "bf16.enabled",
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer.device",
+    ]
+
+
+def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
+    path = write(tmp_path, {"gradient_accumulation_steps": 4})
+    config = run_config(path, global_batch_size=32, micro_batch_size=2)
+    assert deepspeed_file_faults(path, config) == []
+    check_accumulation(config, config.strategy, 4)
+    with pytest.raises(ConfigError) as caught:
+        check_accumulation(config, config.strategy, 2)
+    assert "it is 4" in caught.value.what and "makes 8" in caught.value.what
+    assert "global_batch_size: 16" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no object"),
+        ('{"a": 1,}', "no JSON"),
+        ('{"fp16": {"a": 1, "a": 2}}', "a stands in one object 2 times"),
+    ],
+)
+def test_what_is_no_deepspeed_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = write(tmp_path, text)
+    (fault,) = deepspeed_file_faults(path, run_config(path))
+    assert str(path) in fault.what and words in fault.what
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "missing.json"
+    (fault,) = deepspeed_file_faults(path, run_config(path))
+    assert "missing.json" in fault.what and "No such file" in fault.what
+
+
+def test_lines_are_known_between_tabs_too(tmp_path: Path) -> None:
+    path = write(tmp_path, '{\n\t"fp16":\t{\n\t\t"enabled":\ttrue\n\t}\n}\n')
+    file = read_deepspeed_file(path)
+    assert file.where("fp16", "enabled") == f"{path}:3 fp16.enabled"
+
+
+def test_settings_without_a_file_come_from_the_strategy() -> None:
+    strategy = {"zero_stage": 3, "offload_param": "nvme", "nvme_path": "/fast"}
+    settings = settings_of(run_config(None, {**strategy, "allgather_bucket_size": 999}))
+    zero = settings["zero_optimization"]
+    assert zero["stage"] == 3 and zero["allgather_bucket_size"] == 1000, "an even number"
+    assert zero["offload_param"] == {"device": "nvme", "nvme_path": "/fast"}
+    assert "offload_optimizer" not in zero
+    assert settings["bf16"] == {"enabled": True}
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "bf16" not in settings_of(run_config(None, precision="32-true"))
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        return None if name == "deepspeed" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    fault = missing_deepspeed()
+    assert fault is not None and "pip install 'isles[deepspeed]'" in fault.fix
+
+
+def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    import subprocess
+    import sys
+
+    code = """
+import json
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as Zero
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig as Optimizer
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as Param
+zero = [n for name, f in Zero.model_fields.items() for n in (name, f.alias or name)]
+print(json.dumps([zero, [*Optimizer.model_fields, *Param.model_fields]]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    zero, offload = json.loads(result.stdout.splitlines()[-1])
+    assert set(zero) <= ZERO | ZERO_ELSEWHERE.keys()
+    assert set(zero) >= ZERO
+    assert set(offload) == OFFLOAD
