@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from isles.train.parts import Parts
 
 SEQ_LENGTH, MICRO_BATCH = 128, 8
-WARMUP_ROUNDS = 2
 PROCESS_DEADLINE_S = 120.0
 
 RUN_FILE = """\
@@ -108,11 +107,12 @@ class Effort:
 
     rounds: int
     chunk_steps: int
+    warmup_rounds: int = 2
 
     @property
     def max_steps(self) -> int:
         """Of a run of isles: one step more, at whose beginning the last chunk ends."""
-        return (WARMUP_ROUNDS + self.rounds) * self.chunk_steps + 1
+        return (self.warmup_rounds + self.rounds) * self.chunk_steps + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,13 +348,13 @@ def print_row(name: str, isles: float, bare: float, ratios: Sequence[float]) -> 
     return middle
 
 
-def print_speeds(label: str, turns: Turns, chunk_tokens: int) -> tuple[float, float]:
+def print_speeds(label: str, turns: Turns, effort: Effort, step_tokens: int) -> tuple[float, float]:
     """Lines of the table; the median ratio of speeds, and that of bare against itself.
 
     Tokens per second of CPU time say less, as nothing waits in them, but hold up on a busy machine.
     """
-    kept = turns.chunks[3 * WARMUP_ROUNDS :]
-    figures = []
+    kept = turns.chunks[3 * effort.warmup_rounds :]
+    figures, chunk_tokens = [], effort.chunk_steps * step_tokens
     for unit, column in (("s", 1), ("CPU s", 2)):
         chunks = [(chunk[0], float(chunk[column])) for chunk in kept]
         isles, noise = ratios_of(chunks)

@@ -125,8 +125,8 @@ def report_speed(ready: Inputs, world_size: int, effort: Effort) -> tuple[float,
     )
     what = (ready.model, str(ready.tokens))
     turns = take_turns(HERE / "loop.py", run_file, world_size, effort, *what)
-    chunk_tokens = effort.chunk_steps * MICRO_BATCH * SEQ_LENGTH * world_size
-    ratio, floor = print_speeds(label, turns, chunk_tokens)
+    step_tokens = MICRO_BATCH * SEQ_LENGTH * world_size
+    ratio, floor = print_speeds(label, turns, effort, step_tokens)
     ours, bare = float(turns.rows[-1]["loss"]), [losses[-1] for losses in turns.losses]
     print(f"{label}, last losses: isles {ours:.2f}, bare {bare[0]:.2f} and {bare[1]:.2f}")
     return ratio, floor

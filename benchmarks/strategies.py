@@ -64,7 +64,7 @@ SECTIONS = {
 }
 
 FULL = Effort(rounds=30, chunk_steps=CHUNK_STEPS)
-QUICK = Effort(rounds=6, chunk_steps=CHUNK_STEPS)
+QUICK = Effort(rounds=4, chunk_steps=CHUNK_STEPS, warmup_rounds=1)
 
 
 def make_bare(parts: Parts, strategy: str, model: Path, tokens: Path) -> Sequence[StrategyLoop]:
@@ -119,8 +119,7 @@ def report(ready: Inputs, strategy: str, effort: Effort) -> tuple[float, float]:
     )
     what = (strategy, ready.model, str(ready.tokens))
     turns = take_turns(HERE / "strategies.py", run_file, WORLD_SIZE, effort, *what)
-    chunk_tokens = effort.chunk_steps * MICRO_BATCH * SEQ_LENGTH * WORLD_SIZE
-    figures = print_speeds(strategy, turns, chunk_tokens)
+    figures = print_speeds(strategy, turns, effort, MICRO_BATCH * SEQ_LENGTH * WORLD_SIZE)
     print(f"{strategy}, {check_same(strategy, turns)}", flush=True)
     return figures
 

@@ -14,6 +14,7 @@ from isles.config.deepspeed_file import missing_deepspeed, read_deepspeed_file
 from isles.config.deepspeed_keys import OFFLOAD, ZERO, ZERO_ELSEWHERE
 from isles.config.deepspeed_rules import check_accumulation, deepspeed_file_faults
 from isles.config.deepspeed_settings import deepspeed_settings, settled_stage
+from isles.config.rules import check_rules
 from isles.config.run import RunConfig
 from isles.config.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
@@ -241,6 +242,22 @@ def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> N
         "zero_optimization.stage",
         "zero_optimization.offload_optimizer.device",
     ]
+
+
+def test_offloading_of_the_run_file_needs_the_stage_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {"zero_optimization": {"stage": 2}})
+    (fault,) = deepspeed_file_faults(path, run_config(path, {"offload_param": "cpu"}))
+    assert "only ZeRO stage 3" in fault.what and "the stage is 2" in fault.what
+    assert fault.keys[0] == "strategy.offload_param"
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [({"precision": "bf16-true"}, "no fp32 weights"), ({"optimizer": "muon"}, "whole matrices")],
+)
+def test_what_deepspeed_cannot_do_is_refused(training: dict[str, Any], words: str) -> None:
+    (fault,) = check_rules(run_config(None, **training))
+    assert words in fault.what and fault.fix
 
 
 def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ class Balancer:
         self._world = world
         self._devices = tuple(devices)
         self._curves = None if curves is None else tuple(curves)
+        self.block_types: tuple[type[nn.Module], ...] = ()
+        """Of the modules that `watch` is to be given."""
         self._meter: ComputeMeter | None = None
         self._steps = 0
 

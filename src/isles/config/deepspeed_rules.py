@@ -39,9 +39,8 @@ _HANDLED = (
 )
 
 
-def deepspeed_faults(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Iterator[Violation]:
-    """What DeepSpeed cannot do, whatever its file says."""
-    del strategy  # the same for every stage
+def deepspeed_faults(config: RunConfig) -> Iterator[Violation]:
+    """What DeepSpeed cannot do at any stage, whatever its file says."""
     if config.training.optimizer == "muon":
         yield Violation(
             ("training.optimizer", "strategy.kind"),
@@ -342,7 +341,7 @@ class _Comparison:
     ) -> None:
         at = ("zero_optimization", key)
         if section is None or section == AUTO:
-            return
+            section = {}
         if not isinstance(section, dict):
             self._add(at, f"is {_show(section)}, not an object", 'write {"device": "cpu"}')
             return
@@ -364,7 +363,8 @@ class _Comparison:
             self._add(
                 (*at, "device"),
                 f"is {settled}, which only ZeRO stage 3 can do, and the stage is {stage}",
-                "use stage 3, or delete the section",
+                f"use stage 3, or {key}: none",
+                f"strategy.{key}",
             )
         if settled == "nvme" and not section.get("nvme_path", strategy.nvme_path):
             self._add(at, "names no nvme_path", "add nvme_path: a folder on a fast disk")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from isles.config.deepspeed_rules import deepspeed_faults
 from isles.config.run import RunConfig
 from isles.config.section import Section
 from isles.config.strategy import (
@@ -118,12 +119,7 @@ def _deepspeed(config: RunConfig, strategy: DeepSpeedStrategyConfig) -> Iterator
         strategy.config_file is None
     ):  # what a file says of these counts too, so it is compared whole
         yield from _offload(strategy)
-    if config.training.optimizer == "muon":
-        yield Violation(
-            ("training.optimizer", "strategy.kind"),
-            "muon works on whole matrices, and deepspeed cuts them into flat pieces",
-            "use optimizer: adamw, or strategy: {kind: fsdp}",
-        )
+    yield from deepspeed_faults(config)
 
 
 def _offload(strategy: DeepSpeedStrategyConfig) -> Iterator[Violation]:

@@ -10,6 +10,13 @@ from isles.config import keys
 from isles.config.foreign import Foreign, find_foreign, foreign_names, normal
 from isles.config.yaml import KeyPath, dotted
 
+_MESH_KEYS = ("tp_size", "cp_size", "pp_size", "pp_schedule", "cp_method")
+_NOT_WITH_DEEPSPEED = (
+    "; DeepSpeed's ZeRO stands alone here: from stage 2 on it cuts the gradients that a pipeline "
+    "still adds up, and it does not know matrices that are cut already. fsdp does what ZeRO-3 does, "
+    "also in a pipeline"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Meant:
@@ -35,7 +42,8 @@ def _guesses(path: KeyPath) -> Iterator[Meant]:
     name, parent = normal(str(path[-1])), path[:-1]
     siblings = keys.children(keys.schema_at(parent) or {})
     if name == path[-1] and (kinds := keys.kinds_with(keys.schema_at(parent) or {}, name)):
-        yield Meant(f"it goes with kind: {' or '.join(kinds)}", (dotted(path),))
+        why = _NOT_WITH_DEEPSPEED if name in _MESH_KEYS else ""
+        yield Meant(f"it goes with kind: {' or '.join(kinds)}{why}", (dotted(path),))
     if name in siblings:
         yield Meant(f"write it as {name}", (dotted((*parent, name)),))
     foreign = find_foreign(path)

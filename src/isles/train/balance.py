@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 from collections.abc import Sequence
@@ -70,14 +71,10 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
     if config.training.torch_compile:
         log.info("balance is not revised while training: hooks would break torch.compile's graphs")
         return
-    try:
-        blocks, fault = find_blocks(model), ""
-    except UserError as error:  # a stage of a pipeline may be without blocks, for one
-        blocks, fault = [], error.what
-    faults = world.gather(fault)
-    if any(faults):
-        rank = next(rank for rank, found in enumerate(faults) if found)
-        log.info("balance is not revised while training: rank %d: %s", rank, faults[rank])
+    blocks = [module for module in model.modules() if isinstance(module, balancer.block_types)]
+    without = [rank for rank, found in enumerate(world.gather(bool(blocks))) if not found]
+    if without:
+        log.info("balance is not revised while training: rank %d has no blocks", without[0])
         return
     if config.strategy.kind == "deepspeed":
         # ZeRO-3 gathers inside a block, ahead of each matrix: those are what only computes.
@@ -138,7 +135,11 @@ class _Chooser:
         return self._make(split, curves if is_auto else None, even_size)
 
     def _make(self, split: RowSplit, curves: Sequence[Curve] | None, even_size: int) -> Balancer:
-        return Balancer(self._world, self._devices, split, curves, even_size)
+        balancer = Balancer(self._world, self._devices, split, curves, even_size)
+        with contextlib.suppress(UserError):  # a model without blocks is not measured in training
+            # By their types: a pipeline takes the model apart.
+            balancer.block_types = tuple({type(block) for block in find_blocks(self._model)})
+        return balancer
 
     def _kept(self) -> Balancer | None:
         """The split of the checkpoint, if all that it rests on is still so."""

@@ -48,6 +48,7 @@ from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
+    check_blocks,
     compile_model,
     is_sharded,
     make_engine,
@@ -167,6 +168,7 @@ def _make_model(
     """The model, whole on this rank's device, or empty where it will be cut."""
     if is_sharded(strategy):
         model = _empty_model(config, tokenizer)
+        check_blocks(model, strategy)
     else:
         dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
         vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None

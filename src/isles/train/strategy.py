@@ -203,6 +203,18 @@ def _make_sharded_engine(
     )
 
 
+def check_blocks(model: nn.Module, strategy: Strategy) -> None:
+    """Find the blocks that a strategy will cut, before anything is measured or filled.
+
+    Raises:
+        UserError: they cannot be found.
+    """
+    if isinstance(strategy, FSDPStrategyConfig):
+        from isles.strategies.blocks import find_blocks
+
+        find_blocks(model, strategy.transformer_layer_cls_to_wrap)
+
+
 def compile_model(model: nn.Module, *, by_block: bool) -> None:
     """torch.compile, in place; block by block where parameters are gathered between them."""
     if not by_block:
