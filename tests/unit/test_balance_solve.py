@@ -120,6 +120,6 @@ def test_the_slowest_of_ranks_that_share_their_rows() -> None:
 
 def test_a_curve_comes_back_from_its_record() -> None:
     curve = Curve.of({1: 1.0, 4: 0.9, 8: 3.0}, 6)
-    assert curve.seconds == (1.0, 1.0, 3.0), "more rows are never faster"
+    assert curve.seconds == (0.9, 0.9, 1.8), "what noise has added is taken out"
     assert Curve.read(curve.record()) == curve
-    assert (curve.time(0), curve.time(6), curve.time(12)) == (1.0, 2.0, 5.0)
+    assert [curve.time(n) for n in (0, 6, 12)] == pytest.approx([0.9, 1.35, 2.7])

@@ -77,7 +77,7 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Violation]:
     strategy = config.strategy
     if isinstance(strategy, MeshSection):
         violations += _tensor_parallel(strategy, shape)
-        violations += _context_parallel(strategy, shape)
+        violations += _context_parallel(strategy, shape, config.data.seq_length)
         violations += _pipeline(strategy, shape)
     return violations
 
@@ -119,12 +119,13 @@ def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]
         )
 
 
-def _context_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
+def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> Iterator[Violation]:
     size, key = strategy.cp_size, "strategy.cp_size"
     if size == 1:
         return
     yield from _kind(shape, key, "context parallel", CONTEXT_PARALLEL)
     yield from _windows(shape, key)
+    yield from _long_rope(shape, key, seq_length)
     heads, tp_size = _number(shape, "num_key_value_heads"), strategy.tp_size
     if strategy.cp_method == "ulysses" and heads and heads % (size * tp_size):
         over = f" over tp_size {tp_size}" if tp_size > 1 else ""
@@ -187,6 +188,22 @@ def _windows(shape: Shape, key: str) -> Iterator[Violation]:
         "attend to all tokens",
         f"set {key.rpartition('.')[2]}: 1; {_INSTEAD}",
     )
+
+
+def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Violation]:
+    """Frequencies by the largest position of a rank's piece: the first pieces would take others."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) != "longrope":
+        return
+    name = "original_max_position_embeddings"
+    original = _number(rope, name) or _number(shape, name)
+    if original is not None and seq_length > original:
+        yield Violation(
+            (key, "data.seq_length"),
+            f"the model's position embeddings (longrope) change beyond {original} tokens, which "
+            f"only some pieces of seq_length {seq_length} reach",
+            f"use data.seq_length: {original} or less, or set cp_size: 1; {_INSTEAD}",
+        )
 
 
 def _number(shape: Shape, name: str) -> int | None:

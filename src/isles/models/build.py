@@ -125,7 +125,9 @@ def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
         if config.init == "scratch":
             fill_fresh(model, seed)
         else:
-            fill_pretrained(model, config)
+            meta = torch.device("meta")
+            whole = functools.partial(_from_config, config, None, torch.float32, meta)
+            fill_pretrained(model, config, whole)
     except NotCoveredError as error:
         raise UserError(
             f"{type(model).__name__} cannot be filled piece by piece: it sets {error} elsewhere "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,23 @@ def fill_fresh(model: Any, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill_pretrained(model: Any, config: ModelConfig) -> None:
+def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -> None:
     """Weights from safetensors, in place; each rank reads the bytes of its own part.
 
     Args:
         model: a Hugging Face model, or a part of one; its parameters are allocated.
         config: the run file's section.
+        whole: makes the whole model without memory; asked where the files hold more than the part.
 
     Raises:
-        UserError: the files cannot be read, or lack a weight, or hold it in another shape.
+        UserError: the files cannot be read, or lack a weight, or hold it in another shape, or hold
+            one that the model has no place for.
     """
     folder, where = _weights_folder(config.name_or_path)
     prefix = f"{model.base_model_prefix}."
+    # Such as the scales of quantised weights, which are nonsense without them.
+    if _without_place(where, model) and (left := _without_place(where, whole())):
+        raise _misfit(config, f"the model has no place for {len(left)} of them: {left[0]!r}, ...")
     reader: Any = None
     opened, size = "", 0
     fill_buffers(model)
@@ -202,6 +208,17 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _without_place(names: Iterable[str], model: Any) -> list[str]:
+    """Weights that a model does not have, save those that it is known to leave out."""
+    prefix = f"{model.base_model_prefix}."
+    places = {place for name in model.state_dict() for place in (name, name.removeprefix(prefix))}
+    # Buffers of old files that models now make themselves, as transformers counts them.
+    ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    ignored += model._keys_to_ignore_on_load_unexpected or ()
+    pattern = re.compile("|".join(f"(?:{each})" for each in ignored))
+    return sorted(name for name in names if name not in places and not pattern.search(name))
 
 
 def _weights_folder(name: str) -> tuple[Path, dict[str, str]]:

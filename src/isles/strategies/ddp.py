@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any, assert_never
 
 import torch
@@ -135,14 +136,16 @@ class DDPEngine:
 def _wrap(
     model: nn.Module, config: DDPStrategyConfig, world: World, comm_sample_every: int
 ) -> DistributedDataParallel:
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # they are constants, and the same everywhere
-        bucket_cap_mb=config.bucket_cap_mb,
-        static_graph=config.static_graph,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.11 has only the old name of it
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # they are constants, and the same everywhere
+            bucket_cap_mb=config.bucket_cap_mb,
+            static_graph=config.static_graph,
+        )
     # torch compares the hook's annotations with types, and here they are strings: it has none.
     hook = lambda dtype, bucket: _compress(dtype, bucket)  # noqa: E731, PLW0108
     match config.gradient_compression:

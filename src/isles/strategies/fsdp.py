@@ -150,7 +150,7 @@ def shard_model(
     }
     reshards = reduces_each_micro_step(config)  # the same choice of memory over speed
     blocks = find_blocks(model, config.transformer_layer_cls_to_wrap)
-    for block in blocks:
+    for block in reversed(blocks):  # where one lies in another, the inner one first
         fully_shard(block, **options, reshard_after_forward=reshards)
     for end in _ends(model):
         fully_shard(end, **options, reshard_after_forward=reshards)

@@ -39,8 +39,10 @@ class StepGuard:
         """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step."""
         stops = self._poison if skip is None else torch.maximum(self._poison, skip)
         if optimizer.defaults.get("fused"):
-            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync.
-            optimizer.found_inf = stops  # type: ignore[attr-defined]
+            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync. Where
+            # parameters are offloaded, torch would read its copy there before it has arrived.
+            where = optimizer.param_groups[0]["params"][0].device
+            optimizer.found_inf = stops.to(where)  # type: ignore[attr-defined]
             optimizer.step()
         elif stops.item() == 0:
             optimizer.step()

@@ -33,7 +33,7 @@ class LossScaler:
         """Take the scale out of the gradients, in place, and out of their norm."""
         inverse = 1.0 / self._scale
         for gradient in gradients:
-            gradient.mul_(inverse)
+            gradient.mul_(inverse.to(gradient.device))  # offloaded, it is on the CPU
         return norm * inverse
 
     def update(self, overflow: Tensor) -> None:

@@ -175,10 +175,16 @@ def _make_model(
         model = build_model(
             config.model, device=world.device, dtype=dtype, seed=config.seed, vocab_size=vocab_size
         )
+    shape: Any = model.config
+    if world.is_main and getattr(shape, "output_router_logits", False):
+        log.warning(
+            "the model's config sets output_router_logits; its loss that balances the experts is "
+            "not part of the training loss, which is that of the target tokens alone"
+        )
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
     use_attention(model, strategy, mesh)
     if config.training.torch_compile:
-        compile_model(model, by_block=is_sharded(strategy))
+        compile_model(model, strategy)
     log.info(
         "model=%s parameters=%d ranks=%d",
         config.model.name_or_path,

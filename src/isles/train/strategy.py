@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
@@ -63,7 +64,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         vocab_size=int(shape.vocab_size),
     )
     memory = least_memory_bytes(world)
-    machine = Machine(world.world_size, world.local_world_size, memory, None)
+    machine = Machine(world.world_size, _ranks_per_node(world), memory, None)
     training, length = config.training, config.data.seq_length
     if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
         machine = replace(machine, link_bytes_per_s=link_bytes_per_s(world))
@@ -73,8 +74,16 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
 
 def settle_mesh(strategy: Strategy, world: World) -> Mesh:
     """The grid of a strategy's ranks. All ranks must call this."""
-    layout = make_layout(strategy, world.world_size, local_world_size=world.local_world_size)
+    layout = make_layout(strategy, world.world_size, local_world_size=_ranks_per_node(world))
     return make_mesh(layout, world, is_sharded=is_sharded(strategy))
+
+
+def _ranks_per_node(world: World) -> int:
+    """Ranks of a node; of unequal ones the most successive ranks that always lie on one.
+
+    The same on every rank, which would else make other groups than its peers, and hang.
+    """
+    return math.gcd(*world.gather(world.local_world_size))
 
 
 def is_sharded(strategy: Strategy) -> bool:
@@ -215,14 +224,15 @@ def check_blocks(model: nn.Module, strategy: Strategy) -> None:
         find_blocks(model, strategy.transformer_layer_cls_to_wrap)
 
 
-def compile_model(model: nn.Module, *, by_block: bool) -> None:
+def compile_model(model: nn.Module, strategy: Strategy) -> None:
     """torch.compile, in place; block by block where parameters are gathered between them."""
-    if not by_block:
+    if not is_sharded(strategy):
         model.compile()
         return
     from isles.strategies.blocks import find_blocks
 
-    for block in find_blocks(model):
+    named = isinstance(strategy, FSDPStrategyConfig)
+    for block in find_blocks(model, strategy.transformer_layer_cls_to_wrap if named else ()):
         block.compile()
 
 
