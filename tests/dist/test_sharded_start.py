@@ -18,14 +18,18 @@ from isles.errors import ExitCode
 from isles.rundir.env import RankEnv
 from isles.rundir.records import read_record
 from isles.train.strategy import settle_mesh
-from tests.dist.test_strategies import check, one_process
-from tests.ranks import run_ranks, start_training
+from tests.dist.test_same_mathematics import largest_difference
+from tests.ranks import run_ranks, start_training, train_to_end
 
 
 def test_blocks_within_blocks_are_cut_too(run_file: Path) -> None:
     names = "[LlamaDecoderLayer, LlamaMLP]"
     strategy = f"strategy={{kind: fsdp, transformer_layer_cls_to_wrap: {names}}}"
-    check(run_file, one_process(run_file), 2, strategy)
+    reference, code = train_to_end(run_file, 1)
+    assert code == 0
+    run_dir, code = train_to_end(run_file, 2, strategy, resume="no")
+    assert code == 0
+    assert largest_difference(reference, run_dir) < 1e-5
 
 
 def _layout_on_unequal_nodes(env: RankEnv, sizes: list[int]) -> Layout:

@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from isles.config.data import DataConfig, SourceConfig
 from isles.config.model import ModelConfig
+from isles.config.run import RunConfig
+from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
 from isles.models.attention import use_maskless_attention
-from isles.models.build import build_model
+from isles.models.build import build_empty_model, build_model, fill_model
 from isles.rundir.env import RankEnv
 from isles.rundir.records import read_record, read_rows
-from isles.strategies.ddp import DDPEngine
 from isles.train.optimizer import make_optimizers
+from isles.train.strategy import is_sharded, make_engine, settle_mesh
 from tests.e2e.test_train import isles, the_run
 
 pytestmark = pytest.mark.gpu
@@ -35,25 +38,33 @@ def test_a_whole_run_on_one_gpu(run_file: Path, precision: str) -> None:
     assert launch["device"] == "cuda"
 
 
-def test_no_step_waits_for_the_gpu(tiny_model: Path) -> None:
+@pytest.mark.parametrize("strategy", [DDPStrategyConfig(), FSDPStrategyConfig()])
+def test_no_step_waits_for_the_gpu(
+    tiny_model: Path, strategy: DDPStrategyConfig | FSDPStrategyConfig
+) -> None:
     """CPU twin: tests/unit/test_no_sync.py."""
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cuda", timeout_s=60)
     try:
-        config = TrainingConfig(max_steps=10)
-        model = build_model(
-            ModelConfig(name_or_path=str(tiny_model), init="scratch"),
-            device=world.device,
-            dtype=torch.float32,
-            seed=0,
-            vocab_size=None,
+        config = RunConfig(
+            model=ModelConfig(name_or_path=str(tiny_model), init="scratch"),
+            data=DataConfig(sources=(SourceConfig(type="fake"),)),
+            training=TrainingConfig(max_steps=10),
         )
+        if is_sharded(strategy):
+            model = build_empty_model(config.model, dtype=torch.float32, vocab_size=None)
+        else:
+            model = build_model(
+                config.model, device=world.device, dtype=torch.float32, seed=0, vocab_size=None
+            )
         assert use_maskless_attention(model)
-        engine = DDPEngine(
+        engine = make_engine(
+            strategy,
             model,
-            lambda m: make_optimizers(config, m),
+            lambda module: fill_model(module, config.model, seed=0),
+            lambda module: make_optimizers(config.training, module),
+            settle_mesh(strategy, world),
             world,
-            precision="bf16-mixed",
-            comm_sample_every=10,
+            config,
         )
         ids = torch.arange(32, device=world.device).reshape(2, 16)
         batch = Batch(ids, ids, (0, 1))
@@ -71,6 +82,25 @@ def test_no_step_waits_for_the_gpu(tiny_model: Path) -> None:
         assert engine.good_steps() is None
     finally:
         leave_world()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "32-true"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "{kind: fsdp}",
+        "{kind: fsdp, cpu_offload: true}",
+        "{kind: deepspeed, zero_stage: 2}",
+        "{kind: deepspeed, zero_stage: 3, offload_optimizer: cpu, offload_param: cpu}",
+    ],
+)
+def test_other_strategies_learn_on_one_gpu(run_file: Path, strategy: str, precision: str) -> None:
+    """CPU twins: tests/dist/test_strategies.py, tests/dist/test_deepspeed.py."""
+    options = (f"strategy={strategy}", f"training.precision={precision}")
+    one = "clusters.0.gpus_per_node=1"
+    isles("train", str(run_file), *options, one, "training.max_steps=60", cwd=run_file.parent)
+    rows = [r for r in read_rows(the_run(run_file).metrics) if r["kind"] == "train"]
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 def test_the_largest_micro_batch_is_found(run_file: Path) -> None:

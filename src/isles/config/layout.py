@@ -113,7 +113,7 @@ def _shard_size(strategy: FSDPStrategyConfig, dp: int, local_world_size: int) ->
             return dp
         case "HYBRID_SHARD" | "HYBRID_SHARD_ZERO2":
             inside = strategy.tp_size * strategy.cp_size
-            wanted = strategy.shard_size or max(1, local_world_size // inside)
+            wanted = strategy.shard_size or max(1, min(dp, local_world_size // inside))
             if wanted > dp or dp % wanted:
                 given = "shard_size" if strategy.shard_size else "the ranks of a node,"
                 raise ConfigError(

@@ -87,7 +87,7 @@ class FSDPStrategyConfig(MeshSection):
     """The same in the backward pass."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients travel under mixed precision."""
+    """Type in which gradients travel; bf16 halves the bytes, and rounds."""
 
 
 class DeepSpeedStrategyConfig(Section):

@@ -13,8 +13,8 @@ from isles.config.yaml import KeyPath, dotted
 _MESH_KEYS = ("tp_size", "cp_size", "pp_size", "pp_schedule", "cp_method")
 _NOT_WITH_DEEPSPEED = (
     "; DeepSpeed's ZeRO stands alone here: from stage 2 on it cuts the gradients that a pipeline "
-    "still adds up, and it does not know matrices that are cut already. fsdp does what ZeRO-3 does, "
-    "also in a pipeline"
+    "still adds up, and it does not know matrices that are cut already. fsdp does what ZeRO-3 "
+    "does, also in a pipeline"
 )
 
 

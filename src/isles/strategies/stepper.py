@@ -122,6 +122,9 @@ class Stepper:
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
             known = get_model_state_dict(module)
             set_model_state_dict(module, {name: state[f"model.{name}"] for name in known})
+            # torch makes no fresh state to load into while there are gradients.
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
             fields = get_optimizer_state_dict(module, optimizers, options=_FLAT)
             for name in fields:
                 if (key := f"optimizer.{name}") in state:

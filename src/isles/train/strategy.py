@@ -231,8 +231,10 @@ def compile_model(model: nn.Module, strategy: Strategy) -> None:
         return
     from isles.strategies.blocks import find_blocks
 
-    named = isinstance(strategy, FSDPStrategyConfig)
-    for block in find_blocks(model, strategy.transformer_layer_cls_to_wrap if named else ()):
+    names: tuple[str, ...] = ()
+    if isinstance(strategy, FSDPStrategyConfig):
+        names = strategy.transformer_layer_cls_to_wrap
+    for block in find_blocks(model, names):
         block.compile()
 
 

@@ -195,6 +195,12 @@ def _death(rank: int, exit_code: int) -> dict[str, Any]:
         how = f"was killed by {name}"
         if name == "SIGKILL":
             fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+        if name == "SIGABRT":
+            fix = (
+                "on GPUs NCCL ends so the ranks that waited longer than comm_timeout for another: "
+                "the end of its log says for what, and the rank that has no such line is the one "
+                "that hung"
+            )
     return {
         "rank": rank,
         "host": os.uname().nodename,
