@@ -103,7 +103,7 @@ class Effort:
 
 
 FULL = Effort(warmup_steps=55, rounds=20, chunk_steps=3)
-QUICK = Effort(warmup_steps=52, rounds=8, chunk_steps=3)
+QUICK = Effort(warmup_steps=52, rounds=5, chunk_steps=3)
 
 
 # ---- This part runs in the ranks, and is the only one that imports torch. ----

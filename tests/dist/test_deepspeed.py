@@ -219,10 +219,7 @@ def train_in_legs(run_file: Path, *legs: str) -> RunDir:
 
 
 LEGS = [
-    (("0x2", "1x2", "0x1"), False),
-    (("0x1", "2x2", "3x3"), False),
     (("0x1", "2x2", "3x3"), True),
-    (("3x2", "0x2"), False),
     (("3x2", "2x1"), False),
 ]
 

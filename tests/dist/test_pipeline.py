@@ -70,12 +70,10 @@ CASES = [
     ("1f1b", 4, "kind: fsdp", 2),
     ("1f1b", 4, "kind: fsdp, cp_size: 2", 3),
     ("1f1b", 4, "kind: ddp, tp_size: 2", 6),
-    ("gpipe", 2, "kind: ddp", 4),
+    ("gpipe", 2, "kind: ddp", 12),
     ("interleaved-1f1b", 2, "kind: ddp", 4),
-    ("interleaved-1f1b", 2, "kind: ddp", 12),
     ("interleaved-1f1b", 4, "kind: fsdp", 2),
     ("zbv", 2, "kind: ddp", 2),
-    ("zbv", 2, "kind: ddp", 12),
     ("zbv", 4, "kind: fsdp", 2),
     ("zbv", 4, "kind: ddp, tp_size: 2", 3),
 ]

@@ -93,7 +93,8 @@ def test_every_strategy_gives_the_weights_of_one_process(
     strategy, sizes = TABLE[name]
     reference = one_process()
     for world_size in sizes:
-        for accumulation in (1, 3):
+        # Where two ways are joined, each by itself has been through both.
+        for accumulation in (3,) if name in ("fsdp-tp", "fsdp-cp") else (1, 3):
             micro = f"training.micro_batch_size={max(1, 12 // world_size // accumulation)}"
             check(run_file, reference, world_size, f"strategy={strategy}", micro)
     world_size = sizes[-1]
@@ -154,7 +155,6 @@ def test_every_precision_learns_on_shards(run_file: Path, strategy: str, precisi
 
 ARCHITECTURES = {
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
-    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "gemma": {
         "model_type": "gemma",
         "architectures": ["GemmaForCausalLM"],
