@@ -27,5 +27,11 @@ class CheckpointConfig(Section):
     export_on_finish: bool = True
     """At the end, write RUN/model: a Hugging Face folder that from_pretrained loads."""
 
+    merge_adapter: bool = False
+    """Export a whole model with the adapter merged into it. false: the adapter alone."""
+
+    push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """Upload the export to this private repository of the Hugging Face hub, owner/name."""
+
     timeout: DurationS = 1800.0
     """Longest wait for one checkpoint to be written, before the run stops with an error."""

@@ -18,8 +18,9 @@ class ModelConfig(Section):
     init: Literal["pretrained", "scratch"] = "pretrained"
     """pretrained: load the weights (safetensors). scratch: the architecture with fresh weights."""
 
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Attention: sdpa is PyTorch's fused attention; eager is the plain one, for looking inside."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Attention: sdpa is PyTorch's fused attention; eager is the plain one, for looking inside;
+    flash_attention_2 needs the package flash-attn and a GPU; flex_attention needs a GPU."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
@@ -30,6 +31,10 @@ class TokenizerConfig(Section):
 
     name_or_path: Annotated[str, Field(min_length=1)] | None = None
     """A hub id or a local folder. null: the tokenizer in the model's folder."""
+
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """How messages become text: a Jinja file, or chatml. null: the template in the tokenizer's
+    folder."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""

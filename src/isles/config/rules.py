@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from isles.config.model import ModelConfig
+from isles.config.rules_finetune import finetune_rules
 from isles.config.rules_strategy import nearest_multiples, strategy_rules
 from isles.config.run import RunConfig
 from isles.config.training import TrainingConfig
@@ -22,6 +23,7 @@ def check_rules(config: RunConfig) -> list[Violation]:
         *_model_rules(config.model),
         *_source_rules(config),
         *_tokenizer_rules(config),
+        *finetune_rules(config),
         *strategy_rules(config),
     ]
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from isles.config.adapter import AdapterConfig
 from isles.config.balance import BalanceConfig
 from isles.config.checkpoint import CheckpointConfig
 from isles.config.cluster import ClusterConfig
@@ -33,6 +34,9 @@ class RunConfig(Section):
 
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Which tokenizer."""
+
+    adapter: AdapterConfig = AdapterConfig()
+    """Train a few matrices beside a frozen model instead of all weights."""
 
     data: DataConfig
     """What the model reads."""

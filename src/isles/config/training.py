@@ -13,11 +13,21 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 Precision = Literal["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"]
 Scheduler = Literal["constant", "linear", "cosine", "wsd"]
-OptimizerName = Literal["adamw", "sgd", "muon"]
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 
 
 class TrainingConfig(Section):
     """How long, how large, how fast, how precise."""
+
+    method: Literal["causal_lm", "dpo"] = "causal_lm"
+    """causal_lm: predict the next token, of text, chats or instructions. dpo: prefer the chosen
+    answer of a preference source to the rejected one (arXiv:2305.18290)."""
+
+    dpo_beta: Annotated[float, Field(gt=0, le=100)] = 0.1
+    """dpo: how closely the model is held to the one that it began as; larger is closer."""
+
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo: share of the preferences that are taken to be the wrong way round."""
 
     max_steps: PositiveInt | None = None
     """Length of the run in inner (optimizer) steps. One of max_steps, num_train_epochs or max_time
@@ -57,7 +67,8 @@ class TrainingConfig(Section):
     """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw, sgd, or muon (Muon on matrices, AdamW on embeddings, norms and the head)."""
+    """adamw, adamw_8bit (its state in 8 bits, by torchao), sgd, or muon (Muon on matrices, AdamW on
+    embeddings, norms and the head)."""
 
     adam_beta1: Fraction = 0.9
     """Decay of AdamW's first moment."""
@@ -80,6 +91,10 @@ class TrainingConfig(Section):
     precision: Precision = "bf16-mixed"
     """32-true, bf16-mixed (weights fp32, matmuls bf16), fp16-mixed (with a loss scaler), or
     bf16-true (weights bf16, least memory)."""
+
+    stochastic_rounding: bool = False
+    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that small
+    updates are not lost."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective: keep the results of

@@ -24,4 +24,8 @@ class Batch:
     """int64; IGNORE_INDEX where nothing is trained."""
 
     sample_ids: tuple[int, ...]
-    """The global sample index of each row."""
+    """The global sample index of each row; for preferences, of each two rows."""
+
+    position_ids_BT: Tensor | None = None
+    """int64; a document that attends to itself alone begins at 0. None: each row is one document,
+    from 0 on."""
