@@ -122,7 +122,7 @@ def train_one_step(engine: Any, step: int, split: RowSplit, world: World) -> tup
     total = 0.0
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        total += float(engine.forward_backward(batch, global_tokens=tokens, is_last=is_last))
+        total += float(engine.forward_backward(batch, loss_divisor=tokens, is_last=is_last))
     norm = float(engine.optimizer_step(lr=rate(step), max_norm=0.5))
     return sum(world.gather(total)) / tokens, norm
 

@@ -207,7 +207,7 @@ def _alone(env: RankEnv, folder: str) -> str:
         return ""
     tokens = torch.ones(2, 8, dtype=torch.int64)
     try:
-        engine.forward_backward(Batch(tokens, tokens, (0, 1)), global_tokens=16, is_last=True)
+        engine.forward_backward(Batch(tokens, tokens, (0, 1)), loss_divisor=16, is_last=True)
     except CommunicationError as error:
         dist.broadcast(said, src=0, group=world.work)
         return str(error)

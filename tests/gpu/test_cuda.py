@@ -70,7 +70,7 @@ def test_no_step_waits_for_the_gpu(
         batch = Batch(ids, ids, (0, 1))
 
         def step() -> None:
-            engine.forward_backward(batch, global_tokens=32, is_last=True)
+            engine.forward_backward(batch, loss_divisor=32, is_last=True)
             engine.optimizer_step(lr=1e-3, max_norm=1.0)
 
         step()

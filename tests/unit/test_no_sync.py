@@ -83,7 +83,7 @@ def test_a_step_reads_nothing_back(
 
         def step() -> None:
             meter.begin(is_recorded=False)
-            meter.add(engine.forward_backward(batch, global_tokens=32, is_last=True))
+            meter.add(engine.forward_backward(batch, loss_divisor=32, is_last=True))
             engine.optimizer_step(lr=1e-3, max_norm=1.0)
             meter.step_done(32)
 

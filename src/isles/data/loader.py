@@ -31,6 +31,11 @@ class StepData:
     next_sample: int
     """Where the next global batch begins: the cursor after this step."""
 
+    @property
+    def loss_divisor(self) -> int:
+        """What the summed loss of the step is divided by."""
+        return self.global_tokens
+
 
 class Loader:
     """The micro-batches of one rank, step by step; the next step is read in the background.

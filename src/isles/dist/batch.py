@@ -26,6 +26,10 @@ class Batch:
     sample_ids: tuple[int, ...]
     """The global sample index of each row; for preferences, of each two rows."""
 
+    places_N: Tensor | None = None
+    """int64; where the targets lie in the flattened rows, so that the head computes nothing else.
+    None: every place is looked at."""
+
     position_ids_BT: Tensor | None = None
     """int64; a document that attends to itself alone begins at 0. None: each row is one document,
     from 0 on."""

@@ -19,20 +19,21 @@ class Engine(Protocol):
     """This rank's number among those that hold the same plain tensors in `state_dict`, and how many
     they are; (0, 1) where every plain tensor there is this rank's to save."""
 
-    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+    def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         """Add one micro-batch's gradient. All ranks must call this, as often as the row split says.
 
         Args:
             batch: this rank's micro-batch.
-            global_tokens: target tokens of the whole step, over all ranks and micro-batches.
+            loss_divisor: what the summed loss of the whole step is divided by, over all ranks and
+                micro-batches: its target tokens, or its pairs under dpo.
             is_last: whether gradients travel now; once a step.
 
         Returns:
-            This rank's part of the summed loss over target tokens, a detached fp32 scalar on the
+            This rank's part of the summed loss, a detached fp32 scalar on the
             rank's device: over all ranks and micro-batches of a step these add up to the global
             sum. (Ranks that share rows share their loss, or one of them has it; an engine may keep
             micro-batches back until the last.) The gradient is that of the sum divided by
-            `global_tokens`.
+            `loss_divisor`.
         """
         ...
 

@@ -8,14 +8,14 @@ from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isles.config.strategy import DDPStrategyConfig
-from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
@@ -33,6 +33,7 @@ class DDPEngine:
         world: the ranks of the cluster.
         precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         comm_sample_every: how often, in steps, communication is timed.
+        make_objective: what is minimised.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class DDPEngine:
         *,
         precision: str,
         comm_sample_every: int,
+        make_objective: MakeObjective = CausalLM,
     ) -> None:
         self.model = model
+        self._objective = make_objective(model)
         self.replicas = (world.rank, world.world_size)
         self._mesh = mesh
         self._world = world
@@ -61,10 +64,10 @@ class DDPEngine:
             self._ddp = _wrap(model, config, world, comm_sample_every)
             self._forward = self._ddp
 
-    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+    def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         """See Engine. Gradients travel only in the last micro-batch."""
         # DDP averages over ranks; the global sum over global tokens is wanted.
-        scale = self._world_size / global_tokens
+        scale = self._world_size / loss_divisor
         if not self._must_learn_graph:
             return self._backward(batch, scale, syncs=is_last)
         # A static graph is learnt from the first backward pass, which must not be a quiet one.
@@ -124,13 +127,7 @@ class DDPEngine:
         with torch.autocast(
             self._device.type, dtype=self._autocast, enabled=self._autocast is not None
         ):
-            logits_BTV = model(**part.inputs, use_cache=False).logits
-        return F.cross_entropy(
-            logits_BTV.float().flatten(0, 1),
-            part.targets_BT.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
+            return self._objective.loss_sum(model, part)
 
 
 def _wrap(

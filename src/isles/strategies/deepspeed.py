@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.config.deepspeed_file import Json
 from isles.config.deepspeed_settings import stage_of
-from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.batch import Batch
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.strategies.deepspeed_init import cut_model
@@ -24,6 +23,8 @@ from isles.strategies.deepspeed_setup import (
 )
 from isles.strategies.deepspeed_state import ZeroState
 from isles.strategies.guard import StepGuard
+from isles.strategies.objective import CausalLM, MakeObjective
+from isles.strategies.sequence import whole
 
 
 class DeepSpeedEngine:
@@ -40,6 +41,7 @@ class DeepSpeedEngine:
         make_optimizers: optimizers over the parameters of the model that it is given.
         world: the ranks of the cluster.
         settings: DeepSpeed's JSON, with nothing left on `auto`.
+        make_objective: what is minimised.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -56,6 +58,7 @@ class DeepSpeedEngine:
         world: World,
         *,
         settings: Json,
+        make_objective: MakeObjective = CausalLM,
     ) -> None:
         check_settings(settings, world)
         deepspeed = import_deepspeed(world)
@@ -77,8 +80,9 @@ class DeepSpeedEngine:
         self._guard = StepGuard(world.device)
         self._scaler = self._take_scaler()
         self._state = ZeroState(model, self._zero, optimizer, world)
+        self._objective = make_objective(model)
 
-    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+    def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         """See Engine."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         loss_sum = self._loss_sum(self._engine, batch)
@@ -87,7 +91,7 @@ class DeepSpeedEngine:
             self._zero.override_loss_scale(self._scaler.cur_scale)
         # DeepSpeed averages over ranks; the global sum over global tokens is wanted. A NaN, once
         # something was not finite, makes it skip the step and drop the gradients.
-        loss = self._guard.spoil(loss_sum * (self._world_size / global_tokens))
+        loss = self._guard.spoil(loss_sum * (self._world_size / loss_divisor))
         self._engine.backward(loss, scale_wrt_gas=False)
         return loss_sum.detach()
 
@@ -162,13 +166,7 @@ class DeepSpeedEngine:
         return scaler
 
     def _loss_sum(self, model: Any, batch: Batch) -> Tensor:
-        logits_BTV = model(input_ids=batch.input_ids_BT, use_cache=False).logits
-        return F.cross_entropy(
-            logits_BTV.float().flatten(0, 1),
-            batch.targets_BT.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
+        return self._objective.loss_sum(model, whole(batch))
 
 
 class _NoScaler:

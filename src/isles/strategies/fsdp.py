@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,10 +16,11 @@ from torch.distributed.fsdp import (
 )
 
 from isles.config.strategy import FSDPStrategyConfig
-from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.strategies.blocks import find_blocks
+from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
@@ -38,6 +38,7 @@ class FSDPEngine:
         mesh: the ranks, with a root.
         world: all of them.
         precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
+        make_objective: what is minimised.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FSDPEngine:
         world: World,
         *,
         precision: str,
+        make_objective: MakeObjective = CausalLM,
     ) -> None:
         self.model = model
         self.replicas = (world.rank, world.world_size)
@@ -57,17 +59,18 @@ class FSDPEngine:
         self._sharded = shard_model(model, config, mesh, world.device, precision=precision)
         allocate(model, config, world.device)
         materialize(model)
+        self._objective = make_objective(model)
         self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
         # FSDP2 averages over the ranks that share the data; the global sum is wanted.
         self._parts = mesh.dp_size * mesh.layout.cp
         self._reduces_each = reduces_each_micro_step(config)
         self._is_first_tp = mesh.place.tp == 0
 
-    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+    def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         """See Engine."""
         set_sync(self._sharded, is_last=is_last, reduces_each=self._reduces_each)
         loss_sum = self._loss_sum(batch)
-        loss = loss_sum * (self._parts / global_tokens)
+        loss = loss_sum * (self._parts / loss_divisor)
         self._stepper.scaled(loss, loss_sum).backward()  # type: ignore[no-untyped-call]
         return self._mine(loss_sum.detach())
 
@@ -106,13 +109,7 @@ class FSDPEngine:
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         part = localize(batch, self._mesh)
-        logits_BTV = self.model(**part.inputs, use_cache=False).logits
-        return F.cross_entropy(
-            logits_BTV.float().flatten(0, 1),
-            part.targets_BT.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
+        return self._objective.loss_sum(self.model, part)
 
 
 def shard_model(

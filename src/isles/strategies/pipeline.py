@@ -109,13 +109,13 @@ class PipelineEngine:
         self._scale = 1.0
         self._loss_total = torch.zeros((), device=world.device)
 
-    def forward_backward(self, batch: Batch, *, global_tokens: int, is_last: bool) -> Tensor:
+    def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
         """See Engine. Only the last call of a step computes."""
         part = localize(batch, self._mesh)
         self._held.hold(part.inputs["input_ids"], part.targets_BT, part.inputs.get("position_ids"))
         self._loss_total = torch.zeros((), device=self._world.device)
         if is_last:
-            self._scale = self._parts / global_tokens
+            self._scale = self._parts / loss_divisor
             count = self._pipeline.count(len(self._held))
             with self._naming_itself():
                 self._pipeline.train(self._held.take(count), count)

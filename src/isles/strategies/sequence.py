@@ -31,12 +31,20 @@ class Part:
     targets_BT: Tensor
     """The targets of the same tokens."""
 
+    places_N: Tensor | None = None
+    """Places of the targets in the flattened rows; None: every place may be one."""
+
+
+def whole(batch: Batch) -> Part:
+    """A micro-batch whose sequences this rank has from first to last."""
+    return Part({"input_ids": batch.input_ids_BT}, batch.targets_BT, batch.places_N)
+
 
 def localize(batch: Batch, mesh: Mesh) -> Part:
     """This rank's piece of the sequences of a micro-batch."""
     size = mesh.layout.cp
     if size == 1:
-        return Part({"input_ids": batch.input_ids_BT}, batch.targets_BT)
+        return whole(batch)
     length = batch.input_ids_BT.shape[1] // size
     here = slice(mesh.place.cp * length, (mesh.place.cp + 1) * length)
     positions = torch.arange(here.start, here.stop, device=batch.input_ids_BT.device)

@@ -28,7 +28,7 @@ def train(parts: Parts) -> ExitCode:
         for index, batch in enumerate(data.micro_batches):
             is_last = index == len(data.micro_batches) - 1
             loss_sum = engine.forward_backward(
-                batch, global_tokens=data.global_tokens, is_last=is_last
+                batch, loss_divisor=data.loss_divisor, is_last=is_last
             )
             parts.meter.add(loss_sum)
         parts.meter.mark("forward_backward")

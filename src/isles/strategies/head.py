@@ -1,0 +1,317 @@
+"""The loss where the head is: the logits of all tokens are never held at once.
+
+N: tokens with a target. H: hidden size. V: vocabulary. C: tokens in a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from isles.dist.batch import IGNORE_INDEX
+
+log = logging.getLogger(__name__)
+
+_CHUNK_LOGITS = 2**25
+"""Logits that are held at once: 128 MiB in fp32."""
+
+_LEAST_TOKENS = 128
+
+
+class LossHead:
+    """Runs a causal language model with its head replaced by the loss.
+
+    The head's weight is used where its own forward pass would use it, so that FSDP2 and ZeRO have
+    gathered it. A model that does something to the logits after its head (Gemma's soft cap, a
+    scale), or whose head is no plain matrix (tensor parallel, an adapter on it), is run as it is.
+
+    Args:
+        model: the Hugging Face model, with the parameters' own modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        disable: Any = torch.compiler.disable  # torch leaves it untyped
+        self._is_last: bool | None = None
+        self._fused = _find_liger()
+        self._instead: Callable[[Tensor], Tensor] | None = None
+        if self._head is not None and _is_plain(self._head):
+            # Once and for all: torch.compile would compile anew for every other function here.
+            self._head.forward = disable(self._forward)
+        else:
+            self._is_last = False
+
+    def loss_sum(
+        self,
+        forward: Callable[..., Any],
+        inputs: Mapping[str, Tensor],
+        targets_BT: Tensor,
+        places_N: Tensor | None = None,
+    ) -> Tensor:
+        """The summed loss over target tokens: a scalar, with gradients where they are on.
+
+        All ranks that share the model must call this.
+
+        Args:
+            forward: the model, or what wraps it.
+            inputs: for the model.
+            targets_BT: shifted targets, IGNORE_INDEX where nothing is trained.
+            places_N: places of the targets in the flattened rows; None: look at every place.
+        """
+        if not self._can_chunk(inputs):
+            logits_BTV = forward(**inputs, use_cache=False).logits
+            return F.cross_entropy(
+                logits_BTV.float().flatten(0, 1),
+                targets_BT.flatten(),
+                ignore_index=IGNORE_INDEX,
+                reduction="sum",
+            )
+
+        def compute(hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+            if self._fused is not None and hidden_NH.is_cuda:
+                return self._fused(hidden_NH, self._head, targets_N)
+            return _fused_loss_sum(hidden_NH, self._head, targets_N, may_ignore=places_N is None)
+
+        return self._run(forward, inputs, targets_BT, places_N, compute).view(())
+
+    def token_losses(
+        self, forward: Callable[..., Any], inputs: Mapping[str, Tensor], targets_BT: Tensor
+    ) -> Tensor:
+        """The loss of each token, [B, T] in fp32; 0 where nothing is trained.
+
+        All ranks that share the model must call this.
+        """
+        if not self._can_chunk(inputs):
+            logits_BTV = forward(**inputs, use_cache=False).logits
+            losses: Tensor = F.cross_entropy(
+                logits_BTV.float().flatten(0, 1),
+                targets_BT.flatten(),
+                ignore_index=IGNORE_INDEX,
+                reduction="none",
+            )
+            return losses.view(targets_BT.shape)
+
+        def compute(hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
+            chunks = zip(*_chunks(hidden_NH, targets_N, self._head.weight.shape[0]), strict=True)
+            # Recomputed in the backward pass, where each token's factor is known.
+            parts = [
+                checkpoint(_chunk_losses, hidden, self._head, targets, use_reentrant=False)
+                for hidden, targets in chunks
+            ]
+            return torch.cat(parts)
+
+        return self._run(forward, inputs, targets_BT, None, compute).view(targets_BT.shape)
+
+    def _run(
+        self,
+        forward: Callable[..., Any],
+        inputs: Mapping[str, Tensor],
+        targets_BT: Tensor,
+        places_N: Tensor | None,
+        compute: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Run the model with `compute(hidden, targets)` in the place of its head."""
+
+        def instead(hidden_BTH: Tensor) -> Tensor:
+            hidden, targets = hidden_BTH.flatten(0, -2), targets_BT.flatten()
+            if places_N is not None:
+                hidden, targets = hidden[places_N], targets[places_N]
+            # Not a view: FSDP2 hangs its hook on it, which an operation in place would lose.
+            return compute(hidden, targets).view(1, 1, -1).clone()
+
+        with self._replaced(instead):
+            result: Tensor = forward(**inputs, use_cache=False).logits
+        return result
+
+    def _forward(self, hidden_BTH: Tensor) -> Tensor:
+        """The head's forward pass from now on."""
+        if self._instead is not None:
+            return self._instead(hidden_BTH)
+        return F.linear(hidden_BTH, self._head.weight, self._head.bias)
+
+    @contextlib.contextmanager
+    def _replaced(self, instead: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        self._instead = instead
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    def _can_chunk(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether the head's output is the model's, found once by running it on two tokens."""
+        if self._is_last is None:
+            self._is_last = self._is_last_step(inputs)
+            if not self._is_last:
+                log.info("the loss is computed from whole logits: %s", type(self._model).__name__)
+        return self._is_last
+
+    @torch.no_grad()
+    def _is_last_step(self, inputs: Mapping[str, Tensor]) -> bool:
+        given: list[Tensor] = []
+
+        def instead(hidden_BTH: Tensor) -> Tensor:
+            given.append(hidden_BTH.new_zeros(1, 1, 1))
+            return given[-1]
+
+        few = {name: value[:1, :2] for name, value in inputs.items() if value.ndim == 2}
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with self._replaced(instead), torch.compiler.set_stance("force_eager"):
+                logits = self._model(**few, use_cache=False).logits
+        finally:
+            self._model.train(was_training)
+            torch.clear_autocast_cache()  # the weights in it were cast without gradients
+        return len(given) == 1 and logits is given[0]
+
+
+def _is_plain(head: Any) -> bool:
+    """A linear layer with weights of its own that are numbers: not cut into columns, not 4-bit."""
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return False
+    return not (isinstance(head.weight, DTensor) and "tp" in _axes(head.weight))
+
+
+def _axes(weight: DTensor) -> tuple[str, ...]:
+    return tuple(weight.device_mesh.mesh_dim_names or ())
+
+
+def _chunks(
+    hidden_NH: Tensor, targets_N: Tensor, vocab_size: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    size = max(_LEAST_TOKENS, _CHUNK_LOGITS // vocab_size)
+    return torch.split(hidden_NH, size), torch.split(targets_N, size)
+
+
+def _chunk_losses(hidden_CH: Tensor, head: nn.Linear, targets_C: Tensor) -> Tensor:
+    logits_CV = F.linear(hidden_CH, head.weight, head.bias)
+    return F.cross_entropy(
+        logits_CV.float(), targets_C, ignore_index=IGNORE_INDEX, reduction="none"
+    )
+
+
+def _fused_loss_sum(
+    hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor, *, may_ignore: bool
+) -> Tensor:
+    kind = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    loss: Tensor = _FusedLoss.apply(
+        hidden_NH, head.weight, head.bias, targets_N, dtype, torch.is_grad_enabled(), may_ignore
+    )  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Head and cross-entropy, chunk by chunk, with the gradients made on the way forward.
+
+    Nothing is computed twice: a chunk's logits are turned into their own gradient in place.
+
+    Source: Hsu et al. 2024, Liger Kernel (arXiv:2410.10989), section 3.2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        dtype: torch.dtype | None,
+        with_gradients: bool,
+        may_ignore: bool,
+    ) -> Tensor:
+        wants = [need and with_gradients for need in ctx.needs_input_grad[:3]]
+        weight = weight_VH if dtype is None else weight_VH.to(dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
+        grad_hidden = torch.empty_like(hidden_NH) if wants[0] else None
+        grad_weight = _zeros_fp32(weight_VH) if wants[1] else None
+        grad_bias = _zeros_fp32(bias_V) if wants[2] and bias_V is not None else None
+        start = 0
+        narrow_NH = hidden_NH.to(weight.dtype)
+        for hidden_CH, targets_C in zip(
+            *_chunks(narrow_NH, targets_N, weight_VH.shape[0]), strict=True
+        ):
+            logits_CV = F.linear(hidden_CH, weight, None if bias_V is None else bias_V.to(weight))
+            logits_CV = logits_CV.float()
+            known_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
+            places_C1 = targets_C.clamp(min=0).unsqueeze(1)
+            log_sum_C1 = logits_CV.logsumexp(1, keepdim=True)
+            losses_C1 = log_sum_C1 - logits_CV.gather(1, places_C1)
+            total += torch.where(known_C1, losses_C1, 0).sum()
+            if any(wants):
+                grad_CV = logits_CV.sub_(log_sum_C1).exp_()
+                grad_CV.scatter_add_(1, places_C1, torch.full_like(losses_C1, -1.0))
+                if may_ignore:
+                    grad_CV *= known_C1
+                narrow_CV = grad_CV.to(weight.dtype)
+                if grad_hidden is not None:
+                    end = start + len(targets_C)
+                    grad_hidden[start:end] = narrow_CV @ weight
+                if grad_weight is not None:
+                    _add_product(grad_weight, narrow_CV, hidden_CH)
+                if grad_bias is not None:
+                    grad_bias += grad_CV.sum(0)
+            start += len(targets_C)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden),
+            None if grad_weight is None else (grad_weight * grad).to(weight_dtype),
+            None if grad_bias is None else (grad_bias * grad).to(bias_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _zeros_fp32(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+
+
+def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
+    if grad_CV.dtype == total_VH.dtype:
+        total_VH.addmm_(grad_CV.t(), hidden_CH)
+    else:
+        total_VH += grad_CV.t() @ hidden_CH
+
+
+@functools.cache
+def _find_liger() -> Callable[[Tensor, nn.Linear, Tensor], Tensor] | None:
+    """Liger's kernel, which does the same in Triton, where it is installed and there is a GPU."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    log.info("the loss is computed by liger_kernel")
+
+    def loss_sum(hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor) -> Tensor:
+        loss: Tensor = liger_fused_linear_cross_entropy(
+            hidden_NH,
+            head.weight,
+            targets_N,
+            bias=head.bias,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            accum_dtype=torch.float32,
+        )
+        return loss
+
+    return loss_sum
