@@ -18,6 +18,7 @@ from isles.config.load import load_run_file
 from isles.config.split import even_split
 from isles.errors import ConfigError
 from isles.models.build import build_probe
+from isles.train.probe import WithLoss
 
 HOSTS = ["big", "big", "small", "old"]
 
@@ -91,13 +92,14 @@ def test_a_model_is_measured_and_nothing_else_changes(run_file: Path) -> None:
 
     def make(layers: int) -> nn.Module:
         made.append(layers)
-        return build_probe(
+        model = build_probe(
             config.model,
             num_layers=layers,
             device=torch.device("cpu"),
             dtype=torch.float32,
             vocab_size=300,
         )
+        return WithLoss(model, config)
 
     probe = Probe(make, 24, 300, 32, None, torch.device("cpu"), 1.0)
     torch.manual_seed(5)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from isles.config.curve import Curve
@@ -26,7 +25,8 @@ class Probe:
     """A model that stands for a larger one of the same shape.
 
     Args:
-        make: makes a model with so many layers, on the device, in train mode.
+        make: makes a model with so many layers, on the device, in train mode, that gives the loss
+            of tokens [B, T].
         layers: of the real model.
         vocab_size, seq_length: of the tokens.
         autocast: type of the matrix products under mixed precision, or None.
@@ -167,9 +167,8 @@ def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
     with torch.autocast(
         probe.device.type, dtype=probe.autocast, enabled=probe.autocast is not None
     ):
-        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
-    loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT.flatten(), reduction="sum")
-    loss.backward()  # type: ignore[no-untyped-call]
+        loss = model(tokens_BT)
+    loss.backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from isles.balance.cache import curve_file, keep_curve, read_curve
 from isles.balance.calibrate import Probe, calibrate
@@ -23,6 +22,8 @@ from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing
 from isles.rundir.env import cache_home
 from isles.rundir.manifest import CheckpointInfo
+from isles.strategies.objective import CausalLM
+from isles.strategies.sequence import Part
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def measure_curve(
         )
         set_gradient_checkpointing(probe, training.gradient_checkpointing)
         use_maskless_attention(probe)
-        return probe
+        return WithLoss(probe, config)
 
     probe = Probe(
         make=make,
@@ -249,5 +250,20 @@ def _try(model: Any, config: RunConfig, rows: int, device: torch.device) -> None
     dtype = torch.float16 if precision == "fp16-mixed" else torch.bfloat16
     tokens = torch.zeros((rows, config.data.seq_length), dtype=torch.int64, device=device)
     with torch.autocast("cuda", dtype=dtype, enabled=precision.endswith("mixed")):
-        logits = model(input_ids=tokens, use_cache=False).logits
-    F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+        loss = WithLoss(model, config)(tokens)
+    loss.backward()
+
+
+class WithLoss(nn.Module):
+    """A model and the loss that its engine will compute, of as many rows as its samples have."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        super().__init__()
+        self._model = model
+        self._objective = CausalLM(model)
+        self._rows_per_sample = 2 if config.training.method == "dpo" else 1
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """The summed loss when each token is its own target."""
+        rows_BT = tokens_BT.repeat(self._rows_per_sample, 1)
+        return self._objective.loss_sum(self._model, Part({"input_ids": rows_BT}, rows_BT))
