@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 from collections.abc import Iterator
@@ -32,9 +31,6 @@ from isles.rundir.records import read_record, read_rows
 from isles.train.optimizer import make_optimizers
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import run_ranks, start_training, train_to_end
-
-if importlib.util.find_spec("deepspeed") is None:
-    pytest.skip("deepspeed is not installed", allow_module_level=True)
 
 ROWS, LENGTH, STEPS = 12, 16, 20
 PLAIN: list[dict[str, Any]] = [{"zero_stage": stage} for stage in (1, 2, 3)]

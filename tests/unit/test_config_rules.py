@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.load import load_run_file
+from isles.config.load import Loaded, load_run_file
+from isles.config.rules import check_rules
 from isles.errors import ConfigErrors
 
 GOOD = """\
@@ -20,10 +21,10 @@ BPE = "tokenizer.train_vocab_size=300"
 FAKE = "data.sources=[{type: fake}]"
 
 
-def load(tmp_path: Path, *overrides: str) -> None:
+def load(tmp_path: Path, *overrides: str) -> Loaded:
     file = tmp_path / "run.yaml"
     file.write_text(GOOD, encoding="utf-8")
-    load_run_file(file, overrides)
+    return load_run_file(file, overrides)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_broken_rule_is_reported(
     ],
 )
 def test_what_makes_sense_is_accepted(tmp_path: Path, overrides: list[str]) -> None:
-    load(tmp_path, *overrides)
+    assert check_rules(load(tmp_path, *overrides).config) == []
 
 
 def test_a_rule_names_the_line_of_a_key_that_was_given(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from isles.config.files import data_faults, shape_faults
 from isles.config.load import Loaded, load_run_file
@@ -138,7 +139,9 @@ def test_a_broken_rule_is_one_fault(
     ],
 )
 def test_a_default_that_is_written_out_is_no_fault(tmp_path: Path, strategy: str) -> None:
-    load(tmp_path, f"strategy={strategy}")
+    loaded = load(tmp_path, f"strategy={strategy}").config.strategy.model_dump()
+    for key, value in yaml.safe_load(strategy).items():
+        assert loaded[key] == value
 
 
 def test_a_host_of_balance_keeps_its_name_on_the_command_line(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_run_files_load(page: Path, tmp_path: Path) -> None:
         if re.search(r"^model:", text, re.M) and re.search(r"^training:", text, re.M):
             file = tmp_path / "run.yaml"
             file.write_text(text, encoding="utf-8")
-            load_run_file(file)
+            assert load_run_file(file).config.model.name_or_path in text
 
 
 def test_the_reference_is_what_the_schema_says() -> None:
