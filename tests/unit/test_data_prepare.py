@@ -18,7 +18,9 @@ import pytest
 
 from isles.config.data import SourceConfig
 from isles.data.builtin import PythonDocs
+from isles.data.encode import Encoder
 from isles.data.prepare import prepare, wait_for_prepared
+from isles.data.rows import PLAIN, Columns, Row, Rows
 from isles.data.sources import open_source
 from isles.data.store import TokenStore
 from isles.errors import CommunicationError, DataError
@@ -48,6 +50,11 @@ class Letters:
         return {"input_ids": [[ord(character) for character in text] for text in texts]}
 
 
+def letters(tokenizer: Any = None) -> Encoder:
+    """Text to ids by Letters, or by another tokenizer."""
+    return Encoder(SourceConfig(path="any"), tokenizer or Letters())
+
+
 class Told:
     """A source that follows lines on standard input: `more` is a document, the end the end."""
 
@@ -57,12 +64,13 @@ class Told:
     def identity(self) -> dict[str, Any]:
         return {"told": 1}
 
-    def documents(self) -> Iterator[str]:
-        yield "first"
+    def rows(self, columns: Columns) -> Rows:
+        yield Row("told", {PLAIN: "first"})
         for line in sys.stdin:
             if line == "fail\n":
                 raise DataError("told to fail", where="told:1", fix="tell it something else")
-            yield line * 2**18 + "b"  # larger than a batch: what came before is written
+            # Larger than a batch: what came before is written.
+            yield Row("told", {PLAIN: line * 2**18 + "b"})
             sys.stdout.write("written\n")
             sys.stdout.flush()
 
@@ -72,8 +80,8 @@ def preparing(cache: Path, script: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process that prepares `Told` and has begun."""
     script = script or (
         "import sys, pathlib\n"
-        "from tests.unit.test_data_prepare import Letters, Told, prepare\n"
-        "prepare(Told(), Letters(), pathlib.Path(sys.argv[1]), progress=lambda text: None)\n"
+        "from tests.unit.test_data_prepare import Told, letters, prepare\n"
+        "prepare(Told(), letters(), pathlib.Path(sys.argv[1]), progress=lambda text: None)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(cache)],
@@ -115,7 +123,7 @@ def source(tmp_path: Path):
 
 def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
     lines: list[str] = []
-    folder = prepare(source, Letters(), tmp_path / "cache", progress=lines.append)
+    folder = prepare(source, letters(), tmp_path / "cache", progress=lines.append)
     store = TokenStore.open(folder)
     store.verify()
     text = "".join(chr(token) for token in store.tokens)
@@ -128,27 +136,27 @@ def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
 
 
 def test_prepared_once_and_the_same_bytes_again(source, tmp_path: Path):
-    first = prepare(source, Letters(), tmp_path / "a", progress=quiet)
+    first = prepare(source, letters(), tmp_path / "a", progress=quiet)
     stamp = (first / "tokens.bin").stat().st_mtime_ns
-    assert prepare(source, Letters(), tmp_path / "a", progress=quiet) == first
-    assert wait_for_prepared(source, Letters(), tmp_path / "a") == first
+    assert prepare(source, letters(), tmp_path / "a", progress=quiet) == first
+    assert wait_for_prepared(source, letters(), tmp_path / "a") == first
     assert (first / "tokens.bin").stat().st_mtime_ns == stamp
-    second = prepare(source, Letters(), tmp_path / "b", progress=quiet)
+    second = prepare(source, letters(), tmp_path / "b", progress=quiet)
     assert first.name == second.name
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes()
 
 
 def test_another_source_or_tokenizer_is_another_folder(source, tmp_path: Path):
-    folders = {prepare(source, Letters(), tmp_path, progress=quiet)}
-    folders.add(prepare(source, Letters(301), tmp_path, progress=quiet))
+    folders = {prepare(source, letters(), tmp_path, progress=quiet)}
+    folders.add(prepare(source, letters(Letters(301)), tmp_path, progress=quiet))
     os.utime(source.files[0], ns=(0, 0))
-    folders.add(prepare(source, Letters(), tmp_path, progress=quiet))
+    folders.add(prepare(source, letters(), tmp_path, progress=quiet))
     assert len(folders) == 3
 
 
 def test_large_vocabularies_take_four_bytes(source, tmp_path: Path):
-    folder = prepare(source, Letters(70_000), tmp_path, progress=quiet)
+    folder = prepare(source, letters(Letters(70_000)), tmp_path, progress=quiet)
     assert TokenStore.open(folder).tokens.dtype == np.uint32
     assert (folder / "tokens.bin").stat().st_size == 22 * 4
 
@@ -157,7 +165,7 @@ def test_large_vocabularies_take_four_bytes(source, tmp_path: Path):
 def test_a_damaged_folder_is_noticed_and_prepared_anew(
     source, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ):
-    folder = prepare(source, Letters(), tmp_path, progress=quiet)
+    folder = prepare(source, letters(), tmp_path, progress=quiet)
     whole = (folder / "tokens.bin").read_bytes()
     match damage:
         case "cut":
@@ -171,15 +179,15 @@ def test_a_damaged_folder_is_noticed_and_prepared_anew(
     with pytest.raises(DataError, match="not whole"):
         TokenStore.open(folder)
     with pytest.raises(CommunicationError, match="no process has begun"):
-        wait_for_prepared(source, Letters(), tmp_path, no_progress_s=0.05)
-    assert prepare(source, Letters(), tmp_path, progress=quiet) == folder
+        wait_for_prepared(source, letters(), tmp_path, no_progress_s=0.05)
+    assert prepare(source, letters(), tmp_path, progress=quiet) == folder
     assert "damaged" in caplog.text
     assert (folder / "tokens.bin").read_bytes() == whole
     assert leftovers(tmp_path) == [folder.name]
 
 
 def test_a_changed_byte_is_found_by_verify(source, tmp_path: Path):
-    folder = prepare(source, Letters(), tmp_path, progress=quiet)
+    folder = prepare(source, letters(), tmp_path, progress=quiet)
     data = bytearray((folder / "tokens.bin").read_bytes())
     data[3] ^= 1
     (folder / "tokens.bin").write_bytes(data)
@@ -198,7 +206,10 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path):
 
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(
-            open_source(SourceConfig(path=str(file))), Growing(), tmp_path / "c", progress=quiet
+            open_source(SourceConfig(path=str(file))),
+            letters(Growing()),
+            tmp_path / "c",
+            progress=quiet,
         )
     assert leftovers(tmp_path / "c") == []
 
@@ -207,13 +218,13 @@ def test_a_tokenizer_without_end_of_text(source, tmp_path: Path):
     tokenizer = Letters()
     tokenizer.eos_token_id = None
     with pytest.raises(DataError, match="no eos_token"):
-        prepare(source, tokenizer, tmp_path / "c", progress=quiet)
+        prepare(source, letters(tokenizer), tmp_path / "c", progress=quiet)
 
 
 def test_a_cache_that_cannot_be_a_folder(source, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written") as caught:
-        prepare(source, Letters(), tmp_path / "file" / "cache", progress=quiet)
+        prepare(source, letters(), tmp_path / "file" / "cache", progress=quiet)
     assert "data.cache_dir" in caught.value.fix
 
 
@@ -226,14 +237,14 @@ def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
         assert leftovers(tmp_path) == [half]
         # A process that waits is not misled by the record of the dead one.
         with pytest.raises(CommunicationError, match=f"process {process.pid} on .* died"):
-            wait_for_prepared(Told(), Letters(), tmp_path, no_progress_s=0.05)
-    other = prepare(PythonDocs(), Letters(10_000), tmp_path, progress=quiet)
+            wait_for_prepared(Told(), letters(), tmp_path, no_progress_s=0.05)
+    other = prepare(PythonDocs(), letters(Letters(10_000)), tmp_path, progress=quiet)
     assert leftovers(tmp_path) == [other.name]  # what the dead one left is gone
     with preparing(tmp_path) as process:
-        prepare(PythonDocs(), Letters(10_001), tmp_path, progress=quiet)
+        prepare(PythonDocs(), letters(Letters(10_001)), tmp_path, progress=quiet)
         process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0  # what a living one writes is not
-    folder = wait_for_prepared(Told(), Letters(), tmp_path)
+    folder = wait_for_prepared(Told(), letters(), tmp_path)
     assert len(leftovers(tmp_path)) == 3
     assert TokenStore.open(folder).document_ends.size == 3
 
@@ -243,7 +254,7 @@ def test_two_processes_prepare_the_same(tmp_path: Path):
         tokens: list[Path] = []
 
         def second() -> None:
-            tokens.append(prepare(Told(), Letters(), tmp_path, progress=quiet))
+            tokens.append(prepare(Told(), letters(), tmp_path, progress=quiet))
 
         thread = threading.Thread(target=second)
         thread.start()
@@ -267,13 +278,13 @@ def test_a_full_disk(tmp_path: Path):
         text.write_text("some text\n" * 100_000)
         source = open_source(SourceConfig(path=str(text)))
         with pytest.raises(DataError, match="disk full") as caught:
-            prepare(source, Letters(), disk / "cache", progress=quiet)
+            prepare(source, letters(), disk / "cache", progress=quiet)
         assert caught.value.where == str(disk / "cache")
         assert "more than 2000002 bytes" in caught.value.what and "free" in caught.value.what
         assert "data.cache_dir" in caught.value.fix
         assert leftovers(disk / "cache") == []
         text.write_text("some text\n" * 1000)
-        prepare(open_source(SourceConfig(path=str(text))), Letters(), disk / "c", progress=quiet)
+        prepare(open_source(SourceConfig(path=str(text))), letters(), disk / "c", progress=quiet)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -281,12 +292,13 @@ def test_a_full_disk(tmp_path: Path):
 def test_a_file_that_may_not_grow(tmp_path: Path):
     script = (
         "import resource, sys, pathlib\n"
-        "from tests.unit.test_data_prepare import Letters, SourceConfig, open_source, prepare\n"
+        "from tests.unit.test_data_prepare import Letters, SourceConfig, letters\n"
+        "from tests.unit.test_data_prepare import open_source, prepare\n"
         "from isles.errors import DataError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "cache = pathlib.Path(sys.argv[1])\n"
         "source = open_source(SourceConfig(path='python-docs'))\n"
-        "try: prepare(source, Letters(70_000), cache, progress=print)\n"
+        "try: prepare(source, letters(Letters(70_000)), cache, progress=print)\n"
         "except DataError as error: sys.exit(str(error))\n"
     )
     ended = subprocess.run(

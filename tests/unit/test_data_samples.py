@@ -40,10 +40,19 @@ def read_all(part: SampleSource, seq_length: int) -> tuple[np.ndarray, np.ndarra
     inputs = np.full((part.num_samples, seq_length), -7, dtype=np.int64)
     targets = np.full_like(inputs, -7)
     for sample in range(part.num_samples):
-        part.read(sample, inputs[sample], targets[sample])
+        part.read(sample, inputs[sample : sample + 1], targets[sample : sample + 1])
     assert (inputs >= 0).all() and ((targets >= 0) | (targets == IGNORE_INDEX)).all()
+    everyone = np.arange(part.num_samples)
     counted = (targets != IGNORE_INDEX).sum(axis=1)
-    assert np.array_equal(part.num_targets(np.arange(part.num_samples)), counted)
+    assert np.array_equal(part.num_targets(everyone), counted)
+    # A shorter row that holds the sample's length holds the same, less padding.
+    lengths = part.lengths(everyone)[:, 0]
+    assert ((targets != IGNORE_INDEX) <= (np.arange(seq_length) < lengths[:, None])).all()
+    for sample in range(part.num_samples):
+        short = np.full((2, 1, lengths[sample]), -7, dtype=np.int64)
+        part.read(sample, *short)
+        assert np.array_equal(short[0, 0], inputs[sample, : lengths[sample]])
+        assert np.array_equal(short[1, 0], targets[sample, : lengths[sample]])
     return inputs, targets
 
 
@@ -174,6 +183,18 @@ def test_fake_samples_depend_on_seed_and_index_alone():
     again, _ = read_all(FakeSamples(100, 64, seed=1, num_samples=50), 64)
     other, _ = read_all(FakeSamples(100, 64, seed=2, num_samples=50), 64)
     assert np.array_equal(inputs, again) and not np.array_equal(inputs, other)
+
+
+def test_fake_pairs_begin_alike_and_train_on_the_rest():
+    part = FakeSamples(100, 9, seed=1, num_samples=5, pairs=True)
+    inputs, targets = np.zeros((2, 5, 2, 9), dtype=np.int64)
+    for sample in range(5):
+        part.read(sample, inputs[sample], targets[sample])
+    assert part.rows_per_sample == 2 and np.array_equal(inputs[:, 0, :5], inputs[:, 1, :5])
+    assert (inputs[:, 0, 5:] != inputs[:, 1, 5:]).any(axis=1).all()
+    assert (targets[:, :, :4] == IGNORE_INDEX).all() and (targets[:, :, 4:] >= 0).all()
+    assert np.array_equal(targets[:, :, 4:-1], inputs[:, :, 5:])
+    assert part.num_targets(np.arange(5)).tolist() == [10] * 5
 
 
 # Dataset

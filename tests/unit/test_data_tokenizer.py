@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.data import SourceConfig
+from isles.config.data import DataConfig, SourceConfig
 from isles.data import tokenizer as module
-from isles.data.sources import open_source, read_source
+from isles.data.build import documents_for_tokenizer
 from isles.data.tokenizer import (
     END_OF_TEXT,
     PIECE_CHARS,
@@ -25,12 +25,12 @@ from isles.data.tokenizer import (
 )
 from isles.errors import DataError
 
-DOCS = SourceConfig(path="python-docs")
+DOCS = DataConfig(sources=(SourceConfig(path="python-docs"),))
 
 
 @pytest.fixture(scope="module")
 def trained():
-    return train_tokenizer(read_source(open_source(DOCS)), 600)
+    return train_tokenizer(documents_for_tokenizer(DOCS), 600)
 
 
 def test_a_trained_tokenizer_gives_text_back(trained):
@@ -44,11 +44,9 @@ def test_a_trained_tokenizer_gives_text_back(trained):
 
 def test_training_is_deterministic_over_processes(trained):
     script = (
-        "from isles.config.data import SourceConfig\n"
-        "from isles.data.sources import open_source, read_source\n"
         "from isles.data.tokenizer import train_tokenizer, tokenizer_digest\n"
-        "docs = read_source(open_source(SourceConfig(path='python-docs')))\n"
-        "print(tokenizer_digest(train_tokenizer(docs, 600)))\n"
+        "from tests.unit.test_data_tokenizer import DOCS, documents_for_tokenizer\n"
+        "print(tokenizer_digest(train_tokenizer(documents_for_tokenizer(DOCS), 600)))\n"
     )
     other = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60

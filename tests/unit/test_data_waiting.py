@@ -14,7 +14,14 @@ from isles.data.progress import Reporter, Watch
 from isles.data.store import TokenStore
 from isles.errors import CommunicationError, DataError
 from isles.rundir.records import read_record, write_record
-from tests.unit.test_data_prepare import DEADLINE_S, Letters, Told, leftovers, preparing, quiet
+from tests.unit.test_data_prepare import (
+    DEADLINE_S,
+    Told,
+    leftovers,
+    letters,
+    preparing,
+    quiet,
+)
 
 
 class Waiting:
@@ -27,7 +34,7 @@ class Waiting:
 
     def _wait(self, cache: Path, no_progress_s: float) -> None:
         try:
-            self.outcome = wait_for_prepared(Told(), Letters(), cache, no_progress_s=no_progress_s)
+            self.outcome = wait_for_prepared(Told(), letters(), cache, no_progress_s=no_progress_s)
         except Exception as error:
             self.outcome = error
 
@@ -76,7 +83,7 @@ def test_waiting_ends_without_a_sign_of_life(tmp_path: Path):
         assert f"process {process.pid} on" in str(error) and "without a sign" in str(error)
         # Who would prepare the same waits for it as well, and no longer.
         with pytest.raises(CommunicationError, match=f"process {process.pid}"):
-            prepare(Told(), Letters(), tmp_path, progress=quiet, no_progress_s=0.3)
+            prepare(Told(), letters(), tmp_path, progress=quiet, no_progress_s=0.3)
         process.send_signal(signal.SIGCONT)
 
 

@@ -8,8 +8,15 @@ from pydantic import Field
 
 from isles.config.section import Section
 
-
 Name = Annotated[str, Field(min_length=1)]
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "chat": ("messages", "role", "content", "tools", "system"),
+    "instruct": ("instruction", "input", "output", "prompt", "completion", "system"),
+    "tokens": ("input_ids", "labels", "attention_mask"),
+    "preference": ("prompt", "chosen", "rejected", "system", "role", "content"),
+}
+"""By type: what a source may have columns for."""
 
 
 class SourceConfig(Section):
@@ -17,24 +24,27 @@ class SourceConfig(Section):
 
     path: Annotated[str, Field(min_length=1)] | None = None
     """A file, a glob (**/*.txt), a folder saved by datasets, a hub id, python-docs or
-    python-stdlib. Files: .jsonl, .parquet, anything else is read as UTF-8 text."""
+    python-stdlib. Files: .jsonl, .json (objects, one a line or in an array), .csv, .tsv, .parquet,
+    each also with .gz; anything else is read as UTF-8 text."""
 
     type: Literal["text", "chat", "instruct", "tokens", "preference", "fake"] = "text"
-    """text: documents. chat: messages with roles. instruct: instruction (with input) and output, or
-    prompt and completion. tokens: token ids. preference: a prompt with a chosen and a rejected
-    answer, for training.method: dpo. fake: random token ids, to try machines without data."""
+    """text: documents. chat: messages with roles, also with from and value (human, gpt). instruct:
+    instruction (with input) and output, or prompt and completion. tokens: token ids. preference: a
+    prompt with a chosen and a rejected answer, for training.method: dpo. fake: random token ids, to
+    try machines without data."""
 
     text_column: Name = "text"
-    """text only: the column that holds the text, in JSONL, Parquet and datasets."""
+    """text only: the column that holds the text, in files with columns and datasets."""
 
-    columns: dict[Name, Name] = {}
-    """Where the data names its columns otherwise: {messages: conversations, role: from, content:
-    value} for chat; instruction, input, output, prompt, completion, system for instruct; input_ids
-    and labels for tokens; prompt, chosen and rejected for preference."""
+    columns: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies defaults)
+    """Where the data names its columns otherwise, such as {instruction: question, output: answer}.
+    chat: messages, role, content, tools, system. instruct: instruction, input, output, or prompt
+    and completion, and system. tokens: input_ids, labels, attention_mask. preference: prompt,
+    chosen, rejected, system, role, content."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """chat and instruct: which tokens are trained. assistant: what the assistant says. last: its
-    last answer only. all: every token."""
+    """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end
+    of its turn. last: its last answer only. all: every token."""
 
     split: Annotated[str, Field(min_length=1)] = "train"
     """The split of a Hugging Face dataset."""
@@ -58,12 +68,13 @@ class DataConfig(Section):
 
     packing: bool = True
     """true: several documents in a sample, so that nearly nothing is padding. text: one after
-    another, cut where a sample is full; other types: whole ones that fill a sample best.
-    false: one document a sample, short ones padded (padding is never trained on)."""
+    another, cut where a sample is full; other types: whole ones that fill a sample best, the same
+    ones in every epoch. false: one document a sample, short ones padded (padding is never trained
+    on). Pairs of preferences are never packed."""
 
     isolate_documents: bool | None = None
-    """Whether packed documents attend to themselves alone, as if each were a row of its own.
-    null: yes, save for text."""
+    """Whether packed documents attend to themselves alone, as if each were a row of its own: then
+    nothing that is trained depends on what else is in the sample. null: yes, save for text."""
 
     too_long: Literal["truncate", "drop"] = "truncate"
     """What becomes of a conversation (or other row that is not text) of more than seq_length
@@ -74,8 +85,9 @@ class DataConfig(Section):
     With more the run stops before it starts. 0: with any."""
 
     streaming: bool = False
-    """Prepare the tokens piece by piece while training, and forget them after use: for data that
-    is larger than the disk."""
+    """Prepare the tokens piece by piece while training, and forget them after use: for data that is
+    larger than the disk. Samples are shuffled within pieces of some 16 million tokens. The run
+    needs max_steps or max_time, and several sources need weights."""
 
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     """Share of the documents held out for evaluation, by document. 0: no evaluation."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from isles.data.rows import PLAIN, Columns, Row, Rows
 
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -29,11 +30,13 @@ class PythonDocs:
         """The Python version, on which the text depends."""
         return {"builtin": "python-docs", "python": _python()}
 
-    def documents(self) -> Iterator[str]:
-        """One topic a document, by name."""
+    def rows(self, columns: Columns) -> Rows:
+        """One topic a row, by name."""
         from pydoc_data.topics import topics
 
-        return (topics[name] for name in sorted(topics))
+        columns.check((PLAIN,), self.describe())
+        for name in sorted(topics):
+            yield Row(f"python-docs {name}", {PLAIN: topics[name]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,12 @@ class PythonStdlib:
             "size_bytes": size,
         }
 
-    def documents(self) -> Iterator[str]:
-        """One file a document, by path; files that are not UTF-8 are left out."""
+    def rows(self, columns: Columns) -> Rows:
+        """One file a row, by path; files that are not UTF-8 are left out."""
+        columns.check((PLAIN,), self.describe())
         for file in self._files():
             try:
-                yield file.read_text(encoding="utf-8")
+                yield Row(str(file), {PLAIN: file.read_text(encoding="utf-8")})
             except UnicodeDecodeError:
                 continue
 

@@ -1,35 +1,75 @@
 """Samples of several sources in one global order, as batches of token ids.
 
-B: samples in a batch. T: tokens in a sample.
+S: samples. B: rows of a batch. R: rows of a sample, 1, or 2 for pairs. T: places in a row.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from isles.data.order import SampleOrder
-from isles.data.rng import Int64Array
+from isles.data.counts import SampleCounts
+from isles.data.order import Order
+from isles.data.rng import Float32Array, Int64Array
 from isles.data.samples import SampleSource
 
 _WINDOW = 1024
+
+_ROUND_TO = 8
+"""Rows are trimmed to multiples of this, which matrix units of GPUs like."""
+
+
+class Rows(NamedTuple):
+    """Samples as token ids, R rows each; int64."""
+
+    input_ids_BT: Int64Array
+    """Padding is the end-of-text id."""
+
+    targets_BT: Int64Array
+    """The token after each input, or IGNORE_INDEX at padding and where nothing is trained."""
+
+    position_ids_BT: Int64Array | None
+    """0 where a document begins that attends to itself alone, and where padding does; None where
+    no source keeps documents apart."""
 
 
 class Dataset:
     """What sample stands at which global index, and what is in it.
 
     Args:
-        parts: the sources' samples.
+        parts: the sources' samples; all of one or all of two rows.
         order: over as many sources of the same sizes.
-        seq_length: tokens in a sample.
+        seq_length: places in a row, at most.
+        trims: whether the rows of a batch are only as long as the longest of them needs. Padding
+            changes no loss and no gradient, so only time is saved. It must be off where every
+            batch must have one shape.
     """
 
-    def __init__(self, parts: Sequence[SampleSource], order: SampleOrder, seq_length: int) -> None:
+    def __init__(
+        self,
+        parts: Sequence[SampleSource],
+        order: Order,
+        seq_length: int,
+        *,
+        trims: bool = False,
+    ) -> None:
         self._parts = tuple(parts)
         self._order = order
+        self._trims = trims
         self.seq_length = seq_length
+        self.rows_per_sample = self._parts[0].rows_per_sample
+        """1; 2 for pairs, of which the chosen answer comes first."""
+        assert {part.rows_per_sample for part in self._parts} == {self.rows_per_sample}
+        self.isolates = any(part.isolates for part in self._parts)
+        """Whether documents that share a row attend to themselves alone, in any source."""
+        self.reference: Float32Array | None = None
+        """Scores of the two answers of each pair before training, [num_samples, 2]."""
+        sizes = np.array([part.num_samples for part in self._parts], dtype=np.int64)
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
         nothing = np.empty(0, dtype=np.int64)
         self._window: tuple[int, Int64Array, Int64Array] = (0, nothing, nothing)
 
@@ -53,6 +93,11 @@ class Dataset:
         """A hash of what the samples are made of; the same where the data is."""
         return hashlib.sha256(" ".join(part.content for part in self._parts).encode()).hexdigest()
 
+    @property
+    def counts(self) -> tuple[SampleCounts, ...]:
+        """What became of each source's documents."""
+        return tuple(part.counts for part in self._parts)
+
     def num_targets(self, sample_ids: Int64Array) -> int:
         """Tokens that these samples train on; reads no tokens."""
         sources, samples = self._locate(sample_ids)
@@ -60,19 +105,59 @@ class Dataset:
             int(self._parts[k].num_targets(samples[sources == k]).sum()) for k in np.unique(sources)
         )
 
-    def batch(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The samples at these global indices, a row each.
+    def loss_divisor(self, sample_ids: Int64Array) -> int:
+        """What the summed loss of these samples is divided by: their targets, or their pairs."""
+        return len(sample_ids) if self.rows_per_sample == 2 else self.num_targets(sample_ids)
 
-        Returns:
-            input_ids_BT and targets_BT, int64; a target is the token after its input, or
-            IGNORE_INDEX at padding.
-        """
+    def lengths(self, sample_ids: Int64Array) -> Int64Array:
+        """Places of each row up to its last target, [S, R]; reads no tokens."""
+        return self._lengths(*self._locate(sample_ids))
+
+    def width(self, longest: Int64Array) -> Int64Array:
+        """Places in the rows of each batch whose longest row needs so many."""
+        if not self._trims:
+            return np.full_like(longest, self.seq_length)
+        return np.minimum(-(-longest // _ROUND_TO) * _ROUND_TO, self.seq_length)
+
+    def batch(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Token ids and targets of the samples at these global indices; see `Rows`."""
+        return self.rows(sample_ids)[:2]
+
+    def rows(self, sample_ids: Int64Array) -> Rows:
+        """The samples at these global indices, sample after sample."""
+        return self._read(*self._locate(sample_ids))
+
+    def numbers(self, sample_ids: Int64Array) -> Int64Array:
+        """The samples at these global indices, each by its number among the different ones."""
         sources, samples = self._locate(sample_ids)
-        input_ids_BT = np.empty((len(sample_ids), self.seq_length), dtype=np.int64)
-        targets_BT = np.empty_like(input_ids_BT)
-        for row, (k, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
-            self._parts[k].read(sample, input_ids_BT[row], targets_BT[row])
-        return input_ids_BT, targets_BT
+        numbers: Int64Array = self._starts[sources] + samples
+        return numbers
+
+    def numbered(self, numbers: Int64Array) -> Rows:
+        """The samples of these numbers; as `rows`."""
+        sources = np.searchsorted(self._ends, numbers, side="right").astype(np.int64)
+        return self._read(sources, numbers - self._starts[sources])
+
+    def _read(self, sources: Int64Array, samples: Int64Array) -> Rows:
+        each = self.rows_per_sample
+        width = self.seq_length
+        if self._trims:
+            width = int(self.width(self._lengths(sources, samples).max()))
+        shape = (len(sources) * each, width)
+        input_ids_BT, targets_BT = (np.empty(shape, dtype=np.int64) for _ in range(2))
+        position_ids_BT = np.tile(np.arange(shape[1]), (shape[0], 1)) if self.isolates else None
+        for index, (k, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
+            rows = slice(index * each, (index + 1) * each)
+            positions_RT = None if position_ids_BT is None else position_ids_BT[rows]
+            self._parts[k].read(sample, input_ids_BT[rows], targets_BT[rows], positions_RT)
+        return Rows(input_ids_BT, targets_BT, position_ids_BT)
+
+    def _lengths(self, sources: Int64Array, samples: Int64Array) -> Int64Array:
+        lengths = np.empty((len(sources), self.rows_per_sample), dtype=np.int64)
+        for k in np.unique(sources):
+            here = sources == k
+            lengths[here] = self._parts[k].lengths(samples[here])
+        return lengths
 
     def _locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Source and sample of each index, from a window that is located at once.

@@ -1,14 +1,15 @@
-"""Documents out of Hugging Face datasets: from the hub, or saved to a folder."""
+"""Rows out of Hugging Face datasets: from the hub, or saved to a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from isles.data.readers import missing_column, near_names, not_text
+from isles.data.opening import near_names
+from isles.data.rows import Columns, Row, Rows
 from isles.errors import DataError
 
 
@@ -19,12 +20,10 @@ class DatasetSource:
     Args:
         name: path or hub id, for messages.
         dataset: a datasets.Dataset.
-        text_column: the column with the text.
     """
 
     name: str
     dataset: Any  # the datasets library ships no types that mypy can follow
-    text_column: str
 
     def describe(self) -> str:
         """The name for messages."""
@@ -38,26 +37,36 @@ class DatasetSource:
             "fingerprint": self.dataset._fingerprint,
             "rows": len(self.dataset),
             "files": [[file.name, file.stat().st_size] for file in files],
-            "text_column": self.text_column,
         }
 
-    def documents(self) -> Iterator[str]:
-        """One row a document.
+    def rows(self, columns: Columns, first: int = 0) -> Rows:
+        """The rows; only the columns that are wanted are read.
+
+        Args:
+            columns: of whoever reads the rows.
+            first: number of the first row, for messages.
 
         Raises:
-            DataError: the column is missing, or holds something else than text.
+            DataError: a column is missing, or the dataset is damaged.
         """
-        columns = list(self.dataset.column_names)
-        if self.text_column not in columns:
-            raise missing_column(self.text_column, columns, self.name)
-        rows = self.dataset.with_format(None).select_columns([self.text_column])
-        number = 0
-        for batch in rows.iter(batch_size=1000):
-            for value in batch[self.text_column]:
-                if not isinstance(value, str):
-                    raise not_text(value, self.text_column, f"{self.name} row {number}")
-                yield value
-                number += 1
+        import pyarrow as pa
+
+        names = list(self.dataset.column_names)
+        columns.check(names, self.name)
+        wanted = [name for name in names if name in columns.wanted]
+        dataset = self.dataset.with_format(None).select_columns(wanted)
+        number = first
+        try:
+            for batch in dataset.iter(batch_size=1000):
+                for values in zip(*batch.values(), strict=True):
+                    yield Row(f"{self.name} row {number}", dict(zip(batch, values, strict=True)))
+                    number += 1
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"the dataset is damaged (near row {number}): {str(error)[:300]}",
+                where=self.name,
+                fix="fetch it or save it again",
+            ) from error
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -65,7 +74,7 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def open_saved(folder: Path, split: str, text_column: str) -> DatasetSource:
+def open_saved(folder: Path, split: str) -> DatasetSource:
     """A folder written by `save_to_disk`; the split counts only where it holds several.
 
     Raises:
@@ -84,17 +93,16 @@ def open_saved(folder: Path, split: str, text_column: str) -> DatasetSource:
                 fix=f"set data.sources.split to {near[0] if near else 'one of them'}",
             )
         loaded = loaded[split]
-    return DatasetSource(str(folder), loaded, text_column)
+    return DatasetSource(str(folder), loaded)
 
 
-def open_hub(path: str, subset: str | None, split: str, text_column: str) -> DatasetSource:
+def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
     """A dataset of the Hugging Face hub, downloaded unless it lies in the library's cache.
 
     Args:
         path: hub id (owner/name), or whatever else `datasets.load_dataset` takes.
         subset: the configuration; None: its default.
         split: the split, or a slice of one such as train[:1%].
-        text_column: the column with the text.
 
     Raises:
         DataError: there is no such dataset, subset or split, or it cannot be reached.
@@ -109,7 +117,7 @@ def open_hub(path: str, subset: str | None, split: str, text_column: str) -> Dat
         f"`hf auth login` if it is gated; without network, download it before"
     )
     loaded = _load(lambda: datasets.load_dataset(path, name=subset, split=split), name, fix)
-    return DatasetSource(f"{name} {split}", loaded, text_column)
+    return DatasetSource(f"{name} {split}", loaded)
 
 
 def _load(load: Callable[[], Any], name: str, fix: str) -> Any:

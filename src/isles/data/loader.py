@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isles.config.split import RowSplit, even_split
-from isles.data.dataset import Dataset
-from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.data.dataset import Dataset, Rows
+from isles.data.rng import Float32Array, Int64Array
+from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +25,24 @@ class StepData:
     micro_batches: tuple[Batch, ...]
     """On the rank's device, in order."""
 
+    loss_divisor: int
+    """What the summed loss of the whole global batch is divided by: its target tokens, over all
+    ranks; of preferences, its pairs."""
+
     global_tokens: int
-    """Target tokens of the whole global batch, over all ranks: what the loss is divided by."""
+    """Target tokens of the whole global batch, over all ranks."""
+
+    input_tokens: int
+    """Tokens that the model reads in the whole global batch, over all ranks, without padding."""
+
+    padding_share: float
+    """Share of padding in what the model computes in the whole global batch, over all ranks."""
 
     first_sample: int
     """Global index of the first sample of the global batch."""
 
     next_sample: int
     """Where the next global batch begins: the cursor after this step."""
-
-    @property
-    def loss_divisor(self) -> int:
-        """What the summed loss of the step is divided by."""
-        return self.global_tokens
 
 
 class Loader:
@@ -79,12 +87,8 @@ class Loader:
         self._ahead = None
         on_host = future.result()
         self._ahead = (on_host.next_sample, self._executor.submit(self._read, on_host.next_sample))
-        return StepData(
-            micro_batches=tuple(_to_device(batch, self._device) for batch in on_host.micro_batches),
-            global_tokens=on_host.global_tokens,
-            first_sample=on_host.first_sample,
-            next_sample=on_host.next_sample,
-        )
+        batches = tuple(_to_device(batch, self._device) for batch in on_host.micro_batches)
+        return replace(on_host, micro_batches=batches)
 
     def use(self, split: RowSplit) -> None:
         """Deal the rows of every later step in another way. All ranks must do so after one step."""
@@ -105,9 +109,15 @@ class Loader:
         size = split.global_batch_size
         start = first + split.first_row(self._dp_rank)
         sizes = split.micro_steps(self._dp_rank)
+        sample_ids = np.arange(first, first + size)
+        lengths = self._dataset.lengths(sample_ids)
+        input_tokens = int(lengths.sum())
         return StepData(
             micro_batches=tuple(_cut(self._dataset, start, sizes, self._device)),
-            global_tokens=self._dataset.num_targets(np.arange(first, first + size)),
+            loss_divisor=self._dataset.loss_divisor(sample_ids),
+            global_tokens=self._dataset.num_targets(sample_ids),
+            input_tokens=input_tokens,
+            padding_share=1 - input_tokens / _num_places(self._dataset, lengths, split),
             first_sample=first,
             next_sample=first + size,
         )
@@ -146,31 +156,77 @@ def _cut(
 ) -> Iterator[Batch]:
     """Micro-batches in this machine's memory, pinned where they go to a GPU."""
     for size in sizes:
-        # A step without rows of its own reads one and trains on nothing of it.
-        ids = range(start, start + size)
-        input_ids_BT, targets_BT = dataset.batch(np.arange(start, start + max(1, size)))
+        # A step without samples of its own reads one and trains on nothing of it.
+        wanted = np.arange(start, start + max(1, size))
+        rows = dataset.rows(wanted)
         if size == 0:
-            targets_BT[:] = IGNORE_INDEX
+            rows.targets_BT[:] = IGNORE_INDEX
+        reference_B = None
+        if dataset.reference is not None:
+            reference_B = dataset.reference[dataset.numbers(wanted)].reshape(-1)
+        yield _on_host(rows, tuple(wanted[:size].tolist()), reference_B, device)
         start += size
-        yield Batch(
-            _pinned(torch.from_numpy(input_ids_BT), device),
-            _pinned(torch.from_numpy(targets_BT), device),
-            tuple(ids),
-        )
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+def _on_host(
+    rows: Rows, sample_ids: tuple[int, ...], reference_B: Float32Array | None, device: torch.device
+) -> Batch:
+    input_ids_BT, targets_BT, positions_BT = (
+        None if x is None else torch.from_numpy(x) for x in rows
+    )
+    assert input_ids_BT is not None and targets_BT is not None
+    # Where nothing is trained, or everything, there is nothing to choose.
+    places_N = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
+    chooses = 0 < len(places_N) < targets_BT.numel()
+    tensors = {
+        "input_ids_BT": input_ids_BT,
+        "targets_BT": targets_BT,
+        "places_N": places_N if chooses else None,
+        "reference_B": None if reference_B is None else torch.from_numpy(reference_B),
+        "position_ids_BT": positions_BT,
+        "cu_seqlens_N": None if positions_BT is None else cu_seqlens(positions_BT),
+    }
+    pinned: dict[str, Any] = {
+        name: x.pin_memory() if x is not None and device.type == "cuda" else x
+        for name, x in tensors.items()
+    }
+    return Batch(sample_ids=sample_ids, **pinned)
+
+
+def numbered_batches(
+    dataset: Dataset, numbers: Int64Array, micro_batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Batches of the samples of these numbers, in order, whatever their place in an epoch."""
+    for start in range(0, len(numbers), micro_batch_size):
+        chosen = numbers[start : start + micro_batch_size]
+        batch = _on_host(dataset.numbered(chosen), tuple(chosen.tolist()), None, device)
+        yield _to_device(batch, device)
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
-    return Batch(
-        batch.input_ids_BT.to(device, non_blocking=True),
-        batch.targets_BT.to(device, non_blocking=True),
-        batch.sample_ids,
-    )
+    moved: dict[str, Any] = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **moved)
+
+
+def _num_places(dataset: Dataset, lengths_SR: Int64Array, split: RowSplit) -> int:
+    """Places that all ranks compute for the samples of a global batch."""
+    sizes = _micro_batch_sizes(split)
+    longest = np.maximum.reduceat(lengths_SR.max(1), np.cumsum(sizes) - sizes)
+    places = int((dataset.width(longest) * sizes).sum())
+    return places * dataset.rows_per_sample
+
+
+@functools.lru_cache(maxsize=4)
+def _micro_batch_sizes(split: RowSplit) -> Int64Array:
+    """Of all ranks, in the order of the samples; those without any are not counted."""
+    steps = (split.micro_steps(rank) for rank in range(len(split.rows)))
+    return np.array([size for sizes in steps for size in sizes if size], dtype=np.int64)
 
 
 def _use_device(device: torch.device) -> None:

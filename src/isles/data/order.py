@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
@@ -65,6 +66,19 @@ def shares(weights: Sequence[float], slots: int) -> list[int]:
     while sum(dealt) > slots:  # the ones given to tiny sources come from the largest
         dealt[dealt.index(max(dealt))] -= 1
     return dealt
+
+
+class Order(Protocol):
+    """The order of the samples of several sources."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Global indices that make one pass over the data."""
+        ...
+
+    def locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The source of each of these global indices, and the sample within it; int64."""
+        ...
 
 
 class SampleOrder:
@@ -130,12 +144,22 @@ class SampleOrder:
         return source, sample
 
     def _deal_period(self, period: int) -> tuple[Int64Array, Int64Array]:
-        """For each slot of one period: its source, and how many earlier slots that source has."""
         assert self._slots is not None
-        ends = np.cumsum(self._slots)
-        chosen = permute(np.arange(PERIOD), PERIOD, key_from(self._seed, 2, period))
-        sources = np.searchsorted(ends, chosen, side="right").astype(np.int64)
-        by_source = np.argsort(sources, kind="stable")
-        ranks = np.empty(PERIOD, dtype=np.int64)
-        ranks[by_source] = np.arange(PERIOD) - np.repeat(ends - self._slots, self._slots)
-        return sources, ranks
+        return deal_period(self._slots, self._seed, period)
+
+
+def deal_period(slots: Int64Array, seed: int, period: int) -> tuple[Int64Array, Int64Array]:
+    """For each place in one period: its source, and how many earlier places that source has.
+
+    Args:
+        slots: places of each source, PERIOD in all.
+        seed: another seed deals them otherwise.
+        period: its number.
+    """
+    ends = np.cumsum(slots)
+    chosen = permute(np.arange(PERIOD), PERIOD, key_from(seed, 2, period))
+    sources = np.searchsorted(ends, chosen, side="right").astype(np.int64)
+    by_source = np.argsort(sources, kind="stable")
+    ranks = np.empty(PERIOD, dtype=np.int64)
+    ranks[by_source] = np.arange(PERIOD) - np.repeat(ends - slots, slots)
+    return sources, ranks

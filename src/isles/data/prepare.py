@@ -6,40 +6,34 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from isles.data.encode import Encoder, encode_rows
+from isles.data.folders import publish, remove_stale, temporary_beside
 from isles.data.progress import Reporter, Watch, count_message, progress_path, wait_until
-from isles.data.sources import Source, read_source
+from isles.data.rows import Tally, judge_bad_rows
+from isles.data.sources import Source
 from isles.data.store import FORMAT, MANIFEST, find_fault
-from isles.data.tokenizer import encode, end_of_text_id, tokenizer_digest, vocabulary_size
-from isles.data.writer import TokenWriter, disk_faults, sync_folder
+from isles.data.writer import TokenWriter, disk_faults
 from isles.errors import DataError
-from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 NO_PROGRESS_S = 120.0
 """A process that prepares gives a sign of life every few seconds; this long without one is dead."""
 
-_BATCH_CHARS = 2**20
-_BATCH_DOCUMENTS = 1024
-
 
 def prepare(
     source: Source,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     cache_dir: Path,
     *,
     progress: Callable[[str], None],
+    max_bad_fraction: float = 0.0,
     no_progress_s: float = NO_PROGRESS_S,
 ) -> Path:
     """The folder with the tokens of a source; written unless it stands there whole.
@@ -48,33 +42,36 @@ def prepare(
     one writes, the others wait for it.
 
     Args:
-        source: the documents.
-        tokenizer: must have an end-of-text token.
+        source: the rows.
+        encoder: makes documents of them.
         cache_dir: made where it is missing.
         progress: called with a line for people, at most every two seconds.
+        max_bad_fraction: share of the rows that may be left out because they are bad.
         no_progress_s: how long to wait for a sign of life of another process that prepares the
             same.
 
     Raises:
-        DataError: a document cannot be read, or the disk is full; nothing is left behind.
+        DataError: the source cannot be read, too many rows are bad, or the disk is full; nothing
+            is left behind.
         CommunicationError: another process prepares the same and gives no sign of life.
     """
     identity = source.identity()
-    folder = cache_dir / _key(identity, tokenizer)
+    folder = cache_dir / _key(identity, encoder)
     with disk_faults(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
         lock = (cache_dir / f".{folder.name}.lock").open("a")
     with lock:
         if find_fault(folder) is not None:
             locked = _lock(lock, Watch(progress_path(cache_dir, folder.name), no_progress_s))
-            _remove_stale(folder, locked=locked)
+            remove_stale(folder, locked=locked)
             fault = find_fault(folder)
             if fault is not None:
                 if folder.exists():
                     log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, fault)
-                _prepare_anew(source, identity, tokenizer, folder, progress)
+                tally = Tally(source.describe(), max_bad_fraction)
+                _prepare_anew(source, identity, encoder, folder, progress, tally)
                 return folder
-    manifest = read_record(folder / MANIFEST) or {}
+    manifest = _judge(folder, source, max_bad_fraction)
     documents, tokens = manifest.get("num_documents", 0), manifest.get("num_tokens", 0)
     progress(f"{count_message(source.describe(), documents, tokens)} (prepared before)")
     return folder
@@ -82,9 +79,10 @@ def prepare(
 
 def wait_for_prepared(
     source: Source,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     cache_dir: Path,
     *,
+    max_bad_fraction: float = 0.0,
     no_progress_s: float = NO_PROGRESS_S,
 ) -> Path:
     """The folder that another process' `prepare` makes of the same source.
@@ -93,14 +91,28 @@ def wait_for_prepared(
         DataError: what the other process failed of.
         CommunicationError: it died, or has given no sign of life for `no_progress_s`.
     """
-    folder = cache_dir / _key(source.identity(), tokenizer)
+    folder = cache_dir / _key(source.identity(), encoder)
     watch = Watch(progress_path(cache_dir, folder.name), no_progress_s)
     wait_until(lambda: find_fault(folder) is None, watch, failure_counts=True)
+    _judge(folder, source, max_bad_fraction)
     return folder
 
 
-def _key(identity: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    depends = {"source": identity, "tokenizer": tokenizer_digest(tokenizer), "format": FORMAT}
+def _judge(folder: Path, source: Source, max_bad_fraction: float) -> dict[str, Any]:
+    """The manifest of a folder; it may have been made when more rows were allowed to be bad."""
+    facts = read_record(folder / MANIFEST) or {}
+    judge_bad_rows(
+        source.describe(),
+        facts.get("bad", 0),
+        facts.get("rows", 0),
+        facts.get("first_bad", []),
+        max_bad_fraction,
+    )
+    return facts
+
+
+def _key(identity: dict[str, Any], encoder: Encoder) -> str:
+    depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
     digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
     return f"tokens-{digest[:32]}"
 
@@ -127,41 +139,22 @@ def _lock(stream: IO[str], watch: Watch) -> bool:
     return True
 
 
-def _temporary(folder: Path, kind: str = "new") -> Path:
-    """A name that says whose it is, so that a dead process' leftovers can be told."""
-    process = ProcessId.of(os.getpid())
-    owner = f"{process.host}@{process.pid}@{process.started}"
-    return folder.with_name(f".tmp-{kind}-{folder.name}@{owner}")
-
-
-def _remove_stale(folder: Path, *, locked: bool) -> None:
-    """Remove what dead processes of this machine left, and what anyone left of this key."""
-    for entry in folder.parent.glob(".tmp-*"):
-        parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)
-        if parts is None:
-            continue
-        owner = ProcessId(parts[2], int(parts[3]), float(parts[4]))
-        stale = not owner.is_alive() if owner.is_here() else locked and parts[1] == folder.name
-        if stale:
-            log.info("removing leftovers=%s", entry)
-            shutil.rmtree(entry, ignore_errors=True)
-
-
 def _prepare_anew(
     source: Source,
     identity: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     folder: Path,
     progress: Callable[[str], None],
+    tally: Tally,
 ) -> None:
     name = source.describe()
     reporter = Reporter(progress_path(folder.parent, folder.name), name, progress)
-    temporary = _temporary(folder)
+    temporary = temporary_beside(folder)
     try:
-        writer = TokenWriter(temporary, end_of_text_id(tokenizer), vocabulary_size(tokenizer))
+        writer = TokenWriter(temporary, encoder)
         with writer:
-            for batch in _batches(read_source(source)):
-                writer.append(encode(tokenizer, batch))
+            for documents in encode_rows(source.rows(encoder.columns), encoder, tally):
+                writer.append(documents)
                 reporter.tick(writer.num_documents, writer.num_tokens)
             if source.identity() != identity:
                 raise DataError(
@@ -169,9 +162,12 @@ def _prepare_anew(
                     where=name,
                     fix="start again when nothing writes to it any more",
                 )
-            writer.finish(name, identity)
+            tally.judge()
+            if not writer.num_documents:
+                raise no_documents(name, encoder.kind)
+            writer.finish(name, identity, tally.record())
         with disk_faults(folder.parent):
-            _publish(temporary, folder)
+            publish(temporary, folder)
     except BaseException as error:  # of any kind: nothing stays, and those who wait learn why
         shutil.rmtree(temporary, ignore_errors=True)
         reporter.failed(error)
@@ -179,27 +175,9 @@ def _prepare_anew(
     reporter.done(writer.num_documents, writer.num_tokens)
 
 
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Give the whole folder its name, in the place of a damaged one."""
-    if folder.exists():
-        if find_fault(folder) is None:  # only without file locks: another one was first
-            shutil.rmtree(temporary)
-            return
-        old = _temporary(folder, "old")
-        folder.rename(old)
-        shutil.rmtree(old)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
+def no_documents(name: str, kind: str) -> DataError:
+    """The error for a source that holds nothing."""
+    what = "document that holds more than white space" if kind == "text" else "row"
+    return DataError(
+        f"is empty: no {what}", where=name, fix="give it some, or take it out of data.sources"
+    )

@@ -94,15 +94,22 @@ class Watch:
         path: of the record.
         no_progress_s: longest time without a change.
         clock: seconds, for tests.
+        is_fresh: whether the record cannot be left over, so that it counts from the first look.
     """
 
     def __init__(
-        self, path: Path, no_progress_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        no_progress_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_fresh: bool = False,
     ) -> None:
         self._clock = clock
         self._path = path
         self._no_progress_s = no_progress_s
-        self._record = self._first = read_record(path)
+        self._record = read_record(path)
+        self._first = None if is_fresh else self._record
         self._since = clock()
 
     def find_fault(self, *, failure_counts: bool) -> UserError | None:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 UInt64Array = npt.NDArray[np.uint64]
 
 _MASK = 2**64 - 1

@@ -43,17 +43,20 @@ def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, 
     """Training and validation part of a store; every token is in exactly one of them.
 
     `fraction` of the documents, at least one and never all, are held out: which ones depends on
-    the seed and the number of documents alone. Of a single document it is the tail.
+    the seed and the number of documents alone. Of a single text it is the tail. Pairs of
+    preferences stay together.
 
     Returns:
-        The validation part is None where the fraction is 0, or where there is a single token.
+        The validation part is None where the fraction is 0, or where there is too little: a single
+        token, a single pair, a single document that is not text.
     """
     ends = np.asarray(store.document_ends)
     starts = np.concatenate([[0], ends[:-1]])
-    num_documents, num_tokens = len(ends), int(ends[-1])
-    if fraction == 0 or num_tokens == 1:
+    each = 2 if store.kind == "preference" else 1
+    num_units, num_tokens = len(ends) // each, int(ends[-1])
+    if fraction == 0 or num_tokens == 1 or (num_units == 1 and store.kind != "text"):
         return Ranges(starts, ends), None
-    if num_documents == 1:
+    if num_units == 1:
         # Two: a single token has nothing to predict.
         cut = num_tokens - _held_out(fraction, num_tokens, at_least=2)
         log.info(
@@ -63,10 +66,11 @@ def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, 
             num_tokens,
         )
         return Ranges(starts, np.array([cut])), Ranges(np.array([cut]), ends)
-    number = _held_out(fraction, num_documents)
-    lots = draw(key_from(seed, 3), np.arange(num_documents))
-    held_out = np.zeros(num_documents, dtype=np.bool_)
-    held_out[np.argpartition(lots, number)[:number]] = True
+    number = _held_out(fraction, num_units)
+    lots = draw(key_from(seed, 3), np.arange(num_units))
+    chosen = np.zeros(num_units, dtype=np.bool_)
+    chosen[np.argpartition(lots, number)[:number]] = True
+    held_out = np.repeat(chosen, each)
     return Ranges(starts[~held_out], ends[~held_out]), Ranges(starts[held_out], ends[held_out])
 
 

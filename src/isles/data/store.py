@@ -14,11 +14,12 @@ from isles.data.rng import Int64Array
 from isles.errors import DataError
 from isles.rundir.records import read_record
 
-FORMAT = 1
-"""Of the files, and of how text becomes tokens; another number is another key."""
+FORMAT = 2
+"""Of the files, and of how rows become tokens; another number is another key."""
 
 TOKENS = "tokens.bin"
 DOCUMENTS = "docs.npy"
+TRAINED = "trained.bin"
 MANIFEST = "manifest.json"
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -31,8 +32,8 @@ def find_fault(folder: Path) -> str | None:
         return f"{MANIFEST} is missing or damaged"
     if manifest.get("format") != FORMAT:
         return f"{MANIFEST} has format {manifest.get('format')}, not {FORMAT}"
-    for name in (TOKENS, DOCUMENTS):
-        expected = manifest["files"][name]["size_bytes"]
+    for name, facts in manifest["files"].items():
+        expected = facts["size_bytes"]
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
@@ -44,15 +45,19 @@ def find_fault(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenStore:
-    """The tokens of one source, memory-mapped. Each document ends with the end-of-text id.
+    """The tokens of one source, memory-mapped. Documents of text end with the end-of-text id.
 
     Args:
         folder: where it lies.
         name: the source, for messages.
         tokens: all tokens, document after document; uint16 or uint32.
         document_ends: for each document, the place after its last token.
-        end_of_text_id: the id that ends every document.
+        end_of_text_id: the id that ends a text.
         max_token_id: the largest id there is.
+        trained: for each token whether it is a target, predicted from those before it; None: all
+            are.
+        kind: what the documents are: text, chat, instruct, tokens, or preference, where they come
+            in pairs, the chosen one first.
     """
 
     folder: Path
@@ -61,6 +66,8 @@ class TokenStore:
     document_ends: Int64Array
     end_of_text_id: int
     max_token_id: int
+    trained: npt.NDArray[np.bool_ | np.uint8] | None = None
+    kind: str = "text"
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
@@ -79,6 +86,9 @@ class TokenStore:
         manifest = cast("dict[str, Any]", read_record(folder / MANIFEST))
         tokens = np.memmap(folder / TOKENS, dtype=manifest["dtype"], mode="r")
         ends = np.load(folder / DOCUMENTS, mmap_mode="r", allow_pickle=False)
+        trained = None
+        if TRAINED in manifest["files"]:
+            trained = np.memmap(folder / TRAINED, dtype=np.bool_, mode="r").view(np.ndarray)
         return cls(
             folder=folder,
             name=manifest["name"],
@@ -86,13 +96,23 @@ class TokenStore:
             document_ends=ends.view(np.ndarray),
             end_of_text_id=manifest["end_of_text_id"],
             max_token_id=manifest["max_token_id"],
+            trained=trained,
+            kind=manifest["kind"],
         )
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens, as it was noted when they were written."""
-        manifest = cast("dict[str, Any]", read_record(self.folder / MANIFEST))
-        return str(manifest["files"][TOKENS]["sha256"])
+        """SHA-256 of all that samples are made of, as it was noted when it was written."""
+        files = self.manifest["files"]
+        if self.kind == "text":
+            return str(files[TOKENS]["sha256"])
+        parts = [str(files[name]["sha256"]) for name in sorted(files)]
+        return hashlib.sha256(" ".join([self.kind, *parts]).encode()).hexdigest()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What was noted when it was written: `rows`, `empty`, `bad` and `first_bad` among it."""
+        return cast("dict[str, Any]", read_record(self.folder / MANIFEST))
 
     def verify(self) -> None:
         """Read every byte and compare with the hashes that were taken when it was written.
@@ -100,8 +120,7 @@ class TokenStore:
         Raises:
             DataError: a file has changed.
         """
-        manifest = cast("dict[str, Any]", read_record(self.folder / MANIFEST))
-        for name, facts in manifest["files"].items():
+        for name, facts in self.manifest["files"].items():
             with (self.folder / name).open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != facts["sha256"]:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-"""The one special token of a tokenizer trained here."""
+"""The special token that ends a text, in a tokenizer trained here."""
+
+TURN_STARTS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
+"""Special tokens around each message of a chat, in a tokenizer trained here on conversations."""
 
 TRAINING_TEXT_BYTES = 256 * 2**20
 """A tokenizer is trained on at most this much text, about."""
@@ -77,22 +80,31 @@ def load_tokenizer(
     return tokenizer
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, *, is_chat: bool = False
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE of this many tokens; the same documents give the same tokenizer.
 
     Only about the first TRAINING_TEXT_BYTES of the documents are used. END_OF_TEXT, id 0, ends
     documents and pads.
+
+    Args:
+        documents: text.
+        vocab_size: tokens, the special ones among them.
+        is_chat: whether TURN_STARTS and TURN_ENDS are special tokens as well. The latter then ends
+            documents too, so that generation stops where the assistant has spoken.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    assert vocab_size >= 257, "256 bytes and the end of text"
+    special = [END_OF_TEXT, TURN_STARTS, TURN_ENDS] if is_chat else [END_OF_TEXT]
+    assert vocab_size >= 256 + len(special), "256 bytes and the special tokens"
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -106,7 +118,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
+        eos_token=special[-1],
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )

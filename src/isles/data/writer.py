@@ -8,16 +8,18 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from isles.data.encode import Encoded, Encoder
 from isles.data.rng import Int64Array
-from isles.data.store import DOCUMENTS, FORMAT, MANIFEST, TOKENS
+from isles.data.store import DOCUMENTS, FORMAT, MANIFEST, TOKENS, TRAINED
 from isles.errors import DataError
 
 _SYNC_BYTES = 256 * 2**20
@@ -62,89 +64,143 @@ class TokenWriter:
 
     Args:
         folder: made here.
-        end_of_text: the id that ends every document.
-        vocab_size: one more than the largest id; small ones take two bytes, others four.
+        encoder: that makes the documents; small vocabularies take two bytes a token, others four.
     """
 
-    def __init__(self, folder: Path, end_of_text: int, vocab_size: int) -> None:
+    def __init__(self, folder: Path, encoder: Encoder) -> None:
         self._folder = folder
-        self._end_of_text = end_of_text
-        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self._hash = hashlib.sha256()
+        self._kind = encoder.kind
+        self._end_of_text = encoder.end_of_text_id
+        dtype = np.dtype("<u2" if encoder.vocab_size <= 2**16 else "<u4")
+        self._tokens = _Column(folder / TOKENS, dtype)
+        mask = _Column(folder / TRAINED, np.dtype(np.bool_))
+        self._trained = mask if encoder.has_mask else None
         self._lengths: list[Int64Array] = []
-        self._max_token_id = end_of_text
-        self._bytes = 0
-        self._synced_bytes = 0
+        self._max_token_id = encoder.end_of_text_id
         self.num_documents = 0
         self.num_tokens = 0
 
     def __enter__(self) -> None:
         with self._faults():
             self._folder.mkdir()
-            # Unbuffered: a write fails where it is made, not when the file is closed.
-            self._stream = (self._folder / TOKENS).open("wb", buffering=0)
+            for column in self._columns():
+                column.open()
 
     def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        for column in self._columns():
+            column.close()
 
-    def append(self, documents: list[list[int]]) -> None:
-        """Add documents; each gets the end-of-text id."""
-        for document in documents:
-            document.append(self._end_of_text)
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    def append(self, documents: Sequence[Encoded]) -> None:
+        """Add documents."""
+        if not documents:
+            return
+        lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
         total = int(lengths.sum())
-        ids = np.fromiter(chain.from_iterable(documents), dtype=np.int64, count=total)
-        assert ids.min() >= 0 and ids.max() <= np.iinfo(self._dtype).max, "beyond the vocabulary"
-        data = memoryview(ids.astype(self._dtype).tobytes())
-        self._hash.update(data)
-        self._bytes += len(data)
+        every = chain.from_iterable(document.ids for document in documents)
+        ids = np.fromiter(every, dtype=np.int64, count=total)
+        assert ids.min() >= 0 and ids.max() <= np.iinfo(self._tokens.dtype).max, "no such id"
         with self._faults():
-            while data:  # a disk that is nearly full takes a part
-                data = data[self._stream.write(data) :]
-            if self._bytes - self._synced_bytes >= _SYNC_BYTES:
-                os.fsync(self._stream.fileno())  # so that the last one does not take minutes
-                self._synced_bytes = self._bytes
+            self._tokens.append(ids)
+            if self._trained is not None:
+                self._trained.append(np.concatenate([mask_of(document) for document in documents]))
         self._lengths.append(lengths)
         self._max_token_id = max(self._max_token_id, int(ids.max()))
         self.num_documents += len(documents)
         self.num_tokens += total
 
-    def finish(self, name: str, source: dict[str, Any]) -> None:
+    def finish(self, name: str, source: dict[str, Any], rows: dict[str, Any] | None = None) -> None:
         """Write the rest, the manifest last, all of it down to the disk.
 
         Args:
             name: of the source, for messages.
             source: the source's identity.
+            rows: counts of rows and the first bad ones, as `Tally.record` gives them; None: not
+                counted.
         """
         buffer = io.BytesIO()
         np.save(buffer, np.cumsum(np.concatenate(self._lengths)).astype("<i8"), allow_pickle=False)
         ends = buffer.getvalue()
-        self._bytes += len(ends)
         manifest = {
             "format": FORMAT,
             "name": name,
+            "kind": self._kind,
             "source": source,
-            "dtype": self._dtype.str,
+            "dtype": self._tokens.dtype.str,
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
             "end_of_text_id": self._end_of_text,
             "max_token_id": self._max_token_id,
+            **(rows or {}),
             "files": {
-                TOKENS: {
-                    "size_bytes": self.num_tokens * self._dtype.itemsize,
-                    "sha256": self._hash.hexdigest(),
-                },
+                **{column.path.name: column.facts() for column in self._columns()},
                 DOCUMENTS: {"size_bytes": len(ends), "sha256": hashlib.sha256(ends).hexdigest()},
             },
         }
         with self._faults():
-            os.fsync(self._stream.fileno())
+            for column in self._columns():
+                column.sync()
             _write_synced(self._folder / DOCUMENTS, ends)
             _write_synced(self._folder / MANIFEST, json.dumps(manifest, indent=1).encode())
             sync_folder(self._folder)
 
+    def _columns(self) -> list[_Column]:
+        return [self._tokens] if self._trained is None else [self._tokens, self._trained]
+
     def _faults(self) -> AbstractContextManager[None]:
-        return disk_faults(self._folder.parent, lambda: self._bytes)
+        return disk_faults(
+            self._folder.parent, lambda: sum(column.size_bytes for column in self._columns())
+        )
+
+
+def mask_of(document: Encoded) -> npt.NDArray[np.bool_]:
+    """Which tokens of a document are trained, one by one."""
+    if document.trained is None:
+        return np.ones(len(document.ids), dtype=np.bool_)
+    assert len(document.trained) == len(document.ids)
+    return document.trained
+
+
+class _Column:
+    """A file of numbers of one type, hashed as it grows."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.size_bytes = 0
+        self._hash = hashlib.sha256()
+        self._synced_bytes = 0
+        self._stream: io.FileIO | None = None
+
+    def open(self) -> None:
+        """Make the file."""
+        # Unbuffered: a write fails where it is made, not when the file is closed.
+        self._stream = io.FileIO(self.path, "w")
+
+    def append(self, numbers: npt.NDArray[Any]) -> None:
+        """Write numbers at the end."""
+        assert self._stream is not None
+        data = memoryview(numbers.astype(self.dtype).tobytes())
+        self._hash.update(data)
+        self.size_bytes += len(data)
+        while data:  # a disk that is nearly full takes a part
+            data = data[self._stream.write(data) :]
+        if self.size_bytes - self._synced_bytes >= _SYNC_BYTES:
+            self.sync()  # so that the last one does not take minutes
+
+    def facts(self) -> dict[str, Any]:
+        """Size and hash, for the manifest."""
+        return {"size_bytes": self.size_bytes, "sha256": self._hash.hexdigest()}
+
+    def sync(self) -> None:
+        """Bring it down to the disk."""
+        assert self._stream is not None
+        os.fsync(self._stream.fileno())
+        self._synced_bytes = self.size_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -56,6 +56,12 @@ class World:
         """This machine's name."""
         return socket.gethostname()
 
+    @property
+    def device_name(self) -> str:
+        """The kind of this rank's device, as people know it."""
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if is_gpu else "CPU"
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank. All ranks must call this."""
         values: list[T | None] = [None] * self.world_size
@@ -68,25 +74,28 @@ class World:
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]  # type: ignore[return-value]  # rank 0 has put one in
 
-    def main_first(self, work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-        """Run `work` on rank 0, and hand its result, or its error, to all. All must call this.
+    def main_first(
+        self, work: Callable[[], T], *, group: dist.ProcessGroup | None = None, rank: int = 0
+    ) -> T:
+        """Run `work` on one rank, and hand its result, or its error, to all. All must call this.
 
         Args:
-            work: what rank 0 does; the others wait for it as long as the group does.
+            work: what that rank does; the others wait for it as long as the group does.
             group: over which they hear of it; None: `control`.
+            rank: which one.
         """
         outcome: tuple[T | None, Exception | None] = (None, None)
-        if self.is_main:
+        if self.rank == rank:
             try:
                 outcome = (work(), None)
             except UserError as error:  # handed on to every rank, raised below
                 outcome = (None, error)
             except Exception as error:
                 # Not every exception can be sent; the first rank's own log has its traceback.
-                log.exception("rank 0 failed while the others waited")
+                log.exception("rank %d failed while the others waited", rank)
                 outcome = (None, RuntimeError(f"{type(error).__name__}: {error}"))
         outcomes = [outcome]
-        dist.broadcast_object_list(outcomes, src=0, group=group or self.control)
+        dist.broadcast_object_list(outcomes, src=rank, group=group or self.control)
         value, failure = outcomes[0]
         if failure is not None:
             raise failure

@@ -73,8 +73,11 @@ class MicroBatches:
         targets_NRT = torch.cat([*(_fill(x, rows, IGNORE_INDEX) for x in targets), *nothing])
         if positions[0] is None:
             return input_ids_NRT, targets_NRT, None
-        row = positions[0].reshape(-1, positions[0].shape[-1])[:1]  # every row has the same
-        return input_ids_NRT, targets_NRT, row.expand(count * rows, -1)
+        row = positions[0][:1]  # as good as any for rows that train on nothing
+        more = [row.expand(rows - x.shape[0], -1) for x in positions]
+        filled = [x for pair in zip(positions, more, strict=True) for x in pair]
+        unused = row.expand(rows * (count - len(held)), -1)
+        return input_ids_NRT, targets_NRT, torch.cat([*filled, unused])
 
 
 def _fill(x_BT: Tensor, rows: int, value: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.config.strategy import PipelineSchedule
+from isles.dist.documents import isolation_inputs
 from isles.errors import UserError
 from isles.facts.architectures import PIPELINE
 
@@ -146,7 +147,7 @@ def cut_stage(
     def forward(x: Tensor, position_ids: Tensor | None = None) -> Any:
         options: dict[str, Any] = {"input_ids" if is_first else "inputs_embeds": x}
         if position_ids is not None:
-            options["position_ids"] = position_ids
+            options |= isolation_inputs(stage, position_ids)
         if is_last:
             # The whole model's own forward: some kinds scale their logits there.
             return whole_forward(**options, use_cache=False).logits

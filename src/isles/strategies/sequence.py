@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isles.dist.batch import Batch
+from isles.dist.documents import block_mask, isolation_inputs
 from isles.dist.mesh import Mesh
 from isles.errors import UserError
 
@@ -25,8 +26,9 @@ _NAME = "isles_context_parallel"
 class Part:
     """What this rank computes of a micro-batch."""
 
-    inputs: dict[str, Tensor]
-    """For the model: input_ids and, where the sequence is cut, position_ids."""
+    inputs: dict[str, Any]
+    """For the model: input_ids; where the sequence is cut, or documents are kept apart,
+    position_ids; and what keeps them apart."""
 
     targets_BT: Tensor
     """The targets of the same tokens."""
@@ -34,27 +36,52 @@ class Part:
     places_N: Tensor | None = None
     """Places of the targets in the flattened rows; None: every place may be one."""
 
-
-def whole(batch: Batch) -> Part:
-    """A micro-batch whose sequences this rank has from first to last."""
-    return Part({"input_ids": batch.input_ids_BT}, batch.targets_BT, batch.places_N)
+    reference_B: Tensor | None = None
+    """See `Batch`."""
 
 
-def localize(batch: Batch, mesh: Mesh) -> Part:
-    """This rank's piece of the sequences of a micro-batch."""
+def whole(batch: Batch, model: Any | None) -> Part:
+    """A micro-batch whose sequences this rank has from first to last.
+
+    Args:
+        batch: the micro-batch.
+        model: the Hugging Face model that will get it. None: it goes to stages, which are told of
+            documents by position ids alone.
+    """
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT}
+    if batch.position_ids_BT is not None:
+        if model is None:
+            inputs["position_ids"] = batch.position_ids_BT
+        else:
+            inputs |= isolation_inputs(model, batch.position_ids_BT, batch.cu_seqlens_N)
+    return Part(inputs, batch.targets_BT, batch.places_N, batch.reference_B)
+
+
+def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
+    """This rank's piece of the sequences of a micro-batch.
+
+    Where documents are kept apart and sequences are cut, the mask is that of the whole sequences:
+    each rank attends to the keys of all.
+
+    Args:
+        batch: the micro-batch, with whole sequences.
+        mesh: the ranks.
+        model: as for `whole`.
+    """
     size = mesh.layout.cp
     if size == 1:
-        return whole(batch)
-    length = batch.input_ids_BT.shape[1] // size
+        return whole(batch, model)
+    rows, length = batch.input_ids_BT.shape
+    length //= size
     here = slice(mesh.place.cp * length, (mesh.place.cp + 1) * length)
-    positions = torch.arange(here.start, here.stop, device=batch.input_ids_BT.device)
-    return Part(
-        {
-            "input_ids": batch.input_ids_BT[:, here],
-            "position_ids": positions.expand(batch.input_ids_BT.shape[0], -1),
-        },
-        batch.targets_BT[:, here],
-    )
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids_BT[:, here]}
+    if batch.position_ids_BT is None:
+        positions = torch.arange(here.start, here.stop, device=batch.input_ids_BT.device)
+        inputs["position_ids"] = positions.expand(rows, -1)
+    else:
+        inputs["position_ids"] = batch.position_ids_BT[:, here]
+        inputs["attention_mask"] = block_mask(batch.position_ids_BT)
+    return Part(inputs, batch.targets_BT[:, here], None, batch.reference_B)
 
 
 def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
@@ -119,18 +146,20 @@ class _AllGather:
         dropout: float = 0.0,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        del attention_mask
         key_BHTD = _gather_tokens(key_BHtD, self._group)
         value_BHTD = _gather_tokens(value_BHtD, self._group)
         length, device = query_BHtD.shape[2], query_BHtD.device
-        first = self._place * length
-        seen = torch.arange(first + length, device=device)
-        mask_tT = seen[None, :] <= torch.arange(first, first + length, device=device)[:, None]
+        first, seen = self._place * length, (self._place + 1) * length
+        if attention_mask is None:
+            mine = torch.arange(first, seen, device=device)
+            mask = torch.arange(seen, device=device)[None, :] <= mine[:, None]
+        else:
+            mask = attention_mask[:, :, first:seen, :seen]
         out_BHtD = F.scaled_dot_product_attention(
             query_BHtD,
-            key_BHTD[:, :, : first + length],
-            value_BHTD[:, :, : first + length],
-            attn_mask=mask_tT,
+            key_BHTD[:, :, :seen],
+            value_BHTD[:, :, :seen],
+            attn_mask=mask,
             dropout_p=dropout if module.training else 0.0,
             scale=scaling,
             enable_gqa=query_BHtD.shape[1] != key_BHtD.shape[1],
@@ -156,7 +185,6 @@ class _Ulysses:
         dropout: float = 0.0,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        del attention_mask
         query_BhTD, key_BhTD, value_BhTD = (
             _exchange(x, self._group, split=1, join=2) for x in (query_BHtD, key_BHtD, value_BHtD)
         )
@@ -164,7 +192,8 @@ class _Ulysses:
             query_BhTD,
             key_BhTD,
             value_BhTD,
-            is_causal=True,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
             dropout_p=dropout if module.training else 0.0,
             scale=scaling,
             enable_gqa=query_BhTD.shape[1] != key_BhTD.shape[1],

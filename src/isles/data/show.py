@@ -1,0 +1,157 @@
+"""What is trained on, for people: a few documents with their trained tokens, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from isles.config.data import DataConfig, SourceConfig
+from isles.data.counts import SampleCounts
+from isles.data.cut import cut_samples
+from isles.data.split import Ranges
+from isles.data.store import TokenStore
+
+SHOWN_TOKENS = 600
+"""Of a longer document only so many are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring tokens of a document as text; either all of them are trained or none."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One document for people.
+
+    Args:
+        title: which one, how long, and what becomes of it.
+        stretches: its text, special tokens written out.
+        num_hidden: tokens at its end that are not shown.
+    """
+
+    title: str
+    stretches: Sequence[Stretch]
+    num_hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Counts of a source's rows, documents and tokens.
+
+    Args:
+        rows: that were read.
+        empty: rows of text that hold nothing.
+        bad: rows that are left out because they are bad.
+        documents: that they make; of preferences two for each row.
+        tokens: in all documents.
+        trained: of them, those that are targets.
+        median: length of documents, tokens.
+        longest: document, tokens.
+        over_length: documents of more than seq_length tokens and a next one as target.
+        counts: samples, and what is cut or left out to make them.
+    """
+
+    rows: int
+    empty: int
+    bad: int
+    documents: int
+    tokens: int
+    trained: int
+    median: int
+    longest: int
+    over_length: int
+    counts: SampleCounts
+
+
+def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Figures:
+    """The counts of a prepared source, training and validation part together."""
+    ends = np.asarray(store.document_ends)
+    starts = np.concatenate([[0], ends[:-1]])
+    manifest = store.manifest
+    trained = len(store.tokens) if store.trained is None else int(store.trained.sum())
+    return Figures(
+        rows=manifest.get("rows", 0),
+        empty=manifest.get("empty", 0),
+        bad=manifest.get("bad", 0),
+        documents=len(ends),
+        tokens=len(store.tokens),
+        trained=trained,
+        median=int(np.median(ends - starts)),
+        longest=int((ends - starts).max()),
+        over_length=int((ends - starts > data.seq_length + 1).sum()),
+        counts=cut_samples(data, source, store, Ranges(starts, ends)).counts,
+    )
+
+
+def shown_documents(
+    store: TokenStore, decode: Callable[[list[int]], str], seq_length: int, num_samples: int
+) -> Iterator[Shown]:
+    """Documents from all over a store; of preferences, both of a pair.
+
+    Args:
+        store: prepared tokens.
+        decode: ids to text, special tokens written out.
+        seq_length: longer documents are marked.
+        num_samples: documents, or pairs.
+    """
+    each = 2 if store.kind == "preference" else 1
+    num_items = len(store.document_ends) // each
+    places = np.unique(np.linspace(0, num_items - 1, min(num_samples, num_items)).astype(int))
+    for item in places.tolist():
+        for number in range(each):
+            document = item * each + number
+            end = int(store.document_ends[document])
+            start = int(store.document_ends[document - 1]) if document else 0
+            trained = None if store.trained is None else np.asarray(store.trained[start:end])
+            name = f"{store.kind} {item + 1} of {num_items}"
+            if each == 2:
+                name += ", rejected" if number else ", chosen"
+            ids = store.tokens[start:end].tolist()
+            yield shown_document(name, ids, trained, decode, seq_length)
+
+
+def shown_document(
+    name: str,
+    ids: list[int],
+    trained: npt.NDArray[np.bool_ | np.uint8] | None,
+    decode: Callable[[list[int]], str],
+    seq_length: int,
+) -> Shown:
+    """One document with its trained tokens."""
+    mask = np.ones(len(ids), dtype=np.bool_) if trained is None else trained.astype(np.bool_)
+    title = f"{name}: {len(ids)} tokens, {int(mask.sum())} trained"
+    if trained is not None and len(ids) > seq_length + 1:  # text is cut into several samples
+        title += f", longer than seq_length {seq_length}"
+    return Shown(
+        title,
+        _stretches(ids[:SHOWN_TOKENS], mask[:SHOWN_TOKENS], decode),
+        max(len(ids) - SHOWN_TOKENS, 0),
+    )
+
+
+def _stretches(
+    ids: list[int], mask: npt.NDArray[np.bool_], decode: Callable[[list[int]], str]
+) -> list[Stretch]:
+    borders = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
+    stretches, before = [], ""
+    for start, end in pairwise(borders):
+        # By what it adds: decoded alone, a stretch may lose the space at its beginning.
+        so_far = decode(ids[:end])
+        is_prefix = so_far.startswith(before)
+        text = so_far[len(before) :] if is_prefix else decode(ids[start:end])
+        stretches.append(Stretch(printable(text), bool(mask[start])))
+        before = so_far
+    return stretches
+
+
+def printable(text: str) -> str:
+    """Text that does nothing to a terminal: control characters as they are written in Python."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

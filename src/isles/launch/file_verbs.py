@@ -1,0 +1,78 @@
+"""Verbs that read a run file and train nothing: `isles config` and `isles data`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from cyclopts import App
+
+from isles.errors import ConfigError, ExitCode
+
+config = App(name="config", help="Show the resolved run file, or its JSON schema.")
+data = App(name="data", help="Show the data as the model sees it.")
+
+
+@config.command(name="show")
+def show_config(run_file: Path, /, *overrides: str) -> int:
+    """Print every value of the resolved run file, and where it came from.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file, such as training.max_steps=5.
+    """
+    from isles.config.show import show
+    from isles.launch.start import read_run_file
+
+    sys.stdout.write(show(read_run_file(run_file, overrides, _warn)[1]) + "\n")
+    return ExitCode.OK
+
+
+@config.command
+def schema() -> int:
+    """Print the JSON schema of run files, for editors."""
+    from json import dumps
+
+    from isles.config.show import json_schema
+
+    sys.stdout.write(dumps(json_schema(), indent=2) + "\n")
+    return ExitCode.OK
+
+
+@data.command(name="show")
+def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
+    """Print a few samples of each source with the trained tokens marked, and counts.
+
+    The data is prepared as for training, so that a training that follows finds it ready. On a
+    terminal the trained tokens are green, elsewhere they stand between ⟦ and ⟧.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file, such as data.seq_length=512.
+        samples: How many documents of each source.
+    """
+    from isles.config.resolve import dump_resolved
+    from isles.launch.start import read_run_file
+    from isles.launch.verbs import require_train, run_module
+    from isles.rundir.paths import RunDir
+
+    if samples < 1:
+        raise ConfigError(
+            f"{samples} samples are none", where="--samples", fix="for example --samples 3"
+        )
+    loaded, resolved = read_run_file(run_file, overrides, _warn, needs_data=True)
+    if all(source.type == "fake" for source in resolved.config.data.sources):
+        raise ConfigError(
+            "the source is fake: random token ids, of which there is nothing to show",
+            where=loaded.where("data.sources"),
+            fix="name real data",
+        )
+    require_train()
+    with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
+        RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
+        return run_module("isles.train.data_show", folder, f"--samples={samples}")
+
+
+def _warn(line: str) -> None:
+    sys.stderr.write(f"warning: {line}\n")

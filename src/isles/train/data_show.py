@@ -1,0 +1,207 @@
+"""`isles data show`: `python -m isles.train.data_show FOLDER`, which holds a resolved.yaml.
+
+It prepares the data as training does, into the same cache, and prints what is trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from isles.config.data import SourceConfig
+from isles.config.files import CHATML
+from isles.config.resolve import load_resolved
+from isles.config.run import RunConfig
+from isles.data.encode import Encoder, encode_rows
+from isles.data.prepare import prepare
+from isles.data.rows import Tally
+from isles.data.show import Figures, Shown, figures_of, shown_document, shown_documents
+from isles.data.sources import open_source
+from isles.data.store import TokenStore
+from isles.data.stream_rows import row_stream
+from isles.data.tokenizer import load_tokenizer
+from isles.errors import ExitCode, UserError
+from isles.rundir.env import cache_home
+from isles.rundir.paths import RunDir
+from isles.train.tokenizer import write_tokenizer
+
+_OPEN, _CLOSE = "⟦", "⟧"
+"""Around trained tokens where there are no colours."""
+
+
+def main() -> int:
+    """Print the samples and counts; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m isles.train.data_show")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--samples", type=int, default=3)
+    options = parser.parse_args()
+    _quiet()
+    run_dir = RunDir(options.folder)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        _show(config, run_dir, options.samples, console)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK
+
+
+def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console) -> None:
+    write_tokenizer(config, run_dir.tokenizer)
+    tokenizer = load_tokenizer(
+        str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code
+    )
+    figures: dict[str, Figures] = {}
+    for number, source in enumerate(config.data.sources, start=1):
+        encoder = Encoder(source, tokenizer)
+        name = f"{number}. {source.path}"
+        console.print(Text(f"{name}: {_describe(source, encoder, config)}", style="bold"))
+        if config.data.streaming:
+            documents = _of_stream(source, encoder, config, num_samples)
+        else:
+            store = _prepared(source, encoder, config)
+            figures[name] = figures_of(config.data, source, store)
+            documents = shown_documents(
+                store, _decoder(tokenizer), config.data.seq_length, num_samples
+            )
+        for document in documents:
+            _print(document, console)
+        console.print()
+    if figures:
+        console.print(_table(figures))
+    else:
+        console.print("data.streaming: the rows are read while training, so nothing is counted")
+
+
+def _prepared(source: SourceConfig, encoder: Encoder, config: RunConfig) -> TokenStore:
+    data = config.data
+    folder = prepare(
+        open_source(source),
+        encoder,
+        Path(data.cache_dir) if data.cache_dir else cache_home() / "data",
+        progress=_say,
+        max_bad_fraction=data.max_bad_fraction,
+    )
+    return TokenStore.open(folder)
+
+
+def _of_stream(
+    source: SourceConfig, encoder: Encoder, config: RunConfig, num_samples: int
+) -> Iterator[Shown]:
+    """The first documents of a source that nobody has read to its end."""
+    stream = row_stream(source, encoder.columns)
+    rows = (row for chunk in stream.chunks(None) for row in chunk.rows)
+    each = 2 if encoder.kind == "preference" else 1
+    tally = Tally(stream.describe(), config.data.max_bad_fraction)
+    batches = encode_rows(islice(rows, 20 * num_samples), encoder, tally)
+    documents = (document for batch in batches for document in batch)
+    for number, document in enumerate(islice(documents, each * num_samples)):
+        name = f"{encoder.kind} {number // each + 1}"
+        if each == 2:
+            name += ", rejected" if number % 2 else ", chosen"
+        decode = _decoder(encoder.tokenizer)
+        yield shown_document(name, document.ids, document.trained, decode, config.data.seq_length)
+    tally.judge()
+
+
+def _describe(source: SourceConfig, encoder: Encoder, config: RunConfig) -> str:
+    parts = [f"type {source.type}"]
+    if encoder.template is not None:
+        wanted = config.tokenizer
+        own = "of the tokenizer" if wanted.train_vocab_size is None else CHATML
+        parts.append(f"template {wanted.chat_template or own}")
+    elif encoder.kind in ("instruct", "preference"):
+        parts.append("without a chat template, as plain text")
+    if encoder.kind in ("chat", "instruct"):
+        parts.append(f"train_on {encoder.train_on}")
+    if not encoder.has_mask:
+        parts.append("every token is trained")
+    return " · ".join(parts)
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    def decode(ids: list[int]) -> str:
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    return decode
+
+
+def _print(document: Shown, console: Console) -> None:
+    has_colours = console.is_terminal and console.color_system is not None
+    console.print(Text(f"── {document.title}", style="dim"))
+    text = Text()
+    for stretch in document.stretches:
+        if not stretch.is_trained:
+            text.append(stretch.text)
+        elif has_colours:
+            text.append(stretch.text, style="bold green")
+        else:
+            text.append(f"{_OPEN}{stretch.text}{_CLOSE}")
+    if document.num_hidden:
+        text.append(f" … and {document.num_hidden} tokens more", style="dim")
+    console.print(text)
+
+
+def _table(figures: Mapping[str, Figures]) -> Table:
+    """Sources side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in figures:
+        table.add_column(name, justify="right", overflow="fold")
+    columns = [_lines(one) for one in figures.values()]
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
+    return table
+
+
+def _lines(figures: Figures) -> dict[str, str]:
+    counts = figures.counts
+    share = figures.trained / figures.tokens if figures.tokens else 0.0
+    return {
+        "rows": f"{figures.rows}",
+        "bad rows, left out": f"{figures.bad}",
+        "empty rows, left out": f"{figures.empty}",
+        "documents": f"{figures.documents}",
+        "tokens": f"{figures.tokens}",
+        "trained tokens": f"{figures.trained} ({share:.1%})",
+        "median length": f"{figures.median}",
+        "longest": f"{figures.longest}",
+        "longer than seq_length": f"{figures.over_length}",
+        "truncated": f"{counts.truncated}",
+        "dropped, too long": f"{counts.too_long}",
+        "dropped, nothing trained": f"{counts.untrained}",
+        "samples": f"{counts.samples}",
+        "padding": f"{counts.padding_share:.1%}",
+    }
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def _quiet() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", stream=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The kernel for packed documents, which only a GPU has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isles.config.model import ModelConfig
+from isles.dist.batch import cu_seqlens
+from isles.dist.documents import MASKED, VARLEN, isolation_inputs
+from isles.models.attention import use_maskless_attention
+from isles.models.build import build_model
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_the_kernel_keeps_documents_apart_and_waits_for_nothing(tiny_model: Path) -> None:
+    """CPU twin: tests/dist/test_packing.py, test_packed_training_is_unpacked_training."""
+    config = ModelConfig(name_or_path=str(tiny_model), init="scratch")
+    model: Any = build_model(config, device=CUDA, dtype=torch.bfloat16, seed=0, vocab_size=None)
+    assert use_maskless_attention(model, device=CUDA, dtype=torch.bfloat16)
+    assert model.config._attn_implementation == VARLEN
+    lengths = [(40, 50, 38), (1, 100, 27)]
+    positions = torch.tensor([[i for n in row for i in range(n)] for row in lengths], device=CUDA)
+    ids = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
+    ends = cu_seqlens(positions)
+    grads = {}
+    for name in (VARLEN, MASKED):
+        model.set_attn_implementation(name)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            inputs = isolation_inputs(model, positions, ends)
+            model(input_ids=ids, **inputs, use_cache=False).logits.float().logsumexp(
+                -1
+            ).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert ("attention_mask" in inputs) == (name == MASKED)
+        grads[name] = {key: p.grad.float().clone() for key, p in model.named_parameters()}
+        model.zero_grad()
+    for key, grad in grads[MASKED].items():
+        assert (grads[VARLEN][key] - grad).norm() < 0.05 * grad.norm(), key
