@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from isles.config.section import Section
+from isles.errors import MissingDependencyError
 
 Name = Annotated[str, Field(min_length=1)]
 
 
 class AdapterConfig(Section):
-    """Low-rank adapters, by peft."""
+    """Low-rank adapters (arXiv:2106.09685), by peft, beside a frozen model."""
 
     type: Literal["none", "lora", "qlora"] = "none"
     """none: every weight is trained. lora: the model is frozen, and small matrices beside its own
-    are trained. qlora: as lora, and the frozen matrices are held in 4 bits by bitsandbytes."""
+    are trained. qlora (arXiv:2305.14314): as lora, and the frozen matrices are held in 4 bits by
+    bitsandbytes, whole on every rank. What is frozen is held in 16 bits unless
+    training.precision is 32-true."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Rank of the small matrices."""
@@ -47,3 +51,17 @@ class AdapterConfig(Section):
 
     bnb_4bit_use_double_quant: bool = True
     """qlora: quantise the quantisation constants too, about 0.4 bits a weight less."""
+
+
+def missing_package(adapter: AdapterConfig) -> MissingDependencyError | None:
+    """The error to raise where a package that is needed is not installed; imports nothing."""
+    needed = {"none": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}[adapter.type]
+    extra = {"peft": "train", "bitsandbytes": "qlora"}
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            return MissingDependencyError(
+                f"adapter.type {adapter.type} needs the package {package}, which is not installed",
+                where="adapter.type",
+                fix=f"pip install 'isles[{extra[package]}]'",
+            )
+    return None

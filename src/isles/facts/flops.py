@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 def train_flops_per_token(
-    *, matmul_params: int, num_layers: int, hidden_size: int, seq_length: int
+    *,
+    matmul_params: int,
+    num_layers: int,
+    hidden_size: int,
+    seq_length: int,
+    frozen_params: int = 0,
 ) -> float:
     """Training FLOPs for one token, forward and backward, of a causal transformer.
 
@@ -13,6 +18,8 @@ def train_flops_per_token(
         num_layers: transformer blocks.
         hidden_size: width of the attention (heads x head size).
         seq_length: context length, tokens.
+        frozen_params: those of `matmul_params` that are not trained: gradients go through them, and
+            none are made for them.
 
     Returns:
         FLOPs, not FLOP/s. Recomputation is not counted; attention is counted as causal (half).
@@ -20,4 +27,5 @@ def train_flops_per_token(
     Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; attention term as in Chowdhery et
     al. 2022 (arXiv:2204.02311), appendix B, halved for the causal mask.
     """
-    return 6.0 * matmul_params + 6.0 * num_layers * hidden_size * seq_length
+    matrices = 6.0 * matmul_params - 2.0 * frozen_params
+    return matrices + 6.0 * num_layers * hidden_size * seq_length

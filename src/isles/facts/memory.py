@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_STATE_BYTES = {"adamw": 2, "muon": 2, "sgd": 1}
+_STATE_NUMBERS = {"adamw": 2, "muon": 2, "sgd": 1}
 """Numbers of the weights' type that an optimizer keeps for each weight, at most."""
 
 
@@ -15,17 +15,29 @@ class ModelSize:
     Args:
         num_params: parameters.
         num_layers, hidden_size, vocab_size: of the model.
+        num_frozen: parameters that are not trained, those beside an adapter.
     """
 
     num_params: int
     num_layers: int
     hidden_size: int
     vocab_size: int
+    num_frozen: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return self.num_params - self.num_frozen
 
 
 def weight_bytes(num_params: int, precision: str) -> int:
     """The weights themselves, as they are trained: fp32, or bf16 under bf16-true."""
     return num_params * (2 if precision == "bf16-true" else 4)
+
+
+def frozen_bytes(num_params: int, precision: str) -> int:
+    """Weights that are not trained: as the forward pass computes with them."""
+    return num_params * (4 if precision == "32-true" else 2)
 
 
 def copy_bytes(num_params: int, precision: str) -> int:
@@ -35,7 +47,22 @@ def copy_bytes(num_params: int, precision: str) -> int:
 
 def state_bytes(num_params: int, precision: str, optimizer: str) -> int:
     """Gradients and optimizer state."""
-    return weight_bytes(num_params, precision) * (1 + _STATE_BYTES[optimizer])
+    weights = weight_bytes(num_params, precision)
+    return weights + optimizer_bytes(num_params, weights, optimizer)
+
+
+def optimizer_bytes(num_params: int, weights_bytes: float, optimizer: str) -> int:
+    """Optimizer state.
+
+    Args:
+        num_params: trained parameters.
+        weights_bytes: what these take themselves.
+        optimizer: as in the run file.
+    """
+    if optimizer == "adamw_8bit":
+        # Two codes, and two fp32 scales for every 64 to 256 numbers, as rows are long.
+        return num_params * 2 + num_params // 8
+    return int(weights_bytes * _STATE_NUMBERS[optimizer])
 
 
 def activation_bytes(

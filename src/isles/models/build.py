@@ -12,15 +12,26 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
+from isles.config.adapter import AdapterConfig
 from isles.config.model import ModelConfig
 from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
-from isles.models.fill import NotCoveredError, fill_fresh, fill_pretrained
+from isles.models.adapter import add_adapter, import_peft
+from isles.models.fill import (
+    NotCoveredError,
+    fill_adapter,
+    fill_fresh,
+    fill_magnitudes,
+    fill_pretrained,
+)
 
 log = logging.getLogger(__name__)
 
+_NO_ADAPTER = AdapterConfig()
+
 # What transformers and safetensors raise for a config or weights that are not right.
 _FAULTS = (
+    ImportError,
     OSError,
     ValueError,
     KeyError,
@@ -38,21 +49,33 @@ def build_model(
     dtype: torch.dtype,
     seed: int,
     vocab_size: int | None,
+    adapter: AdapterConfig = _NO_ADAPTER,
+    frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The model on its device, in train mode, with the same weights on every rank.
 
     Args:
         config: the run file's section.
         device: where the parameters lie.
-        dtype: of the parameters.
+        dtype: of the parameters that are trained.
         seed: of fresh weights.
         vocab_size: size of a tokenizer trained for this run; None keeps the config's.
+        adapter: the run file's section.
+        frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
 
     Raises:
+        MissingDependencyError: a package that the adapter needs is not installed.
         UserError: no such model, no safetensors, remote code that was not asked for.
     """
+    if adapter.type != "none":
+        import_peft(adapter)  # before anything large is read
     if config.init == "pretrained":
-        return _load_pretrained(config, dtype).to(device).train()  # type: ignore[no-any-return]
+        loaded = _load_pretrained(config, frozen_dtype or dtype, adapter, device).train()
+        if adapter.type != "none":
+            add_adapter(loaded, adapter, dtype=dtype, name=config.name_or_path)
+            fill_adapter(loaded, seed)
+            fill_magnitudes(loaded)
+        return loaded  # type: ignore[no-any-return]
     model: nn.Module = build_empty_model(config, dtype=dtype, vocab_size=vocab_size)
     try:
         model.to_empty(device=device)
@@ -66,19 +89,33 @@ def build_model(
 
 
 def build_empty_model(
-    config: ModelConfig, *, dtype: torch.dtype, vocab_size: int | None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    vocab_size: int | None,
+    adapter: AdapterConfig = _NO_ADAPTER,
+    frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The model on the meta device: shapes without memory, to be cut before it is filled.
 
     Args:
         config: the run file's section.
-        dtype: of the parameters.
+        dtype: of the parameters that are trained.
         vocab_size: size of a tokenizer trained for this run; None keeps the config's.
+        adapter: the run file's section; of qlora the matrices are not in 4 bits here.
+        frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
 
     Raises:
+        MissingDependencyError: a package that the adapter needs is not installed.
         UserError: no such model, remote code that was not asked for.
     """
-    return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
+    if adapter.type == "none":
+        return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
+    import_peft(adapter)
+    model = _from_config(config, vocab_size, frozen_dtype or dtype, torch.device("meta")).train()
+    _refuse_quantized(config, model.config)
+    add_adapter(model, adapter, dtype=dtype, name=config.name_or_path)
+    return model  # type: ignore[no-any-return]
 
 
 def build_probe(
@@ -88,6 +125,8 @@ def build_probe(
     device: torch.device,
     dtype: torch.dtype,
     vocab_size: int | None,
+    adapter: AdapterConfig = _NO_ADAPTER,
+    frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The model with a few layers and any weights: to measure what a layer costs.
 
@@ -95,10 +134,17 @@ def build_probe(
         config: the run file's section.
         num_layers: blocks; those of the real model, or fewer.
         device: where the parameters lie.
-        dtype: of the parameters.
+        dtype: of the parameters that are trained.
         vocab_size: size of a tokenizer trained for this run; None keeps the config's.
+        adapter: the run file's section; matrices of qlora are measured in 16 or 32 bits.
+        frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
     """
-    probe: nn.Module = _from_config(config, vocab_size, dtype, device, num_layers)
+    held = frozen_dtype or dtype
+    probe: nn.Module = _from_config(config, vocab_size, held, device, num_layers)
+    if adapter.type != "none":
+        # Names may mean layers that are not among these few.
+        ends = adapter.model_copy(update={"target_modules": "all-linear", "modules_to_save": ()})
+        add_adapter(probe, ends, dtype=dtype, name=config.name_or_path)
     return probe.train()
 
 
@@ -128,6 +174,7 @@ def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
             meta = torch.device("meta")
             whole = functools.partial(_from_config, config, None, torch.float32, meta)
             fill_pretrained(model, config, whole)
+            fill_adapter(model, seed)
     except NotCoveredError as error:
         raise UserError(
             f"{type(model).__name__} cannot be filled piece by piece: it sets {error} elsewhere "
@@ -241,9 +288,17 @@ def _forget_special_tokens(hf_config: Any) -> None:
             setattr(hf_config, name, None)
 
 
-def _load_pretrained(config: ModelConfig, dtype: torch.dtype) -> Any:
+def _load_pretrained(
+    config: ModelConfig, dtype: torch.dtype, adapter: AdapterConfig, device: torch.device
+) -> Any:
+    """The whole model on its device; for qlora its matrices in 4 bits, made there one by one."""
     from transformers import AutoModelForCausalLM
 
+    options: dict[str, Any] = {}
+    if adapter.type != "none":
+        _refuse_quantized(config, load_model_config(config))
+    if adapter.type == "qlora":
+        options = {"quantization_config": _four_bits(adapter, dtype), "device_map": {"": device}}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
@@ -252,6 +307,7 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype) -> Any:
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            **options,
         )
     except _FAULTS as error:
         raise _model_error(config, error) from error
@@ -265,7 +321,28 @@ def _load_pretrained(config: ModelConfig, dtype: torch.dtype) -> Any:
                 where="model.name_or_path",
                 fix="use a folder that holds one whole model, or init: scratch",
             )
-    return model
+    return model if options else model.to(device)
+
+
+def _four_bits(adapter: AdapterConfig, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=adapter.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=adapter.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _refuse_quantized(config: ModelConfig, hf_config: Any) -> None:
+    """A base whose files hold codes instead of numbers cannot be cut, quantised or merged."""
+    if getattr(hf_config, "quantization_config", None):
+        raise UserError(
+            f"the weights of {config.name_or_path} are quantised already",
+            where="model.name_or_path",
+            fix="use the model that they were made from; adapter.type: qlora makes 4 bits of it",
+        )
 
 
 def _model_error(config: ModelConfig, error: Exception) -> Exception:

@@ -21,6 +21,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from isles.config.model import ModelConfig
 from isles.errors import UserError
+from isles.models.adapter import (
+    base_name,
+    fresh_matrix,
+    is_fresh,
+    lengths,
+    magnitudes,
+    plain_weight,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -68,6 +76,8 @@ def fill_fresh(model: Any, seed: int) -> None:
 def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -> None:
     """Weights from safetensors, in place; each rank reads the bytes of its own part.
 
+    Of an adapter this sets what follows from the model's weights; see `fill_adapter` for the rest.
+
     Args:
         model: a Hugging Face model, or a part of one; its parameters are allocated.
         config: the run file's section.
@@ -77,35 +87,85 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
         UserError: the files cannot be read, or lack a weight, or hold it in another shape, or hold
             one that the model has no place for.
     """
-    folder, where = _weights_folder(config.name_or_path)
+    folder, where = weights_folder(config.name_or_path)
     prefix = f"{model.base_model_prefix}."
     # Such as the scales of quantised weights, which are nonsense without them.
     if _without_place(where, model) and (left := _without_place(where, whole())):
         raise _misfit(config, f"the model has no place for {len(left)} of them: {left[0]!r}, ...")
-    reader: Any = None
-    opened, size = "", 0
     fill_buffers(model)
+    files = _Files(config, folder)
     for name, parameter in _named_tensors(model):
+        own = base_name(name)
+        if own is None:
+            continue  # an adapter's, of which no file knows
+        known = next((n for n in (own, own.removeprefix(prefix)) if n in where), None)
         # A checkpoint of the bare model lacks the prefix, one of a model with a head has it.
-        known = next((n for n in (name, name.removeprefix(prefix)) if n in where), None)
         if known is None:
-            raise _misfit(config, f"the weights lack {name!r}")
-        file = where[known]
+            raise _misfit(config, f"the weights lack {own!r}")
+        part = files.read(where[known], known, parameter.shape, _part(parameter))
+        _local(parameter).copy_(part)
+    for vector, own, base, axis in magnitudes(model):
+        known = next(n for n in (own, own.removeprefix(prefix)) if n in where)
+        whole_part = tuple(slice(0, size) for size in base.weight.shape)
+        weight = files.read(where[known], known, base.weight.shape, whole_part)
+        _copy_part(vector, lengths(weight.to(base.weight.dtype), axis))
+
+
+@torch.no_grad()
+def fill_adapter(model: nn.Module, seed: int) -> None:
+    """Fresh low-rank matrices, in place. All ranks fill their own part.
+
+    They depend on the seed and their names alone, as `fill_fresh` has it.
+
+    Args:
+        model: one that `add_adapter` has been given, or a part of it; its parameters are allocated.
+        seed: of the matrices.
+    """
+    generator = torch.Generator()
+    for name, parameter in model.named_parameters():
+        if is_fresh(name):
+            generator.manual_seed(_module_seed(seed, name))
+            _copy_part(parameter, fresh_matrix(name, parameter.shape, generator))
+
+
+@torch.no_grad()
+def fill_magnitudes(model: nn.Module) -> None:
+    """What DoRA computes from the weights of a model that this rank holds whole, in place."""
+    for vector, _, base, axis in magnitudes(model):
+        vector.copy_(lengths(plain_weight(base), axis))
+
+
+class _Files:
+    """Reads pieces of safetensors files, one file open at a time."""
+
+    def __init__(self, config: ModelConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._reader: Any = None
+        self._opened, self._size = "", 0
+
+    def read(self, file: str, name: str, shape: torch.Size, part: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor that must have this shape."""
         try:
-            if reader is None or file != opened or size > _REOPEN_BYTES:
+            if self._reader is None or file != self._opened or self._size > _REOPEN_BYTES:
                 # A file is mapped, and what was read of it counts until it is closed.
-                reader, opened, size = safe_open(folder / file, "pt"), file, 0
-            saved = reader.get_slice(known)
-            size += parameter.numel() * parameter.element_size()
-            if list(saved.get_shape()) != list(parameter.shape):
-                raise _misfit(
-                    config,
-                    f"{known!r} has shape {tuple(saved.get_shape())} in {file} and "
-                    f"{tuple(parameter.shape)} in the model",
+                self._reader, self._opened, self._size = (
+                    safe_open(self._folder / file, "pt"),
+                    file,
+                    0,
                 )
-            _local(parameter).copy_(saved[_part(parameter)])
+            saved = self._reader.get_slice(name)
+            if list(saved.get_shape()) != list(shape):
+                raise _misfit(
+                    self._config,
+                    f"{name!r} has shape {tuple(saved.get_shape())} in {file} and "
+                    f"{tuple(shape)} in the model",
+                )
+            value: Tensor = saved[part]
         except (OSError, SafetensorError) as error:
-            raise _misfit(config, f"{file} cannot be read: {error}") from error
+            raise _misfit(self._config, f"{file} cannot be read: {error}") from error
+        self._size += value.numel() * value.element_size()
+        return value
 
 
 @torch.no_grad()
@@ -119,7 +179,8 @@ def fill_buffers(model: Any) -> None:
         if module._buffers:
             shadow = _shadow(module, {})
             shadow.__dict__["_parameters"] = {
-                key: None if p is None else nn.Parameter(torch.empty(0))
+                # Of no memory; of the right shape, as some set one row of theirs to zero.
+                key: None if p is None else nn.Parameter(torch.empty(p.shape, device="meta"))
                 for key, p in module._parameters.items()
             }
             _forget_buffers(shadow)
@@ -213,7 +274,8 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
 def _without_place(names: Iterable[str], model: Any) -> list[str]:
     """Weights that a model does not have, save those that it is known to leave out."""
     prefix = f"{model.base_model_prefix}."
-    places = {place for name in model.state_dict() for place in (name, name.removeprefix(prefix))}
+    own = [name for each in model.state_dict() if (name := base_name(each)) is not None]
+    places = {place for name in own for place in (name, name.removeprefix(prefix))}
     # Buffers of old files that models now make themselves, as transformers counts them.
     ignored = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     ignored += model._keys_to_ignore_on_load_unexpected or ()
@@ -221,8 +283,15 @@ def _without_place(names: Iterable[str], model: Any) -> list[str]:
     return sorted(name for name in names if name not in places and not pattern.search(name))
 
 
-def _weights_folder(name: str) -> tuple[Path, dict[str, str]]:
-    """The folder of the safetensors, from the hub where it is not local, and the file of each."""
+def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
+    """The folder of a model's safetensors, and the file of each weight.
+
+    Args:
+        name: a local folder, or a hub id, whose files are fetched where they are not here.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
     from transformers.utils.hub import cached_file
 
     try:
@@ -240,8 +309,8 @@ def _weights_folder(name: str) -> tuple[Path, dict[str, str]]:
         raise UserError(
             f"cannot load the weights of {name!r}: {str(error).strip().splitlines()[0]}",
             where="model.name_or_path",
-            fix="a sharded start needs model.safetensors, or its index and files, in the folder or "
-            "on the hub; `save_pretrained` writes them",
+            fix="model.safetensors, or its index and files, must lie in the folder or on the hub; "
+            "`save_pretrained` writes them",
         ) from error
 
 

@@ -34,7 +34,7 @@ class ZeroState:
         self._is_stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
         self._fields = _fields(optimizer)
         # Tied weights have several names in a checkpoint, and state under the first.
-        self._names = list(model.state_dict(keep_vars=True).items())
+        self._names = list(_kept(model).items())
         self._first = {p: name for name, p in model.named_parameters()}
         self._owners = self._deal()
         self._start_state()
@@ -196,6 +196,14 @@ class _Swapped:
     def __exit__(self, *_: object) -> None:
         if self._is_swapped:
             self._zero._optimizer_states_and_gradient_swap_out(self._index)
+
+
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """What belongs into a checkpoint: all, or beside frozen weights what is trained."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if all(p.requires_grad for p in model.parameters()):
+        return state
+    return {name: value for name, value in state.items() if value.requires_grad}
 
 
 def _fields(optimizer: Optimizer) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ from isles.strategies.scaler import LossScaler
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
+_PARTLY = StateDictOptions(strict=False)
+
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 
 
@@ -106,7 +108,7 @@ class Stepper:
         """Keys: model.NAME, optimizer.state.NAME.FIELD, scaler.scale and scaler.growth."""
         state: dict[str, Any] = {}
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
-            for name, value in get_model_state_dict(module).items():
+            for name, value in _kept(module).items():
                 state[f"model.{name}"] = value
             # Flattened, it is one flat dict, which torch's own annotation does not say.
             fields: dict[str, Any] = get_optimizer_state_dict(module, optimizers, options=_FLAT)
@@ -120,8 +122,8 @@ class Stepper:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         for module, optimizers in zip(self._modules, self._optimizers, strict=True):
-            known = get_model_state_dict(module)
-            set_model_state_dict(module, {name: state[f"model.{name}"] for name in known})
+            known = {name: state[f"model.{name}"] for name in _kept(module)}
+            set_model_state_dict(module, known, options=_PARTLY)
             # torch makes no fresh state to load into while there are gradients.
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -150,6 +152,15 @@ class Stepper:
         if self._stages is not None:
             dist.all_reduce(squares, group=self._stages)
         return squares.sqrt()
+
+
+def _kept(module: nn.Module) -> dict[str, Any]:
+    """What belongs into a checkpoint: all, or beside frozen weights what is trained."""
+    state = get_model_state_dict(module)
+    if all(p.requires_grad for p in module.parameters()):
+        return state
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
 
 
 def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:

@@ -45,12 +45,15 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
     is_tied = head is not None and embedding.weight is head.weight
     styles: dict[str, ParallelStyle] = {}
     for name, kind in plan.items():
-        found = [module for module in _matching(model, name) if isinstance(module, nn.Module)]
-        is_end = any(module is embedding or module is head for module in found)
-        if is_end and (is_tied or not _divides(found[0], mesh.size())):
+        found = _matching(model, name)
+        is_end = any(module is embedding or module is head for module in found.values())
+        if is_end and (is_tied or not _divides(next(iter(found.values())), mesh.size())):
             continue  # kept whole on every rank, which is the same mathematics
-        if found:
-            styles[name] = _style(kind, name, model)
+        for each, module in found.items():
+            if hasattr(module, "base_layer"):
+                styles |= _adapted_styles(kind, each, model)
+            else:
+                styles[each] = _style(kind, name, model)
     parallelize_module(model, mesh, styles)
 
 
@@ -76,15 +79,34 @@ def _style(kind: str, name: str, model: Any) -> ParallelStyle:
             )
 
 
-def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+def _adapted_styles(kind: str, name: str, model: Any) -> dict[str, ParallelStyle]:
+    """A layer with an adapter beside it: of the two small matrices, the one at the side that is cut
+    is cut in the same way."""
+    if kind in ("colwise", "colwise_gather_output"):
+        cut = "lora_B"
+    elif kind == "rowwise":
+        cut = "lora_A"
+    else:
+        raise UserError(
+            f"{name} has an adapter, and the plan of {type(model).__name__} for tensor parallel "
+            f"cuts it by {kind!r}",
+            where="adapter.target_modules",
+            fix=f"take {name.rpartition('.')[2]} out of them, or {_FIX}",
+        )
+    adapters = model.get_submodule(f"{name}.{cut}")
+    parts = [f"{name}.base_layer", *(f"{name}.{cut}.{each}" for each in adapters)]
+    return {part: _style(kind, part, model) for part in parts}
+
+
+def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """The modules of a plan's name, where `*` is any number."""
     parts = pattern.split(".")
-    return [
-        module
+    return {
+        name: module
         for name, module in model.named_modules()
         if len(own := name.split(".")) == len(parts)
         and all(p in (o, "*") for p, o in zip(parts, own, strict=True))
-    ]
+    }
 
 
 def _divides(module: nn.Module, size: int) -> bool:

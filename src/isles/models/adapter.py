@@ -1,0 +1,252 @@
+"""Adapters: a frozen Hugging Face model with small trained matrices beside its own, by peft.
+
+They are put into the model in place, so that it stays what it is for everybody else; only some of
+its names change. `base_name` gives a name back as the model's own files have it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isles.config.adapter import AdapterConfig, missing_package
+from isles.config.training import Precision
+from isles.errors import UserError
+
+_NAME = "default"
+"""Of the adapter, among those that peft lets a model have."""
+
+_FRESH = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
+_MAGNITUDE = ".lora_magnitude_vector."
+
+_FROZEN_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+def frozen_dtype(precision: Precision, adapter: AdapterConfig) -> torch.dtype | None:
+    """What the weights are held in that an adapter leaves alone; None: as the trained ones.
+
+    A forward pass under mixed precision computes with a 16-bit copy; without gradients to collect
+    there is no need for more than that copy.
+    """
+    return None if adapter.type == "none" else _FROZEN_DTYPE.get(precision)
+
+
+def import_peft(adapter: AdapterConfig) -> Any:  # an untyped library
+    """The package peft.
+
+    Raises:
+        MissingDependencyError: it, or bitsandbytes for qlora, is not installed.
+    """
+    if fault := missing_package(adapter):
+        raise fault
+    # torchao, which comes with it, names each of its CUDA libraries that it cannot load.
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "DeepSpeed")]
+    levels = [logger.level for logger in noisy]
+    for logger in noisy:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        import peft
+    finally:
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)
+    return peft
+
+
+def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name: str) -> None:
+    """Freeze a model and put an adapter into it, with any weights.
+
+    Args:
+        model: a Hugging Face model, with weights or on the meta device.
+        adapter: the run file's section, of type lora or qlora.
+        dtype: of what is trained.
+        name: of the model, as in the run file.
+
+    Raises:
+        MissingDependencyError: peft is not installed.
+        UserError: there are no such modules, or they cannot have an adapter.
+    """
+    peft = import_peft(adapter)
+    targets = _find_targets(model, adapter)
+    _check_whole_modules(model, adapter, targets)
+    _check_tied(model, [*targets, *_named(model, adapter.modules_to_save)])
+    config = peft.LoraConfig(
+        r=adapter.r,
+        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=_short_names(model, targets, adapter),
+        modules_to_save=list(adapter.modules_to_save) or None,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        base_model_name_or_path=name,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is checked above, or set right by peft itself
+            peft.inject_adapter_in_model(config, model, _NAME)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UserError(
+            f"{type(model).__name__} cannot have this adapter: {str(error).splitlines()[0]}",
+            where="adapter.target_modules",
+            fix=f"use all-linear, or names among {', '.join(_known_names(model))}",
+        ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def base_name(name: str) -> str | None:
+    """A parameter's name in the files of the base model; None: it is the adapter's own."""
+    if is_fresh(name) or _MAGNITUDE in name:
+        return None
+    for inserted in (".base_layer.", ".original_module.", f".modules_to_save.{_NAME}."):
+        name = name.replace(inserted, ".")
+    return name
+
+
+def is_fresh(name: str) -> bool:
+    """Whether a parameter is one of the low-rank matrices, which begin by chance and zeros."""
+    return any(part in name for part in _FRESH)
+
+
+def fresh_matrix(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """A low-rank matrix as peft begins it, whole, in fp32 on the CPU.
+
+    Of the two, one is zero: the model begins as what it was.
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
+    """
+    value = torch.zeros(shape)
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif ".lora_embedding_B." in name:
+        nn.init.normal_(value, generator=generator)
+    return value
+
+
+def magnitudes(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Any, int]]:
+    """What DoRA computes from the base's weights before the first step.
+
+    Yields:
+        The vector; the name in the base model's files of the matrix whose lengths it holds; the
+        module that has the matrix; over which of its axes to take them.
+    """
+    for name, module in model.named_modules():
+        vectors: Any = getattr(module, "lora_magnitude_vector", None)
+        if vectors is not None and _NAME in vectors:
+            base: Any = module.base_layer
+            own = base_name(f"{name}.base_layer.weight")
+            assert own is not None
+            axis = 0 if vectors[_NAME].fan_in_fan_out else 1
+            yield vectors[_NAME].weight, own, base, axis
+
+
+def lengths(weight: Tensor, axis: int) -> Tensor:
+    """The lengths of a matrix's rows (axis 1) or columns (0), in fp32.
+
+    Source: Liu et al. 2024 (arXiv:2402.09353), section 4.1.
+    """
+    found: Tensor = torch.linalg.vector_norm(weight.float(), dim=axis)
+    return found
+
+
+def plain_weight(base: Any) -> Tensor:
+    """The weight of a layer that holds it whole, out of its 4 bits where it lies in these."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight: Tensor = dequantize_module_weight(base).detach()
+    return weight
+
+
+def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
+    """The names of all modules that get matrices."""
+    if adapter.target_modules == "all-linear":
+        head = model.get_output_embeddings()
+        found = [name for name, m in _matrices(model) if m is not head]
+        if not found:
+            raise UserError(
+                f"{type(model).__name__} has no linear layers beside its head",
+                where="adapter.target_modules: all-linear",
+                fix=f"name the modules: {', '.join(_known_names(model))}",
+            )
+        return found
+    return _named(model, adapter.target_modules, "adapter.target_modules")
+
+
+def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
+    """The modules that names of the run file mean: by their ends, as in peft."""
+    every = [name for name, _ in model.named_modules() if name]
+    found: list[str] = []
+    for one in wanted:
+        matches = [name for name in every if name == one or name.endswith(f".{one}")]
+        if not matches:
+            known = _known_names(model)
+            near = difflib.get_close_matches(one, {n.rpartition(".")[2] for n in every}, n=3)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
+            raise UserError(
+                f"{type(model).__name__} has no module {one!r}",
+                where=key,
+                fix=f"{meant}it has {', '.join(known)}",
+            )
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def _check_whole_modules(model: nn.Module, adapter: AdapterConfig, targets: list[str]) -> None:
+    """What is trained whole must exist, and must hold no matrix that gets an adapter."""
+    for whole in _named(model, adapter.modules_to_save, "adapter.modules_to_save"):
+        inner = [name for name in targets if name == whole or name.startswith(f"{whole}.")]
+        if inner:
+            raise UserError(
+                f"{whole} is to be trained whole, and {inner[0]} in it is to get an adapter",
+                where="adapter.modules_to_save",
+                fix="take one of them out of the two lists",
+            )
+
+
+def _check_tied(model: Any, chosen: list[str]) -> None:
+    """Two modules with one weight cannot be trained by one of them without coming apart."""
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        return
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    tied = [name for name in chosen if id(model.get_submodule(name)) in ends]
+    if tied:
+        raise UserError(
+            f"{tied[0]} cannot be trained in {type(model).__name__}: its head shares the weights "
+            "of its embedding (tie_word_embeddings), and the two would come apart",
+            where="adapter.modules_to_save and adapter.target_modules",
+            fix=f"take {tied[0]} out of them, or train every weight: adapter.type: none",
+        )
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers, of which some models write their own kind (GPT-2's Conv1D)."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            yield name, module
+
+
+def _known_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of modules that can get an adapter, each once."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = nn.Linear | Conv1D | nn.Embedding
+    named = (name for name, module in model.named_modules() if isinstance(module, kinds))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in named))
+
+
+def _short_names(model: nn.Module, targets: list[str], adapter: AdapterConfig) -> list[str]:
+    """For adapter_config.json: names by their ends, where these mean the same modules."""
+    if adapter.target_modules != "all-linear":
+        return list(adapter.target_modules)
+    ends = sorted({name.rpartition(".")[2] for name in targets})
+    return ends if set(_named(model, ends)) == set(targets) else targets
