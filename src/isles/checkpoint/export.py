@@ -22,11 +22,15 @@ from isles.errors import TrainingError, UserError
 log = logging.getLogger(__name__)
 
 
-_SHARD_BYTES = 2 * 10**9
-"""Weights in one file, and so in memory, while a checkpoint is exported."""
-
-
-def export_checkpoint(checkpoint: Path, model: Any, tokenizer: Any, folder: Path) -> None:
+def export_checkpoint(
+    checkpoint: Path,
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    max_shard_bytes: int,
+    card: str | None = None,
+) -> None:
     """Export a checkpoint file by file, so that the model is never in memory as a whole.
 
     Args:
@@ -34,12 +38,15 @@ def export_checkpoint(checkpoint: Path, model: Any, tokenizer: Any, folder: Path
         model: the Hugging Face model on the meta device: names, shapes, types and config.
         tokenizer: its tokenizer; None where the run had none (fake data).
         folder: the result, as for `export_model`.
+        max_shard_bytes: weights in one file, and so in memory; a larger tensor has its own.
+        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
         TrainingError: the checkpoint lacks a weight, or what was written does not read back.
     """
-    with _beside(folder) as partial:
+    with whole_folder(folder) as partial:
+        write_card(card, partial)
         _give_special_tokens(model, tokenizer)
         model.config.architectures = [type(model).__name__]
         model.config.dtype = model.dtype
@@ -48,7 +55,7 @@ def export_checkpoint(checkpoint: Path, model: Any, tokenizer: Any, folder: Path
             model.generation_config.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        shards = _plan_shards(model)
+        shards = _plan_shards(model, max_shard_bytes)
         where: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             file = (
@@ -65,29 +72,43 @@ def export_checkpoint(checkpoint: Path, model: Any, tokenizer: Any, folder: Path
             (partial / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
-def export_model(model: Any, tokenizer: Any, folder: Path) -> None:
+def export_model(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    max_shard_bytes: int,
+    card: str | None = None,
+) -> None:
     """Write config, safetensors and tokenizer; load them again; compare every weight; rename.
 
     Args:
         model: a Hugging Face model.
         tokenizer: its tokenizer; None where the run had none (fake data).
         folder: the result; an earlier export there is replaced once the new one is verified.
+        max_shard_bytes: weights in one file; a larger tensor has its own.
+        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
         TrainingError: what was written does not load to the same weights.
     """
-    with _beside(folder) as partial:
+    with whole_folder(folder) as partial:
+        write_card(card, partial)
         _give_special_tokens(model, tokenizer)
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, max_shard_size=max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         _compare(model, partial)
 
 
 @contextlib.contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder beside another, which takes its place at the end if nothing was raised."""
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside another, which takes its place at the end if nothing was raised.
+
+    Raises:
+        UserError: the folder holds something that is not an export, or cannot be written.
+    """
     is_file = folder.exists() and not folder.is_dir()
     if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_model(folder)):
         raise UserError(
@@ -95,6 +116,7 @@ def _beside(folder: Path) -> Iterator[Path]:
             where=str(folder),
             fix="give another folder with --output",
         )
+    folder = folder.absolute()  # `.` has no name
     partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
     try:
         for left in folder.parent.glob(f".partial-*{folder.name}-*"):
@@ -118,7 +140,13 @@ def _beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _plan_shards(model: Any) -> list[dict[str, Tensor]]:
+def write_card(card: str | None, folder: Path) -> None:
+    """Write README.md."""
+    if card is not None:
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     """Names and empty tensors of each file; a weight that two modules share stands once."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -128,7 +156,7 @@ def _plan_shards(model: Any) -> list[dict[str, Tensor]]:
             continue
         seen.add(id(tensor))
         num_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + num_bytes > _SHARD_BYTES:
+        if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
@@ -157,17 +185,36 @@ def _write_shard(checkpoint: Path, names: dict[str, Tensor], file: Path) -> None
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    """Whether a folder is an earlier export: a model, or an adapter alone."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:
-    """A model trained with its own tokenizer must know where a text ends."""
+    """A model trained with its own tokenizer must know where a text ends.
+
+    Ids that are special to the tokenizer stay; others are those of another tokenizer, such as the
+    ones that a class of models has by default.
+    """
     if tokenizer is None:
         return
+    special = set(tokenizer.all_special_ids)
+    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        own = getattr(tokenizer, name, None)
         for holder in (model.config, model.generation_config):
-            if getattr(holder, name, None) is None:
-                setattr(holder, name, getattr(tokenizer, name, None))
+            ids = getattr(holder, name, None)
+            has_own = not special.isdisjoint(ids if isinstance(ids, list) else [ids])
+            if ids is None or (own is not None and not has_own):
+                setattr(holder, name, own)
+    _stop_at(model.generation_config, tokenizer.eos_token_id)
+
+
+def _stop_at(generation_config: Any, token_id: int | None) -> None:
+    """Let generation stop at the tokenizer's end too: it may be that of a turn, learnt just now."""
+    known = generation_config.eos_token_id
+    ids = known if isinstance(known, list) else [known]
+    if token_id is not None and token_id not in ids:
+        generation_config.eos_token_id = [*(i for i in ids if i is not None), token_id]
 
 
 def _compare(model: Any, folder: Path) -> None:

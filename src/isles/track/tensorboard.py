@@ -19,7 +19,9 @@ class TensorBoardTracker:
 
     def __init__(self, folder: Path, *, resumed_step: int) -> None:
         self._folder = folder
-        self._purge_step = resumed_step + 1 if resumed_step else None
+        # Also where a run begins anew, because it was killed before its first checkpoint.
+        has_begun = any(folder.glob("events.out.tfevents.*"))
+        self._purge_step = resumed_step + 1 if has_begun else None
         self._writer: SummaryWriter | None = None
 
     def log(self, row: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from typing import Any
 
@@ -40,6 +41,8 @@ class Recorder:
         self._is_main = is_main
         self._trackers = Trackers([])
         self._written_at = 0.0
+        self._notes: list[str] = []
+        self._summary: dict[str, Any] | None = None
         self.status: dict[str, Any] = {"phase": "starting", "detail": "", "world_size": world_size}
 
     def use(self, trackers: Trackers) -> None:
@@ -61,6 +64,17 @@ class Recorder:
         if self._is_main and time.time() - self._written_at >= _STATUS_EVERY_S:
             self._write()
 
+    def note(self, text: str) -> None:
+        """A line for the user, logged and shown once. Any thread may call this."""
+        log.warning("%s", text)
+        self._notes.append(text)
+        if self._is_main and threading.current_thread() is threading.main_thread():
+            self._write()  # of another thread's note, the next status tells
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The run is over: these are its final figures, for the trackers."""
+        self._summary = summary
+
     def step_done(self, step: int) -> None:
         """This step is done: if a rank dies, it is known how far they had come."""
         if self._last_step is not None:
@@ -72,16 +86,19 @@ class Recorder:
             self._trackers.log({name: _finite(value) for name, value in row.items()})
 
     def close(self) -> None:
-        """Write the last status and close the trackers."""
+        """Close the trackers, which takes half a minute at most, and write the last status."""
         if self._is_main:
             self._write()
-            self._trackers.close()
+            self._trackers.close(self._summary)
+            self._write()
         if self._last_step is not None:
             self._last_step.close()
 
     def _write(self) -> None:
         self._written_at = time.time()
         record = {name: _finite(value) for name, value in self.status.items()}
+        if self._notes:
+            record["notes"] = list(self._notes)
         try:
             write_record(
                 self._run_dir.status, record | {"updated_at": self._written_at}, durable=False

@@ -1,0 +1,167 @@
+"""An export uploaded to the Hugging Face hub; asked about before hours are spent."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from isles.errors import UserError
+from isles.facts.units import format_bytes, format_duration
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ASK_S = 30.0
+_SLOWEST_BYTES_PER_S = 10**6
+_UPLOAD_S = 600.0
+_TOKEN = re.compile(r"hf_\w+")
+_LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may write (hf.co/settings/tokens)"
+
+
+def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None:
+    """Make sure that an upload to `repo` would be let in. Nothing is made there.
+
+    The token is where huggingface_hub looks for it: HF_TOKEN, or what `hf auth login` has kept.
+
+    Args:
+        repo: owner/name.
+        where: who asks for it; empty: the run file.
+        timeout_s: longest wait for the hub.
+
+    Raises:
+        UserError: there is no token, the hub does not know it or cannot be reached, or it may not
+            write to repositories of this owner.
+    """
+    from huggingface_hub import HfApi, constants, get_token
+
+    later = "or leave it out: `isles checkpoint export RUN --push-to-hub` uploads later"
+    where = where or f"checkpoint.push_to_hub: {repo}"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            "HF_HUB_OFFLINE is set, so nothing can be uploaded",
+            where=where,
+            fix=f"unset it, {later}",
+        )
+    if get_token() is None:
+        raise UserError("there is no token for the hub", where=where, fix=f"{_LOGIN}; {later}")
+    api = HfApi()
+    try:
+        who = _within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
+    except Exception as error:
+        what = f"the hub does not take the token: {_text(error)}"
+        raise UserError(what, where=where, fix=f"{_LOGIN}; {later}") from None
+    if (fault := _refusal(repo, who)) is not None:
+        raise UserError(fault, where=where, fix=f"{_LOGIN}; {later}")
+
+
+def push(folder: Path, repo: str, *, message: str) -> str:
+    """Upload an export in one commit, and give the address of the repository.
+
+    Makes the repository if it is not there, private; one that is there keeps its visibility, and
+    its files save weights that the export lacks.
+
+    Args:
+        folder: the export.
+        repo: owner/name.
+        message: of the commit.
+
+    Raises:
+        UserError: the hub refuses or does not answer; the folder is as it was.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    where = f"{repo} on {constants.ENDPOINT}"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set", where=where, fix="unset it")
+    disable_progress_bars()
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    api = HfApi()
+
+    def upload() -> Any:
+        # Weights of an earlier export must go: from_pretrained takes model.safetensors before an
+        # index of several files.
+        return api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=message,
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+        )
+
+    try:
+        url = _within(
+            _ASK_S,
+            lambda: api.create_repo(repo, private=True, exist_ok=True),
+            f"{constants.ENDPOINT} to make the repository",
+        )
+        limit_s = _UPLOAD_S + size / _SLOWEST_BYTES_PER_S
+        _within(limit_s, upload, f"{constants.ENDPOINT} to take {format_bytes(size)}")
+    except Exception as error:
+        raise UserError(
+            f"the upload failed: {_text(error)}", where=where, fix=f"try again, or {_LOGIN}"
+        ) from None
+    log.info("uploaded folder=%s repository=%s bytes=%d", folder, repo, size)
+    return str(url)
+
+
+def _refusal(repo: str, who: dict[str, Any]) -> str | None:
+    """Why a token may not write to a repository, by what the hub says of it; None: it may."""
+    owner, user = repo.partition("/")[0], str(who.get("name"))
+    token = (who.get("auth") or {}).get("accessToken") or {}
+    role = token.get("role")
+    if role == "read":
+        return f"the token of {user} may read only"
+    orgs = {str(org.get("name")): org for org in who.get("orgs") or []}
+    names = {name.lower() for name in (user, *orgs)}
+    if owner.lower() not in names:
+        member = f", a member of {', '.join(orgs)}" if orgs else ""
+        return f"the token is that of {user}{member}; {owner} is neither"
+    if owner.lower() != user.lower() and _org(orgs, owner).get("roleInOrg") == "read":
+        return f"{user} may only read in {owner}"
+    if role == "fineGrained":
+        scopes = (token.get("fineGrained") or {}).get("scoped") or []
+        may = {
+            str((scope.get("entity") or {}).get("name")).lower()
+            for scope in scopes
+            if "repo.write" in (scope.get("permissions") or [])
+        }
+        if not may & {owner.lower(), repo.lower()}:
+            return f"the fine-grained token of {user} may not write to repositories of {owner}"
+    return None
+
+
+def _org(orgs: dict[str, Any], owner: str) -> dict[str, Any]:
+    return next((org for name, org in orgs.items() if name.lower() == owner.lower()), {})
+
+
+def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
+    """Do something over the network; huggingface_hub itself waits without a limit."""
+    outcome: list[tuple[T | None, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except Exception as error:  # handed on below
+            outcome.append((None, error))
+
+    # A daemon: what hangs must not keep the process.
+    thread = threading.Thread(target=run, name="hub", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not outcome:
+        raise TimeoutError(f"waited {format_duration(limit_s)} for {waits_for}")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # no error: `work` has returned
+
+
+def _text(error: Exception) -> str:
+    """The first line of a library's message, without a token that it may quote."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return _TOKEN.sub("hf_...", lines[0] if lines else type(error).__name__)

@@ -1,0 +1,210 @@
+"""wandb offline and a real MLflow server: one run over kills and restarts is one curve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from isles.config.track import WandbConfig
+from isles.errors import UserError
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+from isles.track.wandb import settle_mode
+from isles.track.wandb_log import read_points
+from tests.ranks import Gang, start_training, train_to_end
+
+WANDB = "track=[{kind: wandb, mode: offline, project: p, tags: [a, b]}]"
+EACH_STEP = (
+    "training.logging_steps=1",
+    "training.eval_steps=10",
+    "training.lr_scheduler_type=constant",
+    "checkpoint.every_steps=10",
+    "checkpoint.async_save=false",
+)
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+
+
+def num_sent(run_dir: RunDir, kind: str) -> int:
+    """The last step whose row a tracker has been sent."""
+    record = read_record(run_dir.tracker_record(kind)) or {}
+    return int((record.get("steps") or {}).get("train", 0))
+
+
+def until(gang: Gang, condition: Callable[[], object]) -> None:
+    """Wait until a record says so; fails when the ranks end first."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end and not gang.wait_or_timeout(0.02), gang.log.read_text()
+
+
+def test_a_killed_run_goes_on_under_the_same_id_without_doubled_or_missing_steps(
+    run_file: Path,
+) -> None:
+    endless = ("training.max_steps=100000", *EACH_STEP, WANDB)
+    run_dir, _, gang = start_training(run_file, 1, *endless)
+    until(gang, lambda: num_sent(run_dir, "wandb") >= 25 and list_checkpoints(run_dir))
+    gang.kill()
+    reached = read_rows(run_dir.metrics)[-1]["step"]
+    saved = list_checkpoints(run_dir)[-1].step
+    assert reached >= 25 and saved >= 10
+    last = reached + 12
+    _, code = train_to_end(
+        run_file, 1, f"training.max_steps={last}", *EACH_STEP, WANDB, resume=str(run_dir.path)
+    )
+    assert code == 0
+    files = sorted((run_dir.path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2 and files[0].name == files[1].name, "two starts, one id"
+    points = [point for file in files for point in read_points(file)]
+    assert [point["_step"] for point in points if "train/loss" in point] == list(range(1, last + 1))
+    rows = {(row["kind"], row["step"]): row["loss"] for row in read_rows(run_dir.metrics)}
+    shown = {
+        (kind, point["_step"]): point[f"{kind}/loss"]
+        for point in points
+        for kind in ("train", "eval")
+        if f"{kind}/loss" in point
+    }
+    assert shown == rows, "what was done again gave the same numbers, and each stands once"
+    ours = [
+        p.info["pid"] for p in psutil.process_iter(["pid", "cmdline"]) if _is_core(p, run_dir.path)
+    ]
+    assert not ours, "wandb's own process has outlived the run"
+
+
+def _is_core(process: psutil.Process, run: Path) -> bool:
+    if not any("wandb-core" in word for word in process.info["cmdline"] or []):
+        return False
+    try:
+        return any(str(run) in file.path for file in process.open_files())
+    except psutil.Error:
+        return False
+
+
+def test_without_a_key_it_is_offline_and_says_so_or_refuses(tmp_path: Path) -> None:
+    """In a process without a terminal's answers: it must not ask."""
+    code = """
+import sys
+from pathlib import Path
+from isles.config.track import WandbConfig
+from isles.track.wandb import settle_mode
+print(settle_mode(WandbConfig(), Path(sys.argv[1])))
+"""
+    asked = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert "'offline'" in asked.stdout and "wandb login" in asked.stdout
+    with pytest.raises(UserError, match="no API key") as refused:
+        settle_mode(WandbConfig(mode="online"), tmp_path)
+    assert "WANDB_API_KEY" in refused.value.fix
+    assert settle_mode(WandbConfig(mode="offline"), tmp_path) == ("offline", "")
+
+
+@contextmanager
+def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real MLflow server on loopback with a store in SQLite; killed at the end."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1"]
+    command += ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    with (folder / "server.log").open("ab") as log:
+        # A session of its own: its workers are killed with it.
+        env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    try:
+        wait_until_healthy(server, port, folder / "server.log")
+        yield server
+    finally:
+        kill_group(server)
+
+
+def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + 2 * DEADLINE_S
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            with pytest.raises(subprocess.TimeoutExpired):
+                server.wait(0.1)
+    raise AssertionError(f"the server does not start\n{log.read_text()[-3000:]}")
+
+
+def kill_group(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait(DEADLINE_S)
+
+
+def test_mlflow_has_one_curve_over_a_kill_of_the_run_and_one_of_the_server(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    uri = f"http://127.0.0.1:{port}"
+    options = (*EACH_STEP, f"track=[{{kind: mlflow, tracking_uri: '{uri}', experiment: tests}}]")
+    with mlflow_server(tmp_path, port) as server:
+        run_dir, _, gang = start_training(run_file, 1, "training.max_steps=100000", *options)
+        until(gang, lambda: num_sent(run_dir, "mlflow") >= 25 and list_checkpoints(run_dir))
+        gang.kill()
+        reached = read_rows(run_dir.metrics)[-1]["step"]
+        middle = reached + 300
+        resume = str(run_dir.path)
+        steps = f"training.max_steps={middle}"
+        _, attempt, gang = start_training(run_file, 1, steps, *options, resume=resume)
+        until(gang, lambda: num_sent(run_dir, "mlflow") > reached)
+        kill_group(server)
+        assert gang.wait() == [0], "a server that is gone stops no training"
+    assert (read_record(attempt.outcome) or {})["state"] == "finished"
+    notes = (read_record(run_dir.status) or {})["notes"]
+    assert len([note for note in notes if note.startswith("mlflow failed; training goes on")]) == 1
+    assert any("recorded rows were not sent; metrics.jsonl has them" in note for note in notes)
+    assert num_sent(run_dir, "mlflow") < middle
+
+    with mlflow_server(tmp_path, port):
+        last = middle + 5
+        _, code = train_to_end(run_file, 1, f"training.max_steps={last}", *options, resume=resume)
+        assert code == 0 and num_sent(run_dir, "mlflow") == last
+        check_mlflow(uri, run_dir, last)
+
+
+def check_mlflow(uri: str, run_dir: RunDir, last: int) -> None:
+    """One run at the server, with the numbers of metrics.jsonl, each once, and the run file."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == run_dir.name and run.info.status == "FINISHED"
+    shown = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")]
+    rows = [row for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert sorted(step for step, _ in shown) == list(range(1, last + 1))
+    assert dict(shown) == {row["step"]: pytest.approx(row["loss"]) for row in rows}
+    assert run.data.params["training.learning_rate"] == "0.001"
+    assert run.data.tags["now.training.max_steps"] == str(last), "what a restart has changed"
+    summary = read_record(run_dir.summary) or {}
+    assert run.data.metrics["final/last_loss"] == pytest.approx(summary["last_loss"])

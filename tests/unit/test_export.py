@@ -1,0 +1,175 @@
+"""Exports: files with a right index, a card that says what is known, a snippet that works."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from isles.checkpoint.card import CardFacts, make_card
+from isles.checkpoint.export import export_model
+from isles.errors import UserError
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
+FACTS = CardFacts(
+    name="tiny-1",
+    repo=None,
+    kind="model",
+    base="org/base",
+    base_repo="org/base",
+    from_scratch=False,
+    method="causal_lm",
+    adapter=None,
+    is_chat=False,
+    has_tokenizer=True,
+    sources=("`words.jsonl`, type text",),
+    datasets=("org/data",),
+    figures={"steps": 20, "tokens": 6441, "eval_loss": 5.2, "perplexity": None},
+    versions={"isles": "0.1.0"},
+    run_file="name: tiny\n",
+)
+
+
+def tiny_model(**more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads, **more)).eval()
+
+
+def tiny_tokenizer(template: str | None = None) -> Any:
+    words = ["<unk>", "<end>", "user", "assistant", "Hello", "Once", "upon", "a", "time", ":"]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", eos_token="<end>", pad_token="<end>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    head = yaml.safe_load(card.split("---")[1])
+    assert isinstance(head, dict)
+    return head
+
+
+def run_snippet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the README's Python prints, run in its folder."""
+    found = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert found
+    monkeypatch.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(found[1], "README.md", "exec"), {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_in_several_files_load_to_the_same_model(tmp_path: Path, tied: bool) -> None:
+    model, folder = tiny_model(tie_word_embeddings=tied), tmp_path / "model"
+    limit = 9000  # bytes; embeddings have 8192, and the largest matrix 6144
+    export_model(model, tiny_tokenizer(), folder, max_shard_bytes=limit)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) >= 4 and set(index["weight_map"].values()) == {f.name for f in files}
+    assert all(file.stat().st_size < limit + 2000 for file in files), "2000: names and shapes"
+    again = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.arange(20)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    export_model(model, tiny_tokenizer(), folder, max_shard_bytes=10**9)
+    assert [file.name for file in folder.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
+    model = tiny_model()
+    export_model(model, None, tmp_path / "model", max_shard_bytes=1000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_the_snippet_of_the_card_works_and_the_template_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    folder, tokenizer = tmp_path / "model", tiny_tokenizer(template)
+    model = tiny_model()
+    model.generation_config.max_length = 40
+    card = make_card(replace(FACTS, is_chat=template is not None))
+    export_model(model, tokenizer, folder, max_shard_bytes=10**9, card=card)
+    assert "apply_chat_template" in card if template else "Once upon a time" in card
+    printed = run_snippet(folder, monkeypatch)
+    assert printed.endswith("\n") and (template or printed.startswith("Once upon a time"))
+    assert AutoTokenizer.from_pretrained(folder).chat_template == template
+    generation = json.loads((folder / "generation_config.json").read_text())
+    # 2 is the default of the class, and no end to this tokenizer; 1 is.
+    assert generation["max_length"] == 40 and generation["eos_token_id"] == 1
+
+
+def test_the_snippet_works_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = make_card(replace(FACTS, has_tokenizer=False))
+    export_model(tiny_model(), None, tmp_path / "model", max_shard_bytes=10**9, card=card)
+    assert "64" in run_snippet(tmp_path / "model", monkeypatch)
+
+
+def test_the_snippet_of_an_adapter_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    tiny_model().save_pretrained(base)
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(loaded, LoraConfig(task_type="CAUSAL_LM", r=2)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    card = make_card(replace(FACTS, kind="adapter", adapter="lora"))
+    (folder / "README.md").write_text(card)
+    assert run_snippet(folder, monkeypatch).strip()
+    head = front_matter(card)
+    assert head["library_name"] == "peft" and "lora" in head["tags"]
+    assert "adapter alone" in card
+
+
+def test_a_card_says_what_is_known_and_nothing_else() -> None:
+    card = make_card(FACTS)
+    head = front_matter(card)
+    assert head["library_name"] == "transformers" and head["pipeline_tag"] == "text-generation"
+    assert head["base_model"] == "org/base" and head["datasets"] == ["org/data"]
+    assert "license" not in head and "language" not in head
+    assert "| validation loss | 5.2000 |" in card and "perplexity" not in card
+    assert "| trained tokens | 6.4k |" in card and "name: tiny" in card
+    fresh = make_card(
+        replace(FACTS, base="llama-2m", base_repo=None, from_scratch=True, datasets=())
+    )
+    assert "base_model" not in front_matter(fresh) and "datasets" not in front_matter(fresh)
+    assert "fresh weights" in fresh
+    dpo = make_card(replace(FACTS, method="dpo", adapter="qlora", is_chat=True, repo="me/x"))
+    assert {"dpo", "qlora", "conversational"} <= set(front_matter(dpo)["tags"])
+    assert 'folder = "me/x"' in dpo and "# x" in dpo and "2305.18290" in dpo
+
+
+def test_what_is_no_export_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="not a model"):
+        export_model(tiny_model(), None, tmp_path / "notes", max_shard_bytes=10**9)
+    assert (tmp_path / "notes" / "thesis.txt").read_text() == "years of work"
+    assert not list(tmp_path.glob(".partial*"))

@@ -1,0 +1,192 @@
+"""Trackers: rows arrive once and in order, and one that fails or hangs costs a run nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.track import MLflowConfig
+from isles.track.background import Background, redacted
+from isles.track.base import RunFacts, Trackers
+from isles.track.jsonl import JsonlTracker
+from isles.track.mlflow import MLflowTracker, load_mlflow
+from isles.track.sent import Sent
+from isles.track.tensorboard import TensorBoardTracker
+
+DEADLINE_S = 20.0
+
+
+def row(step: int, kind: str = "train") -> dict[str, Any]:
+    return {"kind": kind, "step": step, "loss": 1 / step, "at": 1.7e9 + step}
+
+
+class Kept:
+    """A remote tracker that keeps what it gets, and fails as often as it is told."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.summaries: list[object] = []
+        self.opened = 0
+        self.failures = failures
+
+    def open(self) -> Kept:
+        self.opened += 1
+        return self
+
+    def log(self, rows: Sequence[dict[str, Any]]) -> None:
+        if rows and self.failures:
+            self.failures -= 1
+            raise OSError("http://user:secret@tracker is gone")
+        self.rows += rows
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        self.summaries.append(summary)
+
+
+def end_of(background: Background, summary: dict[str, Any] | None = None) -> None:
+    background.begin_close(summary)
+    background.end_close(time.monotonic() + DEADLINE_S)
+
+
+def test_rows_arrive_once_and_in_order_with_the_backlog_first() -> None:
+    kept, said = Kept(), list[str]()
+    rows = [row(step) for step in range(1, 1201)]
+    background = Background("kept", kept.open, backlog=lambda: rows[:600], say=said.append)
+    for one in rows[600:]:
+        background.log(one)
+    end_of(background, {"steps": 1200})
+    assert kept.rows == rows
+    assert kept.summaries == [{"steps": 1200}] and kept.opened == 1 and not said
+
+
+def test_one_that_fails_is_named_once_and_gets_every_row_when_it_is_back() -> None:
+    kept, said = Kept(failures=3), list[str]()
+    background = Background("kept", kept.open, say=said.append, first_pause_s=0.01)
+    rows = [row(step) for step in range(1, 11)]
+    for one in rows:
+        background.log(one)
+    end = time.monotonic() + DEADLINE_S
+    while len(kept.rows) < len(rows) and time.monotonic() < end:
+        background.wait(time.monotonic() + 0.01)
+    end_of(background)
+    assert kept.rows == rows and kept.summaries == [None] and kept.opened == 4
+    assert len(said) == 1 and "is gone" in said[0] and "secret" not in said[0]
+
+
+def test_one_that_is_gone_for_good_says_how_many_rows_it_lacks() -> None:
+    kept, said = Kept(failures=1000), list[str]()
+    background = Background("kept", kept.open, say=said.append, max_rows=5)
+    for step in range(1, 9):
+        background.log(row(step))
+    end_of(background)
+    assert len(said) == 2 and "8 recorded rows were not sent" in said[1]
+    assert not kept.rows
+
+
+def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadline(
+    tmp_path: Path,
+) -> None:
+    """It accepts connections, and that is all."""
+    load_mlflow()
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        sent = Sent(tmp_path / "track" / "mlflow.json")
+        facts = RunFacts("run-1", tmp_path, {"seed": 0})
+        config = MLflowConfig(tracking_uri=uri)
+        remote = Background("mlflow", lambda: MLflowTracker(config, facts, sent), say=said.append)
+        local = JsonlTracker(tmp_path / "metrics.jsonl", resumed_step=0)
+        trackers = Trackers([local], [remote], said.append)
+        server.settimeout(DEADLINE_S)
+        connection, _ = server.accept()  # now it hangs
+        longest = 0.0
+        for step in range(1, 51):
+            before = time.perf_counter()
+            trackers.log(row(step))
+            longest = max(longest, time.perf_counter() - before)
+        began = time.monotonic()
+        trackers.close(timeout_s=3.0)
+        took = time.monotonic() - began
+        connection.close()
+    assert longest < 0.5 and took < 6
+    assert said[0].startswith("waiting for mlflow")
+    assert "mlflow: has not answered in time; 50 recorded rows were not sent" in said[1]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 50
+
+
+def test_a_local_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    broken = TensorBoardTracker(tmp_path / "metrics.jsonl" / "logs", resumed_step=0)
+    trackers = Trackers([broken, JsonlTracker(path, resumed_step=0)], (), said.append)
+    for step in (1, 2, 3):
+        trackers.log(row(step))
+    trackers.close()
+    assert len(path.read_text().splitlines()) == 3
+    assert len(said) == 1 and "TensorBoard failed and is left out" in said[0]
+
+
+def test_the_record_of_what_was_sent_outlives_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "track" / "wandb.json"
+    sent = Sent(path)
+    assert not sent.has(row(1)) and sent.get("id") is None and not path.exists()
+    sent.keep(id="abc")
+    sent.add(row(10), row(10, "eval"), row(20))
+    again = Sent(path)
+    assert again.get("id") == "abc"
+    assert again.has(row(20)) and again.has(row(10, "eval"))
+    assert not again.has(row(21)) and not again.has(row(20, "eval"))
+    again.known_to(train=15, eval=-1)
+    assert not again.has(row(16)) and again.has(row(15)) and not again.has(row(10, "eval"))
+    assert Sent(path).known == Sent(path).last_step == 15
+    path.write_text('{"id": "torn')
+    assert Sent(path).get("id") is None
+
+
+@pytest.mark.parametrize("resumed_step", [0, 20])
+def test_tensorboard_shows_one_curve_over_a_restart(tmp_path: Path, resumed_step: int) -> None:
+    """Also when the run was killed before its first checkpoint, and begins anew."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoardTracker(tmp_path, resumed_step=0)
+    for step in range(10, 40, 10):
+        first.log(row(step))  # killed: never closed
+    second = TensorBoardTracker(tmp_path, resumed_step=resumed_step)
+    redone = range(resumed_step + 10, 60, 10)
+    for step in redone:
+        second.log(row(step) | {"loss": 5.0})
+    second.close()
+    first.close()
+    shown = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [event.step for event in shown] == list(range(10, 60, 10))
+    assert [event.step for event in shown if event.value == 5.0] == list(redone)
+
+
+def test_credentials_in_addresses_are_not_shown() -> None:
+    text = "cannot reach http://me:pass@host:5000/api and https://token@other/x@y"
+    assert redacted(
+        text
+    ) == "cannot reach http//...@host:5000/api and https//...@other/x@y".replace(
+        "http//", "http://"
+    ).replace("https//", "https://")
+
+
+def test_rows_of_several_threads_of_a_run_do_not_get_lost() -> None:
+    kept = Kept()
+    background = Background("kept", kept.open)
+    threads = [
+        threading.Thread(target=lambda: [background.log(row(s)) for s in range(1, 200)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    end_of(background)
+    assert len(kept.rows) == 4 * 199
