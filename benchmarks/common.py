@@ -128,6 +128,9 @@ class Turns:
     losses: list[list[float]]
     """What A and B recorded at the same steps."""
 
+    tokens: list[list[int]]
+    """Trained tokens of each chunk of A and B, of loops that count them."""
+
 
 # ---- This part runs in the ranks, and is the only one that imports torch. ----
 
@@ -229,7 +232,8 @@ def run_rank(
     if env.rank == 0:
         rows = [row for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
         losses = [loop.losses for loop in bare]
-        result = {"chunks": interleaved.chunks, "rows": rows, "losses": losses}
+        tokens = [loop.tokens for loop in bare if hasattr(loop, "tokens")]
+        result = {"chunks": interleaved.chunks, "rows": rows, "losses": losses, "tokens": tokens}
         (run_dir.path / "turns.json").write_text(json.dumps(result), encoding="utf-8")
     leave_world()
 
@@ -305,7 +309,12 @@ def prepare(folder: Path) -> Inputs:
 
 
 def take_turns(
-    script: Path, run_file: Path, world_size: int, effort: Effort, *arguments: str
+    script: Path,
+    run_file: Path,
+    world_size: int,
+    effort: Effort,
+    *arguments: str,
+    step_deadline_s: float = 2.0,
 ) -> Turns:
     """What the ranks of a run measure: each is `script --rank RUN_DIR CHUNK_STEPS ARGUMENTS`."""
     loaded = load_run_file(run_file)
@@ -315,7 +324,7 @@ def take_turns(
         environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         for rank in range(world_size)
     ]
-    deadline_s = 60 + 2.0 * effort.max_steps
+    deadline_s = 60 + step_deadline_s * effort.max_steps
     run_processes([[*command, *arguments]] * world_size, environments, deadline_s)
     return Turns(**json.loads((run_dir.path / "turns.json").read_text(encoding="utf-8")))
 

@@ -11,22 +11,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from isles.config.training import TrainingConfig
+from isles.train.small_adamw import SmallAdamW
 
 
-def make_optimizers(config: TrainingConfig, model: nn.Module) -> Sequence[Optimizer]:
+def make_optimizers(
+    config: TrainingConfig, model: nn.Module, *, seed: int = 0
+) -> Sequence[Optimizer]:
     """The optimizers of the run file over a model's parameters.
 
     Weight decay falls on matrices only. Muon takes the matrices inside the blocks; embeddings,
     the head, norms and biases go to AdamW, with the same learning rate (Muon's updates are scaled
     to AdamW's size).
 
+    Args:
+        config: the run file's section.
+        model: whose trained parameters have their memory, whole or sharded.
+        seed: of stochastic rounding; the same on all ranks.
+
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Liu et al. 2025 (arXiv:2502.16982) for
     Muon's scale.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     match config.optimizer:
-        case "adamw":
+        case "adamw" if not config.stochastic_rounding:
             return [_adamw(config, [p for _, p in named])]
+        case "adamw" | "adamw_8bit":
+            return [_small_adamw(config, [p for _, p in named], seed)]
         case "sgd":
             groups = _decay_groups(config, [p for _, p in named])
             # The fused kernel does not know shards; without it a step waits for the GPU.
@@ -50,7 +60,7 @@ def make_optimizers(config: TrainingConfig, model: nn.Module) -> Sequence[Optimi
                 adjust_lr_fn="match_rms_adamw",
             )
             _start_momentum(muon)
-            return [muon, _adamw(config, rest)]
+            return [muon, _adamw(config, rest)] if rest else [muon]  # adapters have none
 
 
 def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
@@ -100,6 +110,18 @@ def _adamw(config: TrainingConfig, parameters: list[nn.Parameter]) -> Optimizer:
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
+    )
+
+
+def _small_adamw(config: TrainingConfig, parameters: list[nn.Parameter], seed: int) -> Optimizer:
+    return SmallAdamW(
+        _decay_groups(config, parameters),
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        eight_bit=config.optimizer == "adamw_8bit",
+        rounds_at_random=config.stochastic_rounding,
+        seed=seed,
     )
 
 

@@ -1,0 +1,172 @@
+"""AdamW with a small state over ranks: close to AdamW, exact on resume, alike on all replicas."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from isles.checkpoint.store import load_tensors
+from isles.config.data import DataConfig, SourceConfig
+from isles.config.layout import Strategy
+from isles.config.model import ModelConfig
+from isles.config.run import RunConfig
+from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.training import TrainingConfig
+from isles.dist.batch import Batch
+from isles.dist.world import World, join_world, leave_world
+from isles.models.build import build_empty_model, build_model, fill_model
+from isles.rundir.env import RankEnv
+from isles.rundir.manifest import find_checkpoint
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_rows
+from isles.strategies.base import Engine
+from isles.train.model import weights_dtype
+from isles.train.optimizer import make_optimizers
+from isles.train.strategy import is_sharded, make_engine, settle_mesh
+from tests.dist.test_same_mathematics import weights_of
+from tests.ranks import run_ranks, train_to_end
+
+FAST = ("training.learning_rate=0.01", "training.lr_scheduler_type=constant")
+EIGHT = (*FAST, "training.optimizer=adamw_8bit")
+AT_RANDOM = (*FAST, "training.precision=bf16-true", "training.stochastic_rounding=true")
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    return [float(row["loss"]) for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+
+
+def resumed(run_file: Path, *overrides: str) -> tuple[RunDir, RunDir]:
+    """20 steps of two ranks at once, and in two starts."""
+    once, code = train_to_end(run_file, 2, *overrides)
+    assert code == 0
+    runs = f"output_dir={run_file.parent / 'twice'}"
+    first, _ = train_to_end(run_file, 2, *overrides, runs, "training.max_steps=11")
+    again, code = train_to_end(run_file, 2, *overrides, runs, resume=str(first.path))
+    assert (code, len(again.attempts())) == (0, 2)
+    return once, again
+
+
+def assert_same_bits(left: RunDir, right: RunDir) -> None:
+    one, other = weights_of(left), weights_of(right)
+    assert one.keys() == other.keys()
+    assert not [key for key in one if not torch.equal(one[key], other[key])]
+
+
+def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file: Path) -> None:
+    exact, code = train_to_end(run_file, 1, *FAST)
+    assert code == 0
+    start, end = losses(exact)[0], losses(exact)[-1]
+    sharded, again = resumed(run_file, *EIGHT, "strategy={kind: fsdp}")
+    assert_same_bits(sharded, again)
+    assert losses(sharded)[-1] - end < 0.1 * (start - end)
+    state = weights_of(sharded)
+    coded = [key for key in state if key.endswith("_scale")]
+    assert {state[key.removesuffix("_scale")].dtype for key in coded} == {torch.uint8}
+    assert len(coded) == 4, "embedding and head, two moments each"
+
+    vocab_size = state["model.lm_head.weight"].shape[0]
+    folder = find_checkpoint(sharded, 20).path
+    model = run_file.parent / "tiny"
+    for ranks, strategy in ((1, DDPStrategyConfig()), (3, FSDPStrategyConfig())):
+        for taken in run_ranks(taken_over, ranks, model, strategy, folder, vocab_size):
+            assert not [key for key in state if bits(state[key]) != taken[key]]
+
+
+def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file: Path) -> None:
+    one, code = train_to_end(run_file, 1, *EIGHT)
+    assert code == 0
+    for strategy in ("{kind: fsdp}", "{kind: ddp}"):
+        other, code = train_to_end(run_file, 2, *EIGHT, f"strategy={strategy}", resume="no")
+        assert code == 0
+        # Equal but for gradients that round to the other side of a border between two codes.
+        pairs = zip(losses(one), losses(other), strict=True)
+        assert max(abs(left - right) for left, right in pairs) < 2e-3
+
+
+def test_rounding_at_random_is_exact_on_resume_and_learns(run_file: Path) -> None:
+    for optimizer in ("adamw", "adamw_8bit"):
+        options = (*AT_RANDOM, f"training.optimizer={optimizer}", "strategy={kind: ddp}")
+        once, again = resumed(run_file, *options, f"name={optimizer}")
+        assert_same_bits(once, again)
+        assert losses(once)[-1] < losses(once)[0] - 0.5
+
+
+def make(
+    world: World, model: Path, strategy: Strategy, vocab_size: int | None, **training: Any
+) -> Engine:
+    """The engine of the tiny model with its state in 8 bits."""
+    config = RunConfig(
+        model=ModelConfig(name_or_path=str(model), init="scratch"),
+        data=DataConfig(sources=(SourceConfig(type="fake"),)),
+        training=TrainingConfig(max_steps=10, optimizer="adamw_8bit", **training),
+    )
+    dtype = weights_dtype(config.training.precision)
+    if is_sharded(strategy):
+        module = build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
+    else:
+        module = build_model(
+            config.model, device=world.device, dtype=dtype, seed=0, vocab_size=vocab_size
+        )
+    return make_engine(
+        strategy,
+        module,
+        lambda module: fill_model(module, config.model, seed=0),
+        lambda module: make_optimizers(config.training, module, seed=0),
+        settle_mesh(strategy, world),
+        world,
+        config,
+    )
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
+
+
+def taken_over(
+    env: RankEnv, model: Path, strategy: Strategy, folder: Path, vocab_size: int
+) -> dict[str, bytes]:
+    """The bytes of every tensor of an engine that has taken over a checkpoint, put together."""
+    world = join_world(env, device="cpu", timeout_s=60)
+    engine = make(world, model, strategy, vocab_size, precision="32-true")
+    state = engine.state_dict()
+    load_tensors(state, folder)
+    engine.load_state_dict(state)
+    found = {
+        key: bits(value.full_tensor() if isinstance(value, DTensor) else value)
+        for key, value in engine.state_dict().items()
+    }
+    leave_world()
+    return found
+
+
+def rounded_weights(env: RankEnv, model: Path, strategy: Strategy) -> list[str]:
+    """Digests of all ranks' shards after five steps, in bf16 with other rows on each rank."""
+    world = join_world(env, device="cpu", timeout_s=60)
+    torch.manual_seed(world.rank)  # as dropout's, which differs by rank
+    rounding: Any = {"precision": "bf16-true", "stochastic_rounding": True}
+    engine = make(world, model, strategy, None, **rounding)
+    ids = torch.arange(32).reshape(2, 16) + 7 * world.rank
+    for _ in range(5):
+        batch = Batch(ids, ids, (0, 1))
+        engine.forward_backward(batch, loss_divisor=32 * world.world_size, is_last=True)
+        engine.optimizer_step(lr=1e-3, max_norm=1.0)
+    digest = hashlib.sha256()
+    for parameter in engine.trainable():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(local.detach().float().numpy().tobytes())
+    found = world.gather(digest.hexdigest())
+    leave_world()
+    return found
+
+
+def test_ranks_that_hold_the_same_weights_round_them_alike(tiny_model: Path) -> None:
+    found = run_ranks(rounded_weights, 2, tiny_model, DDPStrategyConfig())[0]
+    assert found[0] == found[1]
+    hybrid = FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", shard_size=2)
+    found = run_ranks(rounded_weights, 4, tiny_model, hybrid)[0]
+    assert found[0] == found[2] != found[1] == found[3]

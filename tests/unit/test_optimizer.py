@@ -1,0 +1,235 @@
+"""AdamW with a small state, and bf16 weights that are rounded at random."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isles.config.load import load_run_file
+from isles.config.training import TrainingConfig
+from isles.errors import ConfigError, ConfigErrors
+from isles.train.optimizer import make_optimizers
+from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
+
+LR = 1e-3
+
+
+class Model(nn.Module):
+    """A matrix that is held in 8 bits, one that is too small for it, and a norm."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Parameter((torch.randn(96, 192) / 10).to(dtype))
+        self.small = nn.Parameter((torch.randn(8, 64) / 10).to(dtype))
+        self.norm = nn.Parameter(torch.ones(192, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = (x * self.norm) @ self.large.T
+        return hidden[:, :64] @ self.small.T
+
+
+def optimizer_of(model: nn.Module, **settings: Any) -> Any:
+    config = TrainingConfig(max_steps=1, learning_rate=LR, weight_decay=0.1, **settings)
+    (optimizer,) = make_optimizers(config, model, seed=3)
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> float:
+    """Towards a fixed random target; the last loss."""
+    loss = torch.zeros(())
+    for step in range(start, start + steps):
+        dice = torch.Generator().manual_seed(step)
+        x = torch.randn(64, 192, generator=dice).to(next(model.parameters()).dtype)
+        target = (x[:, :8] * 2 + 1).float()
+        loss = (model(x).float() - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return float(loss.detach())
+
+
+def state_tensors(optimizer: Any) -> list[Tensor]:
+    return [t for fields in optimizer.state.values() for t in fields.values()]
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in (*model.parameters(), *state_tensors(optimizer))]
+
+
+def test_eight_bits_train_nearly_as_well_with_a_quarter_of_the_state() -> None:
+    exact, coded = Model(), Model()
+    full, small = optimizer_of(exact), optimizer_of(coded, optimizer="adamw_8bit")
+    before = train(Model(), optimizer_of(Model()), 1)
+    losses = [train(exact, full, 150), train(coded, small, 150)]
+    assert max(losses) < before / 5
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+    def size(optimizer: Any, parameter: nn.Parameter) -> int:
+        fields = optimizer.state[parameter]
+        return sum(t.nbytes for name, t in fields.items() if name != "step")
+
+    assert size(full, exact.large) == 8 * exact.large.numel()
+    # Two codes a weight, and two fp32 scales for each block of 64, which 192 is a multiple of.
+    assert size(small, coded.large) == (2 + 2 * 4 / 64) * coded.large.numel()
+    assert size(small, coded.norm) == 8 * coded.norm.numel()
+
+
+def test_what_is_not_coded_is_adamw() -> None:
+    """fp32 state gives torch's own AdamW; weight decay falls on matrices only in both."""
+    exact, ours = Model(), Model()
+    group = {"params": [exact.large, exact.small], "weight_decay": 0.1}
+    torch_adamw = torch.optim.AdamW(
+        [group, {"params": [exact.norm], "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    settings: Any = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "seed": 0}
+    groups = [
+        {"params": [ours.large, ours.small], "weight_decay": 0.1},
+        {"params": [ours.norm], "weight_decay": 0.0},
+    ]
+    small = SmallAdamW(groups, eight_bit=False, rounds_at_random=False, **settings)
+    train(exact, torch_adamw, 20)
+    train(ours, small, 20)
+    for one, other in zip(exact.parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=2e-6)
+
+
+def test_the_eight_bit_type_is_the_published_one() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for is_signed in (True, False):
+        theirs = functional.create_dynamic_map(signed=is_signed)
+        assert torch.allclose(dynamic_map(is_signed=is_signed), theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "adamw_8bit", "stochastic_rounding": True},
+        {"optimizer": "adamw", "stochastic_rounding": True},
+    ],
+)
+@pytest.mark.parametrize("warm", [0, 3])
+def test_a_skipped_step_changes_no_bit(settings: dict[str, Any], warm: int) -> None:
+    dtype = torch.bfloat16 if settings.get("stochastic_rounding") else torch.float32
+    model = Model(dtype)
+    optimizer = optimizer_of(model, precision="bf16-true", **settings)
+    train(model, optimizer, warm)
+    before = everything(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    after = everything(model, optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    optimizer.found_inf = torch.zeros(())
+    train(model, optimizer, 1)
+    changed = everything(model, optimizer)
+    assert all(t.isfinite().all() for t in changed)
+    assert not torch.equal(changed[0], before[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_state_that_is_taken_over_goes_on_bit_for_bit(optimizer: str) -> None:
+    def make() -> tuple[Model, Any]:
+        model = Model(torch.bfloat16)
+        settings = {"optimizer": optimizer, "stochastic_rounding": True, "precision": "bf16-true"}
+        return model, optimizer_of(model, **settings)
+
+    once, first = make()
+    train(once, first, 8)
+    half, before = make()
+    train(half, before, 5)
+    again, after = make()
+    again.load_state_dict(half.state_dict())
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    train(again, after, 3, start=5)
+    left, right = everything(once, first), everything(again, after)
+    assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def moved(model: Model, make: Callable[[Model], Any]) -> float:
+    """Mean change of the weights in 20 steps along a gradient of ones, in fp64."""
+    start = model.large.detach().double().clone()
+    optimizer = make(model)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+        group["lr"] = 1e-5
+    for _ in range(20):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return float((model.large.detach().double() - start).mean())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_updates_that_bf16_would_lose_are_kept_in_the_mean(name: str) -> None:
+    """Adam's step along a constant gradient is the learning rate, whatever the moments' type."""
+
+    def ones() -> Model:
+        model = Model(torch.bfloat16)
+        model.large.data.fill_(1.0)  # where bf16 has steps of 1/128 and 1/256
+        return model
+
+    rounding = {"optimizer": name, "precision": "bf16-true"}
+    nearest = moved(ones(), lambda m: optimizer_of(m, **rounding))
+    assert nearest == 0.0
+    at_random = moved(ones(), lambda m: optimizer_of(m, **rounding, stochastic_rounding=True))
+    # 18432 weights, each a walk of 20 steps: down 1/256 with probability 1e-5 x 256.
+    expected = -20 * 1e-5
+    deviation = (20 * 1e-5 / 256) ** 0.5 / 18_432**0.5
+    assert abs(at_random - expected) < 5 * deviation
+    assert abs(expected) > 15 * deviation, "the law would hold for no movement as well"
+
+
+def test_rounding_at_random_is_right_in_the_mean_and_exact_where_it_can_be() -> None:
+    dice = torch.Generator().manual_seed(0)
+    values = torch.tensor([1.0, -2.5, 1 + 1 / 512, -(1 + 1 / 512), 3e-9, 0.0])
+    rounded = round_at_random(values.repeat(20_000, 1), dice).double()
+    assert (rounded[:, [0, 1, 5]] == values[[0, 1, 5]].double()).all()
+    assert torch.allclose(rounded.mean(0), values.double(), rtol=1e-3, atol=0)
+    assert {float(v) for v in rounded[:, 2].unique()} == {1.0, 1 + 1 / 128}
+    assert round_at_random(torch.tensor([torch.inf, -torch.inf]), dice).tolist() == [
+        torch.inf,
+        -torch.inf,
+    ]
+
+
+def test_pieces_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that is worked on in pieces, to hold few fp32 copies, is stepped as a whole one."""
+    whole, pieces = Model(), Model()
+    train(whole, optimizer_of(whole, optimizer="adamw_8bit"), 5)
+    monkeypatch.setattr("isles.train.small_adamw._CHUNK", 1000)
+    train(pieces, optimizer_of(pieces, optimizer="adamw_8bit"), 5)
+    for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "words"),
+    [
+        (("optimizer: adamw_8bit", "deepspeed"), "8 training.optimizer", "flat pieces"),
+        (("stochastic_rounding: true", "ddp"), "8 training.stochastic_rounding", "in fp32"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_the_start(
+    tmp_path: Path, changes: tuple[str, str], place: str, words: str
+) -> None:
+    training, strategy = changes
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model:\n  name_or_path: llama-2m\n  init: scratch\ntokenizer: {train_vocab_size: 2048}\n"
+        "data:\n  sources: [{path: python-docs}]\n"
+        f"training:\n  {training}\n  max_steps: 5\nstrategy: {{kind: {strategy}}}\n"
+    )
+    with pytest.raises((ConfigError, ConfigErrors)) as raised:
+        load_run_file(file)
+    message = str(raised.value)
+    assert f"run.yaml:{place}" in message
+    assert words in message
