@@ -176,6 +176,8 @@ def _default(node: keys.Schema) -> str:
     if "default" not in option:
         return "must be given"
     value: Any = option["default"]
+    if value == {}:
+        return "`{}`"
     if isinstance(value, float) and keys.is_duration(node):
         return f"`{write_duration(value)}`"
     return f"`{scalar_text(value)}`"

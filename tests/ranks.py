@@ -124,9 +124,13 @@ def _rank(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> in
 
 
 def start_training(
-    run_file: Path, world_size: int, *overrides: str, resume: str = "auto"
+    run_file: Path,
+    world_size: int,
+    *overrides: str,
+    resume: str = "auto",
+    rank: Callable[..., Any] = _rank,
 ) -> tuple[RunDir, Attempt, Gang]:
-    """Begin or resume a run as the launcher does, and start its ranks."""
+    """Begin or resume a run as the launcher does, and start its ranks, as `rank` if it is given."""
     loaded = load_run_file(run_file, overrides)
     resolved = resolve(loaded, num_gpus=0, world_size=world_size)
     begun = begin_run(resolved, loaded.text, resume)
@@ -134,7 +138,7 @@ def start_training(
     # The claim names this process, which goes on living when the ranks are killed.
     attempt.launch.unlink()
     arguments = (begun.run_dir.path, attempt.number, begun.resume_from)
-    gang = start_ranks(_rank, world_size, *arguments)
+    gang = start_ranks(rank, world_size, *arguments)
     return begun.run_dir, attempt, gang
 
 

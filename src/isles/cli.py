@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Parameter
 from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.launch.arguments import normalise_overrides
+from isles.launch.file_verbs import config, data
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,9 +30,9 @@ app = App(
     default_parameter=Parameter(negative=()),
 )
 checkpoint = App(name="checkpoint", help="List, verify and export checkpoints.")
-config = App(name="config", help="Show the resolved run file, or its JSON schema.")
 app.command(checkpoint)
 app.command(config)
+app.command(data)
 
 Run = Annotated[
     str | None,
@@ -49,7 +50,7 @@ def init(
     """Write a small commented run file.
 
     Args:
-        template: What it is for: quickstart, pretrain or finetune.
+        template: What it is for: quickstart, pretrain, finetune, chat, lora, qlora or dpo.
         output: Where it is written.
         force: Replace the file if it is there.
     """
@@ -231,14 +232,21 @@ def export(
     *,
     step: Step = None,
     output: Path | None = None,
+    merge_adapter: bool = False,
+    push_to_hub: str | None = None,
     output_dir: RunsDir = _RUNS,
 ) -> int:
-    """Write a Hugging Face folder that from_pretrained loads.
+    """Write a Hugging Face folder that from_pretrained loads; of an adapter, that peft loads.
 
     Args:
         output: Where it is written; left out: RUN/model.
+        merge_adapter: Merge the adapter into its model, and write that.
+        push_to_hub: Upload it to this repository of the hub, owner/name; made private if it is
+            not there.
     """
-    return _worker_verb("export", run, output_dir, {"step": step, "output": output})
+    options: dict[str, object] = {"step": step, "output": output, "push-to-hub": push_to_hub}
+    options["merge-adapter"] = merge_adapter
+    return _worker_verb("export", run, output_dir, options)
 
 
 @app.command
@@ -247,6 +255,7 @@ def generate(
     /,
     *,
     prompt: str = "",
+    chat: bool = False,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -254,10 +263,11 @@ def generate(
     step: Step = None,
     output_dir: RunsDir = _RUNS,
 ) -> int:
-    """Let the trained model continue a text.
+    """Let the trained model continue a text, or answer a message.
 
     Args:
         prompt: The text that it continues; left out: it begins by itself.
+        chat: The prompt is a message of the user, which the model answers by its chat template.
         max_new_tokens: How many tokens at most.
         temperature: 0 takes the likeliest token; higher is more varied.
         top_p: Choose among the likeliest tokens that together have this probability.
@@ -265,6 +275,7 @@ def generate(
     """
     options = {
         "prompt": prompt,
+        "chat": chat,
         "max-new-tokens": max_new_tokens,
         "temperature": temperature,
         "top-p": top_p,
@@ -289,32 +300,6 @@ def evaluate(
         samples: How many validation sequences; left out: as in the run file.
     """
     return _worker_verb("eval", run, output_dir, {"step": step, "samples": samples})
-
-
-@config.command
-def show(run_file: Path, /, *overrides: str) -> int:
-    """Print every value of the resolved run file, and where it came from.
-
-    Args:
-        run_file: The run file.
-        overrides: Values that replace those in the file, such as training.max_steps=5.
-    """
-    from isles.config.show import show as show_text
-    from isles.launch.start import read_run_file
-
-    print(show_text(read_run_file(run_file, overrides, _warn)[1]))
-    return ExitCode.OK
-
-
-@config.command
-def schema() -> int:
-    """Print the JSON schema of run files, for editors."""
-    from json import dumps
-
-    from isles.config.show import json_schema
-
-    print(dumps(json_schema(), indent=2))
-    return ExitCode.OK
 
 
 @app.command

@@ -216,7 +216,7 @@ def test_an_unknown_template_names_the_nearest() -> None:
 def test_a_resume_may_change_what_the_weights_do_not_depend_on(tmp_path: Path) -> None:
     old = settle(tmp_path).config
     free = settle(
-        tmp_path, "name=x", "output_dir=x", "data.cache_dir=x", "training.max_steps=200",
+        tmp_path, "name=x", "output_dir=x", "data.cache_dir=x", "data.max_bad_fraction=0.1", "training.max_steps=200",
         "training.max_time=1h", "training.micro_batch_size=4", "training.logging_steps=1",
         "training.eval_steps=null", "training.eval_samples=4", "training.torch_compile=true",
         "training.gradient_checkpointing=full", "checkpoint.keep=9", "track=[]",
@@ -237,6 +237,7 @@ def test_a_resume_is_told_of_every_change_of_mathematics(tmp_path: Path) -> None
         Change("data.sources.1.path", "on", None),
         Change("data.sources.1.type", "text", None),
         Change("data.sources.1.text_column", "text", None),
+        Change("data.sources.1.train_on", "assistant", None),
         Change("data.sources.1.split", "train", None),
         Change("data.sources.1.weight", 3.0, None),
         Change("training.learning_rate", 3.3333333333333335e-05, 1e-3),

@@ -15,7 +15,13 @@ from isles.config.resolve import resolve
 from isles.config.resume import changed_mathematics
 from isles.config.shape import check_shape
 from isles.errors import ConfigError, ConfigErrors
-from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, REASONS, TENSOR_PARALLEL
+from isles.facts.architectures import (
+    CONTEXT_PARALLEL,
+    ISOLATED,
+    PIPELINE,
+    REASONS,
+    TENSOR_PARALLEL,
+)
 from isles.launch.start import read_run_file
 from isles.rundir.env import hub_cache
 
@@ -328,5 +334,6 @@ def test_a_pipeline_is_cut_exactly_where_its_own_tests_hold_it() -> None:
 
     assert set(VERIFIED) == PIPELINE
     known = {"tp_size": TENSOR_PARALLEL, "cp_size": CONTEXT_PARALLEL, "pp_size": PIPELINE}
+    known["isolate_documents"] = ISOLATED
     for key, reasons in REASONS.items():
         assert not known[key] & set(reasons)

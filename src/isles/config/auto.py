@@ -10,6 +10,7 @@ from isles.facts.memory import (
     ModelSize,
     activation_bytes,
     copy_bytes,
+    frozen_bytes,
     state_bytes,
     weight_bytes,
 )
@@ -55,9 +56,10 @@ def ddp_bytes(size: ModelSize, training: TrainingConfig, seq_length: int) -> int
     """What one rank needs that holds everything, with micro-batches of one sequence."""
     precision = training.precision
     return (
-        weight_bytes(size.num_params, precision)
-        + copy_bytes(size.num_params, precision)
-        + state_bytes(size.num_params, precision, training.optimizer)
+        frozen_bytes(size.num_frozen, precision)
+        + weight_bytes(size.num_trained, precision)
+        + copy_bytes(size.num_trained, precision)
+        + state_bytes(size.num_trained, precision, training.optimizer)
         + _activations(size, training, seq_length)
     )
 
@@ -118,14 +120,15 @@ def _sharded(
     size: ModelSize, training: TrainingConfig, seq_length: int, ranks: int, *, gathers: bool
 ) -> int:
     """Bytes of a rank under FSDP; `gathers`: all parameters are whole between the passes."""
-    precision, params = training.precision, size.num_params
-    cut = weight_bytes(params, precision) + state_bytes(params, precision, training.optimizer)
+    precision, params, trained = training.precision, size.num_params, size.num_trained
+    cut = frozen_bytes(size.num_frozen, precision) + weight_bytes(trained, precision)
+    cut += state_bytes(trained, precision, training.optimizer)
     # What is whole at a time: everything, or two blocks and the larger of embedding and head.
     ends = size.vocab_size * size.hidden_size
     blocks = max(0, params - 2 * ends) // max(1, size.num_layers)
     whole = params if gathers else 2 * blocks + ends
     gathered = copy_bytes(whole, precision) or weight_bytes(whole, precision)
-    gradients = weight_bytes(whole, precision)
+    gradients = weight_bytes(whole * trained // max(1, params), precision)
     return cut // ranks + gathered + gradients + _activations(size, training, seq_length)
 
 

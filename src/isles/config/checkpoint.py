@@ -8,6 +8,16 @@ from pydantic import Field
 
 from isles.config.section import DurationS, Section
 
+HubId = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=96,
+        json_schema_extra={"x-isles-type": "hub-id"},
+    ),
+]
+"""A repository of the Hugging Face hub."""
+
 
 class CheckpointConfig(Section):
     """When to save, and how many to keep."""
@@ -28,10 +38,17 @@ class CheckpointConfig(Section):
     """At the end, write RUN/model: a Hugging Face folder that from_pretrained loads."""
 
     merge_adapter: bool = False
-    """Export a whole model with the adapter merged into it. false: the adapter alone."""
+    """Export a whole model with the adapter merged into it, in the type that the frozen model is
+    held in (of qlora: that of its files). false: the adapter alone, as peft loads it."""
 
-    push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
-    """Upload the export to this private repository of the Hugging Face hub, owner/name."""
+    max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
+    """Largest file of weights in an export, in GB (10^9 bytes), and so the memory that it needs."""
+
+    push_to_hub: HubId | None = None
+    """Upload the export to this repository of the Hugging Face hub, owner/name; made private if it
+    is not there. The token comes from `hf auth login` or HF_TOKEN, and is checked before the start.
+    An upload that fails is not the run's failure: the export stays, and the log says how to
+    repeat it."""
 
     timeout: DurationS = 1800.0
     """Longest wait for one checkpoint to be written, before the run stops with an error."""

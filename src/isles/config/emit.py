@@ -63,7 +63,10 @@ def yaml_lines(
             assert isinstance(value, (list, tuple))
             lines.append((f"{name}:", None))
             for index, item in enumerate(value):
-                assert isinstance(item, Mapping), "lists of a run file hold scalars or mappings"
+                if not isinstance(item, Mapping):
+                    assert is_leaf(item), "lists of a run file hold scalars or mappings"
+                    lines.append((f"  - {scalar_text(item)}", (*here, index)))
+                    continue
                 inner = yaml_lines(item, (*here, index))
                 lines += [
                     (f"{'  - ' if first == 0 else '    '}{text}", leaf)

@@ -125,6 +125,8 @@ def _wrong_size(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]
 
 def _wrong_section(path: KeyPath, value: object, node: keys.Schema) -> Fault:
     """A section that is none, or of no kind that there is."""
+    if not isinstance(value, Mapping) and value not in (None, "") and keys.literals(node):
+        return _wrong_word(path, value, node)  # a word stands for a section with its defaults
     if not isinstance(value, Mapping):
         return _not_a_section(path, value, node)
     if "kind" in value:
@@ -187,6 +189,11 @@ def _wrong_word(path: KeyPath, value: object, node: keys.Schema) -> Fault:
 
 
 def _wrong_type(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]) -> Fault:
+    if "string_pattern_mismatch" in kinds and keys.is_hub_id(node):
+        found = re.search(r"([\w.-]+/[\w.-]+)/?$", str(value))
+        hint = f", such as {found[1]}" if found else ""
+        what = f"{_name(path)} is {_show(value)}, not the name of a repository"
+        return Fault(path, what, f"use {keys.allowed(node)}{hint}")
     if "string_pattern_mismatch" in kinds:
         better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._")[:63]
         hint = f", such as {better}" if better else ""
@@ -230,10 +237,10 @@ def _text_as_meant(key: str, text: str, node: keys.Schema) -> str:
         fix = f"write {key}: {boolean} (in YAML 1.2 only true and false are booleans)"
     elif types == {"integer"} and (digits := re.fullmatch(r"[A-Za-z_ -]+(\d{1,4})", text)):
         fix = f"write {key}: {digits[1]}"  # stage2, zero-3
-    elif item is not None and keys.is_section(item):
-        fix = f"write {key}: [{{path: {scalar_text(text)}}}]"
     elif item is not None and text in keys.literals(item):
         fix = f"write {key}: [{text}]"
+    elif item is not None and keys.is_section(item) and not keys.literals(item):
+        fix = f"write {key}: [{{path: {scalar_text(text)}}}]"
     return fix
 
 

@@ -18,9 +18,12 @@ from isles.errors import ConfigError
 BUILT_IN = ("python-docs", "python-stdlib")
 """Sources that come with Python."""
 
+CHATML = "chatml"
+"""The chat template that is built in."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
-_TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".gz")
+_TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz")
 
 
 def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
@@ -36,10 +39,10 @@ def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
 
 
 def data_faults(loaded: Loaded) -> list[ConfigError]:
-    """Every source of text that is no file here and cannot be on the hub."""
+    """Every source that is no file here and cannot be on the hub, and a missing chat template."""
     return [
         ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix)
-        for v in _missing_sources(loaded)
+        for v in (*_missing_sources(loaded), *_missing_template(loaded))
     ]
 
 
@@ -77,7 +80,7 @@ def how_to_find(path: Path) -> str:
 def _missing_sources(loaded: Loaded) -> Iterator[Violation]:
     for index, source in enumerate(loaded.config.data.sources):
         name = source.path
-        if source.type != "text" or name is None or name in BUILT_IN:
+        if source.type == "fake" or name is None or name in BUILT_IN:
             continue
         path, key = Path(name).expanduser(), f"data.sources.{index}.path"
         try:
@@ -98,3 +101,17 @@ def _missing_sources(loaded: Loaded) -> Iterator[Violation]:
                 )
         except OSError:
             continue  # the rank that reads it says more
+
+
+def _missing_template(loaded: Loaded) -> Iterator[Violation]:
+    name = loaded.config.tokenizer.chat_template
+    if name is None or name == CHATML:
+        return
+    path = Path(name).expanduser()
+    if not path.is_file():
+        near = difflib.get_close_matches(name, [CHATML], n=1, cutoff=0.5)
+        yield Violation(
+            ("tokenizer.chat_template",),
+            f"there is no chat template {path.absolute()}",
+            "did you mean chatml?" if near else f"{how_to_find(path)}; or use chatml",
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from isles import __version__
+from isles.config.foreign_finetune import FINETUNE_HERE, FINETUNE_NOWHERE
 from isles.config.foreign_strategy import STRATEGY_HERE, STRATEGY_NOWHERE
 
 
@@ -151,6 +152,16 @@ HF Trainer: dataset_config_name dataset_config
 = data.sources.0.text_column
 HF Trainer: dataset_text_field
 axolotl: field
+= data.sources.0.train_on | assistant, last or all, in each source
+axolotl: train_on_inputs roles_to_train train_on_eos
+LLaMA-Factory: train_on_prompt mask_history
+HF Trainer: completion_only_loss assistant_only_loss
+= data.sources.0.columns | such as {messages: conversations}, in each source
+axolotl: field_messages message_property_mappings field_instruction field_input field_output
+= tokenizer.chat_template | chatml or a Jinja file
+axolotl: chat_template_jinja
+LLaMA-Factory: template
+HF Trainer: chat_template_path
 = data.sources.0.weight | one in each source
 LLaMA-Factory: interleave_probs
 = data.packing
@@ -198,12 +209,25 @@ torchtitan: checkpoint.async_mode checkpoint.enable_async_checkpoint
 torchtitan: checkpoint.last_save_in_hf
 = checkpoint
 OpenDiLoCo: ckpt
-= track | a list of jsonl and tensorboard
+= track | a list of jsonl, tensorboard, wandb and mlflow
 HF Trainer: report_to
 Accelerate: log_with
 OpenDiLoCo: metric_logger_type
 axolotl: use_tensorboard
 torchtitan: metrics.enable_tensorboard
+= track | such as [{kind: wandb, project: p, entity: e, mode: offline}]
+axolotl: wandb_project wandb_entity wandb_name wandb_run_id wandb_mode use_wandb
+nanoGPT: wandb_log wandb_project wandb_run_name
+torchtitan: metrics.enable_wandb
+= track | such as [{kind: mlflow, tracking_uri: http://..., experiment: e}]
+axolotl: use_mlflow mlflow_experiment_name mlflow_tracking_uri
+= checkpoint.push_to_hub | owner/name
+HF Trainer: hub_model_id
+axolotl: hub_model_id
+LLaMA-Factory: hub_model_id export_hub_model_id
+= checkpoint.max_shard_gb | a number, in GB
+HF Trainer: max_shard_size
+LLaMA-Factory: export_size
 = output_dir
 torchtitan: job.dump_folder checkpoint.folder
 OpenDiLoCo: checkpoint_path ckpt.path
@@ -213,7 +237,6 @@ nanoGPT: out_dir
 = name
 HF Trainer: run_name
 torchtitan: job.description
-OpenDiLoCo: project
 = seed
 HF Trainer: data_seed
 axolotl: data_seed
@@ -267,17 +290,11 @@ axolotl: model_type tokenizer_type is_llama_derived_model
 HF Trainer: dataloader_num_workers dataloader_pin_memory dataloader_drop_last
 HF Trainer: preprocessing_num_workers overwrite_cache group_by_length
 axolotl: dataset_processes dataloader_prefetch_factor group_by_length
-LLaMA-Factory: preprocessing_num_workers overwrite_cache streaming buffer_size
+LLaMA-Factory: preprocessing_num_workers overwrite_cache buffer_size
 OpenDiLoCo: num_workers
 = isles train trains, evaluates at intervals, and evaluates at the end
 HF Trainer: do_train do_eval
-LLaMA-Factory: stage do_train
-= {_NOT_YET}: it trains all weights
-axolotl: adapter lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear
-axolotl: lora_model_dir load_in_8bit load_in_4bit peft_use_dora gptq
-LLaMA-Factory: finetuning_type lora_rank lora_alpha lora_dropout lora_target quantization_bit
-LLaMA-Factory: quantization_method adapter_name_or_path freeze_trainable_layers use_dora use_galore
-HF Trainer: use_peft peft_config quantization_config bnb_4bit_compute_dtype
+LLaMA-Factory: do_train
 = {_NOT_YET}: there is one cluster and no outer step
 OpenDiLoCo: hv hv.local_steps hv.outer_lr hv.initial_peers hv.host_maddrs hv.announce_maddrs
 OpenDiLoCo: hv.world_rank hv.galaxy_size hv.averaging_timeout hv.matchmaking_time
@@ -287,21 +304,16 @@ OpenDiLoCo: galaxy_size world_rank
 torchtitan: fault_tolerance fault_tolerance.enable fault_tolerance.semi_sync_method
 torchtitan: fault_tolerance.sync_steps semi_sync_method
 isles' plans: outer sync_every
-= {_NOT_YET}; curves go to TensorBoard and metrics.jsonl
-axolotl: wandb_project wandb_entity wandb_name wandb_run_id wandb_mode use_wandb use_mlflow
-axolotl: mlflow_experiment_name comet_project_name
-nanoGPT: wandb_log wandb_project wandb_run_name
-torchtitan: metrics.enable_wandb
-= {_NOT_YET}: it trains on plain text
-axolotl: chat_template train_on_inputs roles_to_train rl special_tokens
-LLaMA-Factory: template train_on_prompt mask_history
-HF Trainer: completion_only_loss assistant_only_loss
+= {_NOT_YET}; curves go to TensorBoard, wandb, MLflow and metrics.jsonl
+axolotl: comet_project_name use_comet
 = {_NOT_YET}
-HF Trainer: push_to_hub hub_model_id neftune_noise_alpha label_smoothing_factor use_liger_kernel
+axolotl: special_tokens
+= {_NOT_YET}
+HF Trainer: neftune_noise_alpha label_smoothing_factor
 HF Trainer: load_best_model_at_end metric_for_best_model tf32 max_train_samples
 HF Trainer: auto_find_batch_size gradient_checkpointing_kwargs
-axolotl: hub_model_id early_stopping_patience liger_rms_norm plugins lr_groups
-LLaMA-Factory: max_samples eval_dataset enable_liger_kernel rope_scaling plot_loss resize_vocab
+axolotl: early_stopping_patience plugins lr_groups
+LLaMA-Factory: max_samples eval_dataset rope_scaling plot_loss resize_vocab
 torchtitan: float8 mx profiling profiling.enable_profiling memory_estimation experimental
 torchtitan: model.converters training.gc_freq training.deterministic
 OpenDiLoCo: log_activations_steps
@@ -309,8 +321,10 @@ OpenDiLoCo: log_activations_steps
 
 _TABLES = (
     (_HERE, True),
+    (FINETUNE_HERE, True),
     (STRATEGY_HERE, True),
     (_NOWHERE, False),
+    (FINETUNE_NOWHERE, False),
     (STRATEGY_NOWHERE, False),
 )
 

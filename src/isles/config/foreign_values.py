@@ -17,18 +17,40 @@ VALUES: dict[str, dict[str, str]] = {
         "adamw_torch": "adamw",
         "adamw_torch_fused": "adamw",
         "adamw_hf": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "adamw_torch_8bit": "adamw_8bit",
+        "adamw8bit": "adamw_8bit",
+        "paged_adamw_8bit": "adamw_8bit",
     },
+    "training.method": {"sft": "causal_lm", "pt": "causal_lm", "clm": "causal_lm"},
+    "adapter.type": {"full": "none", "peft": "lora", "dora": "lora", "rslora": "lora"},
+    "data.too_long": {"keep_start": "truncate", "keep_end": "truncate"},
+    "data.sources.0.train_on": {"true": "all", "false": "assistant", "last_turn": "last"},
     "training.lr_scheduler_type": {
         "constant_with_warmup": "constant",
         "warmup_stable_decay": "wsd",
     },
     "training.gradient_checkpointing": {"true": "full", "false": "none"},
     "model.attn_implementation": {
-        "flash_attention_2": "sdpa",
-        "flash_attention_3": "sdpa",
-        "fa2": "sdpa",
+        "flash_attention_3": "flash_attention_2",
+        "flash_attention": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "fa2": "flash_attention_2",
+        "flex": "flex_attention",
+        "sdp": "sdpa",
     },
-    "data.sources.0.type": {"completion": "text", "pretrain": "text"},
+    "data.sources.0.type": {
+        "completion": "text",
+        "pretrain": "text",
+        "chat_template": "chat",
+        "sharegpt": "chat",
+        "messages": "chat",
+        "alpaca": "instruct",
+        "prompt_completion": "instruct",
+        "tokenized": "tokens",
+        "dpo": "preference",
+        "ranking": "preference",
+    },
     "strategy.kind": {
         "dp": "ddp",
         "distributed_data_parallel": "ddp",
@@ -91,17 +113,23 @@ VALUES: dict[str, dict[str, str]] = {
 
 VALUES_NOT_YET: dict[str, frozenset[str]] = {
     "training.optimizer": frozenset(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
+        ("paged_adamw_32bit", "lion", "lion_8bit", "adafactor", "adamw_torch_4bit", "galore_adamw")
     ),
-    "data.sources.0.type": frozenset(
-        ("chat", "instruct", "tokens", "chat_template", "alpaca", "sharegpt")
-    ),
-    "track": frozenset(("wandb", "mlflow", "comet", "swanlab")),
+    "training.method": frozenset(("kto", "orpo", "simpo", "ipo", "ppo", "grpo", "rm", "reward")),
+    "adapter.type": frozenset(("ia3", "oft", "vera", "llama-adapter", "freeze", "prompt_tuning")),
+    "track": frozenset(("comet", "comet_ml", "swanlab", "clearml", "neptune", "trackio")),
     "clusters.0.launcher.kind": frozenset(("ssh", "slurm", "pbs", "manual")),
 }
 """By key: values that people know from other tools or from isles' plans, and isles lacks."""
 
 SECTIONS: dict[str, dict[str, str]] = {
+    "adapter": {
+        "none": "{type: none}",
+        "lora": "{type: lora}",
+        "qlora": "{type: qlora}",
+        "dora": "{type: lora, use_dora: true}",
+        "rslora": "{type: lora, use_rslora: true}",
+    },
     "strategy": {
         "hsdp": "{kind: fsdp, sharding_strategy: HYBRID_SHARD}",
         "hybrid_shard": "{kind: fsdp, sharding_strategy: HYBRID_SHARD}",

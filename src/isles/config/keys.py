@@ -80,6 +80,11 @@ def is_duration(node: Schema) -> bool:
     return any(option.get("x-isles-type") == "duration" for option in _options(node))
 
 
+def is_hub_id(node: Schema) -> bool:
+    """Whether a key holds the name of a repository on the Hugging Face hub."""
+    return any(option.get("x-isles-type") == "hub-id" for option in _options(node))
+
+
 def is_section(node: Schema) -> bool:
     """Whether a key holds keys."""
     return bool(children(node))
@@ -174,6 +179,7 @@ _NOUNS = {
 _OWN_TYPES = {
     "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
     "range": "a range such as 1:3",
+    "hub-id": "owner/name",
 }
 _LIMITS = (
     ("minimum", "at least"),

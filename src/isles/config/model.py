@@ -33,8 +33,8 @@ class TokenizerConfig(Section):
     """A hub id or a local folder. null: the tokenizer in the model's folder."""
 
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """How messages become text: a Jinja file, or chatml. null: the template in the tokenizer's
-    folder."""
+    """How messages become text: a Jinja file, or chatml, which is built in and works with any
+    tokenizer. null: the tokenizer's own; of one that is trained here, chatml."""
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""

@@ -13,6 +13,7 @@ _FREE_KEYS = frozenset(
         "name",
         "output_dir",
         "data.cache_dir",
+        "data.max_bad_fraction",  # the hash of the samples tells whether rows have come or gone
         "model.attn_implementation",
         "track",
         "training.max_steps",
@@ -31,6 +32,7 @@ _FREE_SECTIONS = (
     "checkpoint.",
     "clusters.",
     "strategy.",
+    "track.",
     "balance.",
     "training.micro_batch_size.",
 )

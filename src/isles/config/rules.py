@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from isles.config.model import ModelConfig
+from isles.config.rules_data import data_rules
 from isles.config.rules_finetune import finetune_rules
 from isles.config.rules_strategy import nearest_multiples, strategy_rules
 from isles.config.run import RunConfig
@@ -21,8 +22,7 @@ def check_rules(config: RunConfig) -> list[Violation]:
         *_schedule_rules(config.training),
         *_batch_rules(config.training),
         *_model_rules(config.model),
-        *_source_rules(config),
-        *_tokenizer_rules(config),
+        *data_rules(config),
         *finetune_rules(config),
         *strategy_rules(config),
     ]
@@ -118,70 +118,6 @@ def _model_rules(model: ModelConfig) -> Iterator[Violation]:
             keys,
             f"{name} is no shape shipped with isles ({', '.join(shapes)})",
             f"did you mean {near[0]}? A folder of that name is written ./{name}",
-        )
-
-
-def _source_rules(config: RunConfig) -> Iterator[Violation]:
-    sources = config.data.sources
-    fakes = [index for index, source in enumerate(sources) if source.type == "fake"]
-    if fakes and len(fakes) < len(sources):
-        yield Violation(
-            (f"data.sources.{fakes[0]}.type",),
-            "a fake source stands among real ones",
-            "keep the fake source alone, or delete it",
-        )
-    for index, source in enumerate(sources):
-        at = f"data.sources.{index}"
-        if source.type == "text" and source.path is None:
-            yield Violation(
-                (at,),
-                "this source has no path",
-                "add path: a file, a glob, a folder, a hub id, python-docs or python-stdlib",
-            )
-        if source.type == "fake":
-            for key in source.model_fields_set - {"type"}:
-                if getattr(source, key) != type(source).model_fields[key].default:
-                    yield Violation(
-                        (f"{at}.{key}",), f"a fake source has no {key}", "delete this line"
-                    )
-    unweighted = [index for index, source in enumerate(sources) if source.weight is None]
-    if unweighted and len(unweighted) < len(sources):
-        yield Violation(
-            (f"data.sources.{unweighted[0]}",),
-            f"source {unweighted[0] + 1} has no weight and others have",
-            "give every source a weight, or none",
-        )
-
-
-def _tokenizer_rules(config: RunConfig) -> Iterator[Violation]:
-    name, vocab = config.tokenizer.name_or_path, config.tokenizer.train_vocab_size
-    model = config.model
-    is_fake = all(source.type == "fake" for source in config.data.sources)
-    train_key, name_key = "tokenizer.train_vocab_size", "tokenizer.name_or_path"
-    if name is not None and vocab is not None:
-        yield Violation(
-            (train_key, name_key),
-            f"name_or_path {name} and train_vocab_size {vocab} are two tokenizers",
-            "keep one of them",
-        )
-    if vocab is not None and model.init == "pretrained":
-        yield Violation(
-            (train_key, "model.init"),
-            f"the embeddings of {model.name_or_path} belong to another tokenizer",
-            "delete train_vocab_size, or use init: scratch",
-        )
-    if vocab is not None and is_fake:
-        yield Violation(
-            (train_key, "data.sources"),
-            "there is no text to train a tokenizer on: the source is fake",
-            "delete train_vocab_size; fake token ids need no tokenizer",
-        )
-    has_own = model.name_or_path not in shape_names() and not model.name_or_path.endswith(".json")
-    if name is None and vocab is None and not is_fake and not has_own:
-        yield Violation(
-            ("tokenizer", "model.name_or_path", train_key, name_key),
-            f"{model.name_or_path} comes without a tokenizer",
-            "add tokenizer: {train_vocab_size: 8192}, or tokenizer: {name_or_path: ...}",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from isles.config.data import DataConfig
 from isles.config.model import ModelConfig, TokenizerConfig
 from isles.config.section import Section
 from isles.config.strategy import AutoStrategy, StrategyConfig
+from isles.config.track import TrackerConfig, TrackerName
 from isles.config.training import TrainingConfig
 
 
@@ -54,11 +55,12 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and how many to keep."""
 
-    track: Annotated[tuple[Literal["jsonl", "tensorboard"], ...], Field(strict=False)] = (
+    track: Annotated[tuple[TrackerName | TrackerConfig, ...], Field(strict=False)] = (
         "jsonl",
         "tensorboard",
     )
-    """Where curves go besides metrics.jsonl, which every run writes."""
+    """Where curves go besides metrics.jsonl, which every run writes: names, or sections with
+    settings, such as [tensorboard, {kind: wandb, project: p}, {kind: mlflow, experiment: e}]."""
 
     clusters: Annotated[
         tuple[ClusterConfig, ...], Field(min_length=1, max_length=1, strict=False)

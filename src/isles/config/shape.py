@@ -8,11 +8,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from isles.config.isolation import isolates_any
 from isles.config.model import ModelConfig
 from isles.config.run import RunConfig
 from isles.config.strategy import MeshSection
 from isles.config.violation import Violation
-from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, REASONS, TENSOR_PARALLEL
+from isles.facts.architectures import (
+    BLIND,
+    CONTEXT_PARALLEL,
+    DEAF,
+    ISOLATED,
+    PIPELINE,
+    REASONS,
+    TENSOR_PARALLEL,
+)
 from isles.facts.models import load_shape, shape_names
 
 # A Hugging Face config: JSON, with values of every kind.
@@ -32,6 +41,11 @@ _DROPOUTS = (
     "resid_pdrop",
     "residual_dropout",
 )
+_UNTOLD = frozenset(
+    [("flex_attention", kind) for kind in BLIND] + [("flash_attention_2", kind) for kind in DEAF]
+)
+"""Attention that is not told of documents by these kinds of models."""
+
 _TWO_STAGES = ("interleaved-1f1b", "zbv")
 _INSTEAD = "strategy: {kind: fsdp} alone cuts any model over the ranks"
 
@@ -73,7 +87,7 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Violation]:
         shape: a config.json, or `to_dict()` of a config of transformers. A key that is absent from
             a config.json has a default that only transformers knows; its rule is not checked.
     """
-    violations = list(_length(config, shape))
+    violations = [*_length(config, shape), *_isolation(config, shape)]
     strategy = config.strategy
     if isinstance(strategy, MeshSection):
         violations += _tensor_parallel(strategy, shape)
@@ -90,6 +104,29 @@ def _length(config: RunConfig, shape: Shape) -> Iterator[Violation]:
             ("data.seq_length", "model.name_or_path"),
             f"seq_length {wanted} is longer than the model's max_position_embeddings, {positions}",
             f"use {positions} or less, or another model",
+        )
+
+
+def _isolation(config: RunConfig, shape: Shape) -> Iterator[Violation]:
+    """A model that does not heed where documents begin would train on all before them."""
+    kind = shape.get("model_type")
+    if kind is None or not isolates_any(config.data):
+        return
+    if kind not in ISOLATED:
+        reason = REASONS["isolate_documents"].get(kind)
+        yield Violation(
+            ("data.isolate_documents", "data.packing", "model.name_or_path"),
+            f"documents that share a sample are not known to be kept apart by model_type {kind}"
+            + (f": {reason}" if reason else ""),
+            "set data.packing: false, which gives each a row of its own; or "
+            "data.isolate_documents: false, and each then sees those before it",
+        )
+    elif (config.model.attn_implementation, kind) in _UNTOLD:
+        yield Violation(
+            ("model.attn_implementation", "data.isolate_documents", "model.name_or_path"),
+            f"{config.model.attn_implementation} does not keep documents apart that share a sample "
+            f"in a model of type {kind}",
+            "use model.attn_implementation: sdpa or eager, or data.packing: false",
         )
 
 

@@ -11,6 +11,10 @@ TEMPLATES: dict[str, str] = {
     "quickstart": "a tiny model from scratch on the Python documentation, on any machine",
     "pretrain": "a model of 150 million parameters from scratch on your own text",
     "finetune": "all weights of a Hugging Face model on your own text",
+    "chat": "all weights of a model on conversations",
+    "lora": "an adapter beside a frozen model, on conversations",
+    "qlora": "the same with the frozen model in 4 bits, for small GPUs",
+    "dpo": "an adapter on preferences: a chosen and a rejected answer to each prompt",
 }
 """What `template` takes, and what each is for."""
 

@@ -42,7 +42,7 @@ class TrainingConfig(Section):
     `isles train` again goes on. Given alone, it is the length of the run."""
 
     global_batch_size: PositiveInt = 64
-    """Sequences per inner step, over all ranks and accumulation."""
+    """Sequences per inner step, over all ranks and accumulation; of preferences, pairs."""
 
     micro_batch_size: (
         PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
@@ -67,8 +67,8 @@ class TrainingConfig(Section):
     """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw, adamw_8bit (its state in 8 bits, by torchao), sgd, or muon (Muon on matrices, AdamW on
-    embeddings, norms and the head)."""
+    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight), sgd, or muon
+    (Muon on matrices, AdamW on embeddings, norms and the head)."""
 
     adam_beta1: Fraction = 0.9
     """Decay of AdamW's first moment."""
@@ -93,8 +93,9 @@ class TrainingConfig(Section):
     bf16-true (weights bf16, least memory)."""
 
     stochastic_rounding: bool = False
-    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that small
-    updates are not lost."""
+    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that
+    updates smaller than bf16's steps are kept in the mean. fp32 master weights instead:
+    bf16-mixed."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective: keep the results of

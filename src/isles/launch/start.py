@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.config.adapter import missing_package
 from isles.config.deepspeed_rules import check_start
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded, load_run_file
@@ -20,6 +21,7 @@ from isles.rundir.nodes import living_nodes, read_meeting, start_node
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.state import attempt_state
+from isles.rundir.trackers import require_trackers
 
 Say = Callable[[str], object]
 
@@ -76,6 +78,9 @@ def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> S
         UserError: the run cannot be begun, or the machine cannot start it.
     """
     check_start(resolved.config, resolved.world_size)
+    require_trackers(resolved.config)
+    if fault := missing_package(resolved.config.adapter):
+        raise fault
     joined = _join_running(resolved, resume, say)
     if joined is not None:
         return joined

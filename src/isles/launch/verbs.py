@@ -47,15 +47,24 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     Args:
         verb: export, generate or eval.
         run_dir: the run.
-        options: by their names; those that are None are left to the command.
+        options: by their names; those that are None are left to the command, and of switches those
+            that are False.
 
     Raises:
         MissingDependencyError: this installation cannot train.
     """
     require_train()
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    command = [sys.executable, "-m", "isles.train.verbs", verb, str(run_dir.path), *given]
-    with subprocess.Popen(command) as child:
+    given = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not None and value is not False
+    ]
+    return run_module("isles.train.verbs", verb, str(run_dir.path), *given)
+
+
+def run_module(module: str, *arguments: str) -> int:
+    """Run a program of the worker wing on this terminal and give its exit code."""
+    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as child:
         try:
             code = child.wait()
         except KeyboardInterrupt:

@@ -44,12 +44,14 @@ class Watch:
         self._is_first = True
         self._attempt = attempt
         self._num_restarts = 0
+        self._num_notes = 0
 
     def news(self) -> list[tuple[str, str]]:
-        """Pairs of kind (phase, train, eval, save or restart) and line, oldest first."""
+        """Pairs of kind (phase, train, eval, save, restart or note) and line, oldest first."""
         self.status = current_status(self._run_dir, self._begun_at) or self.status
         found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
         found += [("restart", line) for line in self._new_restarts()]
+        found += [("note", line) for line in self._new_notes()]
         phase = str(self.status.get("phase") or "starting")
         line = f"{phase}: {self.status['detail']}" if self.status.get("detail") else phase
         if phase not in _QUIET_PHASES and line != self._phase:
@@ -73,6 +75,13 @@ class Watch:
             lines.append(restart.text)
         return lines
 
+    def _new_notes(self) -> list[str]:
+        """What rank 0 has to tell the user; ranks that were started again begin anew."""
+        notes = self.status.get("notes")
+        notes = notes if isinstance(notes, list) else []
+        new, self._num_notes = notes[self._num_notes :], len(notes)
+        return [f"note: {text}" for text in new]
+
     def _new_rows(self) -> list[dict[str, Any]]:
         """Rows that this attempt added; resuming may have rewritten the ones before."""
         rows = []
@@ -95,7 +104,7 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
     if row.get("kind") == "eval":
         perplexity = number_of(row, "perplexity")
         end = f"  perplexity {perplexity:.2f}" if perplexity is not None else ""
-        return f"step {step}  eval loss {loss_text}{end}"
+        return f"step {step}  eval loss {loss_text}{end}{_preference_text(row)}"
     total = number_of(status, "total_steps")
     parts = [f"step {step}" + (f"/{total:.0f}" if total is not None else ""), f"loss {loss_text}"]
     for key, form in (("learning_rate", "lr {:.2e}"), ("grad_norm", "grad norm {:.3f}")):
@@ -105,7 +114,15 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
         parts.append(f"{format_count(speed)} tokens/s")
     if (eta_s := number_of(status, "eta_s")) is not None:
         parts.append(f"{format_duration(eta_s)} left")
-    return "  ".join(parts)
+    return "  ".join(parts) + _preference_text(row)
+
+
+def _preference_text(row: dict[str, Any]) -> str:
+    """How often the chosen answer is preferred, in a run that learns from preferences."""
+    accuracy, margin = number_of(row, "reward_accuracy"), number_of(row, "reward_margin")
+    if accuracy is None or margin is None:
+        return ""
+    return f"  chosen preferred {accuracy:.0%}  margin {margin:.3f}"
 
 
 def progress_text(status: dict[str, Any], width: int) -> str:
@@ -195,7 +212,8 @@ def _bar(console: Console) -> Iterator[Show]:
 
         def show(status: dict[str, Any], news: list[tuple[str, str]]) -> None:
             _print_all(
-                console, [line for kind, line in news if kind in ("eval", "save", "restart")]
+                console,
+                [line for kind, line in news if kind in ("eval", "save", "restart", "note")],
             )
             progress.update(
                 task,

@@ -75,3 +75,8 @@ def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
     caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = environ.get("HF_HOME") or f"{caches}/huggingface"
     return Path(home).expanduser() / "hub"
+
+
+def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MLflow's own variable says where its server is."""
+    return bool(environ.get("MLFLOW_TRACKING_URI"))

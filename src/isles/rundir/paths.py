@@ -101,6 +101,15 @@ class RunDir:
         """One JSON line per recorded step."""
         return self.path / "metrics.jsonl"
 
+    def reference(self, part: str) -> Path:
+        """Scores of pairs before training (dpo): of the part training or validation."""
+        return self.path / f"reference-{part}.npz"
+
+    @property
+    def stream(self) -> Path:
+        """What a run that streams its data needs to begin in the middle; a file for each source."""
+        return self.path / "stream"
+
     @property
     def summary(self) -> Path:
         """Final figures."""
@@ -130,6 +139,10 @@ class RunDir:
     def tensorboard(self) -> Path:
         """TensorBoard's event files."""
         return self.path / "logs" / "runs"
+
+    def tracker_record(self, kind: str) -> Path:
+        """What a tracker such as wandb has been sent, and its own id of the run."""
+        return self.path / "track" / f"{kind}.json"
 
     def attempts(self) -> list[Attempt]:
         """Every start of this run, oldest first."""

@@ -10,11 +10,16 @@ from typing import Any
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a file with `text`: a reader sees the old one or the new one, never a part.
+    """Replace a file with UTF-8 text. See `write_bytes_atomic`."""
+    write_bytes_atomic(path, text.encode("utf-8"), durable=durable)
+
+
+def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace a file with `data`: a reader sees the old one or the new one, never a part.
 
     Args:
         path: the file.
-        text: its new content.
+        data: its new content.
         durable: wait until it would survive a power cut.
 
     Raises:
@@ -22,8 +27,8 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -54,6 +55,17 @@ class Engine(Protocol):
         All ranks must call this, equally often. As in `forward_backward`, save that nothing is
         kept back.
         """
+        ...
+
+    def row_scores(self, batch: Batch) -> Tensor:
+        """Log-probability of the targets of each row, [B] in fp32, in evaluation.
+
+        All ranks must call this, equally often.
+        """
+        ...
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """This rank's part of what the method tells besides the loss; see `Objective`."""
         ...
 
     def good_steps(self) -> int | None:

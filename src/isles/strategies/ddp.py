@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Mapping
 from typing import Any, assert_never
 
 import torch
@@ -87,6 +88,15 @@ class DDPEngine:
         with torch.no_grad():
             return self._loss_sum(self.model, batch)
 
+    def row_scores(self, batch: Batch) -> Tensor:
+        """See Engine."""
+        with torch.no_grad(), self._autocasting():
+            return self._objective.row_scores(self.model, localize(batch, self._mesh, self.model))
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """See Engine."""
+        return self._objective.take_figures(of_training=of_training)
+
     def good_steps(self) -> int | None:
         """See Engine."""
         return self._stepper.good_steps()
@@ -123,11 +133,12 @@ class DDPEngine:
         return loss_sum.detach()
 
     def _loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        part = localize(batch, self._mesh)
-        with torch.autocast(
-            self._device.type, dtype=self._autocast, enabled=self._autocast is not None
-        ):
-            return self._objective.loss_sum(model, part)
+        with self._autocasting():
+            return self._objective.loss_sum(model, localize(batch, self._mesh, self.model))
+
+    def _autocasting(self) -> torch.autocast:
+        enabled = self._autocast is not None
+        return torch.autocast(self._device.type, dtype=self._autocast, enabled=enabled)
 
 
 def _wrap(
@@ -140,6 +151,8 @@ def _wrap(
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # they are constants, and the same everywhere
+            # The weights are the same already; a frozen model need not travel to find that out.
+            init_sync=all(p.requires_grad for p in model.parameters()),
             bucket_cap_mb=config.bucket_cap_mb,
             static_graph=config.static_graph,
         )

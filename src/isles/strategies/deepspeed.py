@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,15 @@ class DeepSpeedEngine:
         with torch.no_grad():
             return self._loss_sum(self.model, batch)
 
+    def row_scores(self, batch: Batch) -> Tensor:
+        """See Engine."""
+        with torch.no_grad():
+            return self._objective.row_scores(self.model, whole(batch, self.model))
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """See Engine."""
+        return self._objective.take_figures(of_training=of_training)
+
     def good_steps(self) -> int | None:
         """See Engine."""
         return self._guard.good_steps()
@@ -166,7 +175,7 @@ class DeepSpeedEngine:
         return scaler
 
     def _loss_sum(self, model: Any, batch: Batch) -> Tensor:
-        return self._objective.loss_sum(model, whole(batch))
+        return self._objective.loss_sum(model, whole(batch, self.model))
 
 
 class _NoScaler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,16 @@ class FSDPEngine:
         with torch.no_grad():
             return self._mine(self._loss_sum(batch))
 
+    def row_scores(self, batch: Batch) -> Tensor:
+        """See Engine."""
+        with torch.no_grad():
+            return self._objective.row_scores(self.model, localize(batch, self._mesh, self.model))
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """See Engine."""
+        figures = self._objective.take_figures(of_training=of_training)
+        return {name: self._mine(value) for name, value in figures.items()}
+
     def good_steps(self) -> int | None:
         """See Engine."""
         return self._stepper.good_steps()
@@ -108,7 +118,7 @@ class FSDPEngine:
         return loss_sum if self._is_first_tp else torch.zeros_like(loss_sum)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        part = localize(batch, self._mesh)
+        part = localize(batch, self._mesh, self.model)
         return self._objective.loss_sum(self.model, part)
 
 

@@ -27,6 +27,8 @@ _CHUNK_LOGITS = 2**25
 
 _LEAST_TOKENS = 128
 
+_ROWS = ("input_ids", "position_ids")
+
 
 class LossHead:
     """Runs a causal language model with its head replaced by the loss.
@@ -55,7 +57,7 @@ class LossHead:
     def loss_sum(
         self,
         forward: Callable[..., Any],
-        inputs: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
         targets_BT: Tensor,
         places_N: Tensor | None = None,
     ) -> Tensor:
@@ -86,7 +88,7 @@ class LossHead:
         return self._run(forward, inputs, targets_BT, places_N, compute).view(())
 
     def token_losses(
-        self, forward: Callable[..., Any], inputs: Mapping[str, Tensor], targets_BT: Tensor
+        self, forward: Callable[..., Any], inputs: Mapping[str, Any], targets_BT: Tensor
     ) -> Tensor:
         """The loss of each token, [B, T] in fp32; 0 where nothing is trained.
 
@@ -116,7 +118,7 @@ class LossHead:
     def _run(
         self,
         forward: Callable[..., Any],
-        inputs: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
         targets_BT: Tensor,
         places_N: Tensor | None,
         compute: Callable[[Tensor, Tensor], Tensor],
@@ -148,7 +150,7 @@ class LossHead:
         finally:
             self._instead = None
 
-    def _can_chunk(self, inputs: Mapping[str, Tensor]) -> bool:
+    def _can_chunk(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the head's output is the model's, found once by running it on two tokens."""
         if self._is_last is None:
             self._is_last = self._is_last_step(inputs)
@@ -157,14 +159,15 @@ class LossHead:
         return self._is_last
 
     @torch.no_grad()
-    def _is_last_step(self, inputs: Mapping[str, Tensor]) -> bool:
+    def _is_last_step(self, inputs: Mapping[str, Any]) -> bool:
         given: list[Tensor] = []
 
         def instead(hidden_BTH: Tensor) -> Tensor:
             given.append(hidden_BTH.new_zeros(1, 1, 1))
             return given[-1]
 
-        few = {name: value[:1, :2] for name, value in inputs.items() if value.ndim == 2}
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        few = {name: x[:1, :2] for name, x in tensors.items() if x.ndim == 2}
         was_training = self._model.training
         self._model.eval()
         try:

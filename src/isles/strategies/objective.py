@@ -1,12 +1,18 @@
-"""What is minimised: the seam between the engines and the methods of training."""
+"""What is minimised: the seam between the engines and the methods of training.
+
+B: rows. T: tokens in a row. P: pairs, half as many as rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isles.dist.batch import IGNORE_INDEX
 from isles.strategies.head import LossHead
 from isles.strategies.sequence import Part
 
@@ -22,6 +28,23 @@ class Objective(Protocol):
         Args:
             forward: the model that was bound, or what wraps it.
             part: what this rank computes of the micro-batch.
+        """
+        ...
+
+    def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        """Log-probability of the targets of each row, [B] in fp32; without gradients.
+
+        All ranks that share the model must call this.
+        """
+        ...
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """Sums of what the method tells besides the loss, since they were taken last.
+
+        Over the same things that the loss is summed over, as scalars on the rank's device.
+
+        Args:
+            of_training: of passes with gradients, or of those without.
         """
         ...
 
@@ -43,3 +66,67 @@ class CausalLM:
     def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
         """See Objective."""
         return self._head.loss_sum(forward, part.inputs, part.targets_BT, part.places_N)
+
+    @torch.no_grad()
+    def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        """See Objective."""
+        return -self._head.token_losses(forward, part.inputs, part.targets_BT).sum(1)
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """See Objective: the loss says all."""
+        del of_training
+        return {}
+
+
+class DPO:
+    """Prefer the chosen answer to the rejected one: summed over pairs.
+
+    Rows come in pairs, chosen and rejected, with the scores that the model gave them before it was
+    trained. A pair without targets fills a batch and counts for nothing.
+
+    Args:
+        model: the Hugging Face model.
+        beta: how closely the model is held to what it was.
+        label_smoothing: share of the pairs that are taken to be the wrong way round.
+
+    Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7; Mitchell 2023, "A note on DPO with
+    noisy preferences" (https://ericmitchell.ai/cdpo.pdf), for the smoothing.
+    """
+
+    FIGURES = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+
+    def __init__(self, model: nn.Module, *, beta: float, label_smoothing: float = 0.0) -> None:
+        self._head = LossHead(model)
+        self._beta = beta
+        self._smoothing = label_smoothing
+        self._sums: dict[bool, Tensor | None] = {True: None, False: None}
+
+    def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        """See Objective."""
+        assert part.reference_B is not None, "pairs carry the reference's scores"
+        losses_BT = self._head.token_losses(forward, part.inputs, part.targets_BT)
+        # A reward, up to what cancels between the two answers to one prompt.
+        rewards_B = self._beta * (-losses_BT.sum(1) - part.reference_B)
+        chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]
+        counts_P = (part.targets_BT != IGNORE_INDEX).any(1)[0::2]
+        margins_P = chosen_P - rejected_P
+        loss_P = -F.logsigmoid(margins_P) * (1 - self._smoothing)
+        loss_P = loss_P - F.logsigmoid(-margins_P) * self._smoothing
+        figures = (margins_P > 0, margins_P, chosen_P, rejected_P)
+        self._add(torch.stack([(figure.detach() * counts_P).sum() for figure in figures]))
+        return (loss_P * counts_P).sum()
+
+    @torch.no_grad()
+    def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
+        """See Objective."""
+        return -self._head.token_losses(forward, part.inputs, part.targets_BT).sum(1)
+
+    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
+        """See Objective: over pairs."""
+        sums, self._sums[of_training] = self._sums[of_training], None
+        return {} if sums is None else dict(zip(self.FIGURES, sums, strict=True))
+
+    def _add(self, figures: Tensor) -> None:
+        of_training = torch.is_grad_enabled()
+        before = self._sums[of_training]
+        self._sums[of_training] = figures if before is None else before + figures

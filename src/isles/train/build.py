@@ -7,7 +7,7 @@ import logging
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,41 +22,38 @@ from isles.config.shape import check_shape
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
+from isles.data.stream import StreamStart
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import ConfigError, ConfigErrors, DataError, UserError
-from isles.facts.flops import train_flops_per_token
-from isles.models.build import (
-    build_empty_model,
-    build_model,
-    fill_model,
-    load_model_config,
-    set_gradient_checkpointing,
-)
+from isles.models.attention import check_attention
+from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
 from isles.rundir.env import cache_home
 from isles.rundir.manifest import CheckpointInfo
 from isles.rundir.paths import RunDir
 from isles.strategies.base import Engine
-from isles.track.base import Tracker, Trackers
-from isles.track.jsonl import JsonlTracker
-from isles.track.tensorboard import TensorBoardTracker
+from isles.train.adapter import agree_on_base
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.metrics import Speed, StepMeter
+from isles.train.model import count_parameters, empty_model, flops_per_token, whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder
+from isles.train.reference import Reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
     compile_model,
     is_sharded,
     make_engine,
+    needs_fixed_length,
     settle_mesh,
     settle_strategy,
     use_attention,
 )
 from isles.train.tokenizer import make_tokenizer
+from isles.train.trackers import make_trackers
 
 log = logging.getLogger(__name__)
 
@@ -71,30 +68,32 @@ def build(
 ) -> Parts:
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
-    tokenizer, training, validation = _make_data(config, run_dir, world, recorder)
+    check_attention(config.model.attn_implementation, world.device)
+    tokenizer, training, validation = _make_data(config, run_dir, world, recorder, resume_from)
     recorder.phase("building model")
-    strategy, why = settle_strategy(config, world, lambda: _empty_model(config, tokenizer))
+    base = agree_on_base(config, world, resume_from)
+    strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
     if why:
         recorder.phase("building model", why)
     mesh = settle_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
-    flops_per_token = _flops_per_token(model, config)  # before the model is cut
+    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
     balancer = make_balancer(model, config, strategy, mesh, world, recorder, resume_from)
-    optimizers = functools.partial(make_optimizers, config.training)
+    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
     watch_speed(balancer, engine.model, config, world)
-    progress = Progress.fresh()
-    torch.manual_seed(_rank_seed(config.seed, world.rank))
-    if resume_from is not None:
-        _check_data(training, resume_from)
-        progress = _take_over(engine, resume_from, config, world)
     total_steps = _total_steps(config, training)
+    if config.training.method == "dpo":
+        # With the weights that the run begins with, so before any checkpoint is taken over.
+        reference = Reference(engine, mesh, world, recorder, balancer.even_size)
+        reference.score_all(training, validation, config.training, total_steps, run_dir)
+    progress = _take_over(engine, resume_from, config, world)
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint)
     if world.is_main:
         checkpoints.clean()
         checkpoints.forget_after(progress.step)
-    recorder.use(_make_trackers(config, run_dir, progress.step, world))
+    recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
     return Parts(
         resolved=resolved,
@@ -109,18 +108,23 @@ def build(
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
-        meter=StepMeter(world, Speed.of(world.device, flops_per_token)),
+        meter=StepMeter(world, Speed.of(world.device, flops)),
         checkpoints=checkpoints,
         balancer=balancer,
         start_step=progress.step,
         total_steps=total_steps,
         git_commit=_git_commit() if world.is_main else None,
         data_content=training.content,
+        base=base,
     )
 
 
 def _make_data(
-    config: RunConfig, run_dir: RunDir, world: World, recorder: Recorder
+    config: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    recorder: Recorder,
+    resume_from: CheckpointInfo | None,
 ) -> tuple[Any, Dataset, Dataset | None]:
     """Tokenizer, training and validation data. All ranks must call this."""
     recorder.phase("preparing data")
@@ -138,7 +142,16 @@ def _make_data(
         vocab_size=vocab_size,
         is_preparer=world.local_rank == 0,
         progress=lambda text: recorder.phase("preparing data", text),
+        world=world,
+        pairs=config.training.method == "dpo",
+        fixed_length=needs_fixed_length(config),
+        stream=StreamStart(
+            run_dir.stream, 0 if resume_from is None else int(resume_from.manifest["samples"])
+        ),
     )
+    _compare_data(training, world)
+    if resume_from is not None:
+        _check_data(training, resume_from)
     if training.vocab_size_needed > vocab_size:
         raise UserError(
             f"the data holds token {training.vocab_size_needed - 1}, the model knows "
@@ -150,16 +163,25 @@ def _make_data(
     return tokenizer, training, validation
 
 
+def _compare_data(training: Dataset, world: World) -> None:
+    """Every rank must have the same samples. All ranks must call this."""
+    found = world.gather((world.host, training.content))
+    odd = [
+        f"{rank} on {host}" for rank, (host, content) in enumerate(found) if content != found[0][1]
+    ]
+    if odd:
+        raise DataError(
+            f"these ranks have other training data than rank 0 on {found[0][0]}: {', '.join(odd)}",
+            where="data.sources",
+            fix="give every machine the same files, or let one of them alone have them: what is "
+            "prepared there is sent to the others",
+        )
+
+
 def _check_shape(config: RunConfig, shape: dict[str, Any]) -> None:
     """What could not be told before the start, where the model's config was not on that machine."""
     if violations := check_shape(config, shape):
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in violations])
-
-
-def _empty_model(config: RunConfig, tokenizer: Any) -> nn.Module:
-    dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
-    vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None
-    return build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
 
 
 def _make_model(
@@ -167,14 +189,10 @@ def _make_model(
 ) -> nn.Module:
     """The model, whole on this rank's device, or empty where it will be cut."""
     if is_sharded(strategy):
-        model = _empty_model(config, tokenizer)
+        model = empty_model(config, tokenizer)
         check_blocks(model, strategy)
     else:
-        dtype = torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32
-        vocab_size = len(tokenizer) if config.tokenizer.train_vocab_size else None
-        model = build_model(
-            config.model, device=world.device, dtype=dtype, seed=config.seed, vocab_size=vocab_size
-        )
+        model = whole_model(config, tokenizer, world.device)
     shape: Any = model.config
     if world.is_main and getattr(shape, "output_router_logits", False):
         log.warning(
@@ -182,13 +200,14 @@ def _make_model(
             "not part of the training loss, which is that of the target tokens alone"
         )
     set_gradient_checkpointing(model, config.training.gradient_checkpointing)
-    use_attention(model, strategy, mesh)
+    use_attention(model, strategy, mesh, world.device, config.training)
     if config.training.torch_compile:
         compile_model(model, strategy)
     log.info(
-        "model=%s parameters=%d ranks=%d",
+        "model=%s parameters=%d trained=%d ranks=%d",
         config.model.name_or_path,
-        sum(p.numel() for p in model.parameters()),
+        count_parameters(model),
+        count_parameters(model, trained=True),
         world.world_size,
     )
     return model
@@ -197,21 +216,6 @@ def _make_model(
 def _rank_seed(seed: int, rank: int) -> int:
     """Seed of a rank's dropout; different on every rank."""
     return seed + 1_000_003 * (rank + 1)
-
-
-def _make_trackers(config: RunConfig, run_dir: RunDir, step: int, world: World) -> Trackers:
-    if not world.is_main:
-        return Trackers([])
-    trackers: list[Tracker] = [JsonlTracker(run_dir.metrics, resumed_step=step)]
-    for name in dict.fromkeys(config.track):
-        match name:
-            case "jsonl":
-                pass  # every run writes it: status and loss.png are made from it
-            case "tensorboard":
-                trackers.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
-            case _:
-                assert_never(name)
-    return Trackers(trackers)
 
 
 def _make_agreement(
@@ -246,8 +250,12 @@ def _check_data(training: Dataset, checkpoint: CheckpointInfo) -> None:
 
 
 def _take_over(
-    engine: Engine, checkpoint: CheckpointInfo, config: RunConfig, world: World
+    engine: Engine, checkpoint: CheckpointInfo | None, config: RunConfig, world: World
 ) -> Progress:
+    """The state of a checkpoint, or that of a run's beginning. All ranks must call this."""
+    torch.manual_seed(_rank_seed(config.seed, world.rank))
+    if checkpoint is None:
+        return Progress.fresh()
     state = engine.state_dict()
     load_tensors(state, checkpoint.path)
     engine.load_state_dict(state)
@@ -279,19 +287,6 @@ def _total_steps(config: RunConfig, training: Dataset) -> int | None:
         return None
     samples = limits.num_train_epochs * training.samples_per_epoch
     return max(1, -(-int(samples) // limits.global_batch_size))
-
-
-def _flops_per_token(model: nn.Module, config: RunConfig) -> float:
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    shape: Any = model.config
-    total = sum(p.numel() for p in model.parameters())
-    tied = bool(getattr(shape, "tie_word_embeddings", False))
-    return train_flops_per_token(
-        matmul_params=total - (0 if tied else embeddings.weight.numel()),
-        num_layers=int(getattr(shape, "num_hidden_layers", 0)),
-        hidden_size=int(getattr(shape, "hidden_size", 0)),
-        seq_length=config.data.seq_length,
-    )
 
 
 def _git_commit() -> str | None:

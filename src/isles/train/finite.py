@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 
-from isles.dist.batch import Batch
 from isles.errors import TrainingError
 from isles.train.parts import Parts
 
@@ -51,11 +50,11 @@ def _find_culprits(parts: Parts) -> list[str]:
     """One line for each rank with a loss that is not finite, from the last good weights."""
     data = parts.loader.step(parts.progress.samples)
     rows = [
-        (sample, _one_row(batch, row))
+        (sample, batch.sample(row))
         for batch in data.micro_batches
         for row, sample in enumerate(batch.sample_ids)
     ]
-    filler = _one_row(data.micro_batches[0], 0)
+    filler = data.micro_batches[0].sample(0)
     bad = []
     # Where the model is sharded, all ranks must ask it equally often.
     for index in range(max(parts.world.gather(len(rows)))):
@@ -69,8 +68,3 @@ def _find_culprits(parts: Parts) -> list[str]:
         for rank, host, samples in every
         if samples
     ]
-
-
-def _one_row(batch: Batch, row: int) -> Batch:
-    rows = slice(row, row + 1)
-    return Batch(batch.input_ids_BT[rows], batch.targets_BT[rows], batch.sample_ids[rows])

@@ -35,8 +35,12 @@ def train(parts: Parts) -> ExitCode:
         lr = learning_rate(config, step, parts.total_steps)
         grad_norm = engine.optimizer_step(lr=lr, max_norm=config.max_grad_norm)
         parts.meter.mark("optimizer")
-        parts.meter.step_done(data.global_tokens)
-        progress.advance(samples=data.next_sample, tokens=data.global_tokens)
+        parts.meter.step_done(
+            tokens=data.input_tokens,
+            loss_divisor=data.loss_divisor,
+            padding_share=data.padding_share,
+        )
+        progress.advance(samples=data.next_sample, tokens=data.input_tokens)
         parts.recorder.step_done(progress.step)
 
         # The outer step, between clusters, has its place here.

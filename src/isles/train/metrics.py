@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ class StepMeter:
         self._cuda = world.device.type == "cuda"
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._tokens = 0
+        self._loss_divisor = 0
+        self._padding = 0.0
         self._steps = 0
         self._timed = 0
         self._parts = dict.fromkeys(PHASES, 0.0)
@@ -74,9 +77,17 @@ class StepMeter:
         """A micro-batch's summed loss on this rank."""
         self._loss += loss_sum
 
-    def step_done(self, tokens: int) -> None:
-        """A step is over; its target tokens over all ranks."""
+    def step_done(self, *, tokens: int, loss_divisor: int, padding_share: float) -> None:
+        """A step is over.
+
+        Args:
+            tokens: that all ranks read, trained or not, without padding.
+            loss_divisor: what its summed loss is divided by.
+            padding_share: of the places that all ranks computed.
+        """
         self._tokens += tokens
+        self._loss_divisor += loss_divisor
+        self._padding += padding_share
         self._steps += 1
 
     def pause(self) -> float:
@@ -87,13 +98,26 @@ class StepMeter:
         """Steps go on."""
         self._since += time.perf_counter() - paused_at
 
-    def row(self, *, grad_norm: torch.Tensor, communication_s: float | None) -> dict[str, Any]:
-        """The figures since the last row, the same on every rank. All ranks must call this."""
+    def row(
+        self,
+        *,
+        grad_norm: torch.Tensor,
+        communication_s: float | None,
+        sums: Mapping[str, torch.Tensor],
+    ) -> dict[str, Any]:
+        """The figures since the last row, the same on every rank. All ranks must call this.
+
+        Args:
+            grad_norm: of the last step.
+            communication_s: of the last timed step; None: it is not known.
+            sums: this rank's part of what the method tells besides the loss.
+        """
         elapsed = time.perf_counter() - self._since
         timed = max(1, self._timed)
         mine = [float(self._loss.item()), self._memory()]
         mine += [self._parts[phase] / timed for phase in PHASES]
         mine.append(math.nan if communication_s is None else communication_s)
+        mine += [float(value.item()) for value in sums.values()]
         ranks = self._gather(mine)
         loss_sum = sum(rank[0] for rank in ranks)
         means = [sum(rank[i] for rank in ranks) / len(ranks) for i in range(2, 6)]
@@ -105,10 +129,15 @@ class StepMeter:
             per_rank = tokens_per_second / self._world.world_size
             mfu = per_rank * self._speed.flops_per_token / self._speed.peak_flops
         row = {
-            "loss": loss_sum / max(1, self._tokens),
+            "loss": loss_sum / max(1, self._loss_divisor),
+            **{
+                name: sum(rank[index] for rank in ranks) / max(1, self._loss_divisor)
+                for index, name in enumerate(sums, start=6)
+            },
             "grad_norm": float(grad_norm.item()),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_gpu": tokens_per_second / self._world.world_size,
+            "padding_share": self._padding / self._steps,
             "step_time_s": elapsed / self._steps,
             "data_s": means[0],
             "forward_backward_s": max(0.0, forward_backward),
@@ -122,7 +151,8 @@ class StepMeter:
 
     def _clear(self) -> None:
         self._loss.zero_()
-        self._tokens = self._steps = self._timed = 0
+        self._tokens = self._loss_divisor = self._steps = self._timed = 0
+        self._padding = 0.0
         self._parts = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
 

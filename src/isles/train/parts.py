@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Parts:
     total_steps: int | None
     git_commit: str | None
     data_content: str
+    base: dict[str, str] | None
 
     @property
     def config(self) -> RunConfig:
@@ -68,7 +70,11 @@ class Parts:
 
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
         """Record the step that is just over. All ranks must call this."""
-        figures = self.meter.row(grad_norm=grad_norm, communication_s=self.engine.communication_s())
+        figures = self.meter.row(
+            grad_norm=grad_norm,
+            communication_s=self.engine.communication_s(),
+            sums=self.engine.take_figures(of_training=True),
+        )
         self.checkpoints.poll()
         progress = self.progress
         row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}
@@ -109,7 +115,7 @@ class Parts:
             self.engine,
             batches,
             self.world,
-            counts_tokens=place.pp == place.cp == place.tp == 0,
+            counts=place.pp == place.cp == place.tp == 0,
         )
         self.recorder.row(
             {"kind": "eval", "step": self.progress.step, **figures, "at": time.time()}
@@ -146,8 +152,10 @@ class Parts:
             "balance": self.balancer.record(),
             "seed": self.config.seed,
             "data": self.data_content,
+            "base": self.base,
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
+            "device": self.world.device_name,
             "config_digest": digest(self.config),
             "git_commit": self.git_commit,
             "created_at": time.time(),
@@ -156,5 +164,6 @@ class Parts:
                 "isles": isles.__version__,
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
+                **({} if self.base is None else {"peft": version("peft")}),
             },
         }

@@ -18,6 +18,8 @@ from isles.config.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import OutOfMemoryError
+from isles.facts.memory import optimizer_bytes
+from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing
 from isles.rundir.env import cache_home
@@ -113,6 +115,8 @@ def measure_curve(
             device=world.device,
             dtype=dtype,
             vocab_size=int(shape.get_text_config().vocab_size),
+            adapter=config.adapter,
+            frozen_dtype=frozen_dtype(training.precision, config.adapter),
         )
         set_gradient_checkpointing(probe, training.gradient_checkpointing)
         use_maskless_attention(probe)
@@ -156,6 +160,7 @@ def _measure_gpu(
         "precision": config.training.precision,
         "checkpointing": config.training.gradient_checkpointing,
         "optimizer": config.training.optimizer,
+        "adapter": config.adapter.model_dump(),
         "strategy": strategy.model_dump(),
         "shape": [probe.seq_length, probe.share, sizes[-1], mesh.layout.world_size],
         "budget_gib": round(budget / 2**30),
@@ -181,29 +186,32 @@ def state_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: M
     Rather too much than too little; activations come on top.
     """
     numel = sum(p.numel() for p in model.parameters())
-    weights = float(sum(p.numel() * p.element_size() for p in model.parameters()))
-    optimizer = 2 * weights if config.training.optimizer == "adamw" else weights
+    total = float(sum(p.numel() * p.element_size() for p in model.parameters()))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = float(sum(p.numel() * p.element_size() for p in trained))
+    frozen = total - weights
+    optimizer = optimizer_bytes(sum(p.numel() for p in trained), weights, config.training.optimizer)
     cut = mesh.layout.tp * mesh.layout.pp
     # Two blocks and the embeddings are whole at a time, with their gradients.
-    gathered = 4 * max((p.numel() for p in model.parameters()), default=0) * weights / max(1, numel)
+    gathered = 4 * max((p.numel() for p in model.parameters()), default=0) * total / max(1, numel)
     match strategy:
         case FSDPStrategyConfig():
             shards = mesh.layout.dp_shard * mesh.layout.cp
-            kept = (2 * weights + optimizer) / shards
+            kept = (frozen + 2 * weights + optimizer) / shards
             if strategy.cpu_offload:
                 kept = 0.0
             if strategy.sharding_strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
-                gathered = 2 * weights
+                gathered = total + weights
             return (kept + gathered) / cut
         case DeepSpeedStrategyConfig():
             ranks, stage = mesh.layout.dp_size, strategy.zero_stage
-            kept = weights / (ranks if stage == 3 else 1)
+            kept = total / (ranks if stage == 3 else 1)
             kept += weights / (ranks if stage >= 2 else 1)
             if strategy.offload_optimizer == "none":
                 kept += (optimizer + weights) / ranks  # DeepSpeed keeps a second, exact copy
             return kept + gathered
         case _:
-            return (2 * weights + optimizer + weights) / cut
+            return (frozen + 2 * weights + optimizer + weights) / cut
 
 
 def _doubling(most: int) -> list[int]:
@@ -217,9 +225,11 @@ def _largest_that_fits(
 ) -> int:
     """Try sizes upwards; stop where the next is foreseen to overflow, or does."""
     total = torch.cuda.get_device_properties(device).total_memory
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    # AdamW keeps two numbers a weight, DDP a second copy of the gradients at most.
-    reserve = 2 * weights + (weights if dist.get_world_size() > 1 else 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights = sum(p.numel() * p.element_size() for p in trained)
+    # DDP keeps a second copy of the gradients at most.
+    reserve = optimizer_bytes(sum(p.numel() for p in trained), weights, config.training.optimizer)
+    reserve += weights if dist.get_world_size() > 1 else 0
     budget = total * _MEMORY_SHARE - reserve
     state = torch.cuda.get_rng_state(device)
     best = 0

@@ -10,7 +10,7 @@ class Progress:
     """Counts of the whole run, over all its attempts.
 
     `step`: inner steps done. `samples`: the global cursor, the index of the next sample.
-    `tokens`: target tokens trained on.
+    `tokens`: read by the model, without padding, trained on or not.
     """
 
     def __init__(self, *, step: int, samples: int, tokens: int, elapsed_s: float) -> None:

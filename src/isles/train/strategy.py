@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,15 +23,25 @@ from isles.config.strategy import (
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
+    MeshSection,
 )
+from isles.config.training import TrainingConfig
 from isles.dist.measure import least_memory_bytes, link_bytes_per_s
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
 from isles.facts.memory import ModelSize
 from isles.models.attention import use_maskless_attention
 from isles.strategies.base import Engine
+from isles.strategies.objective import DPO, CausalLM, MakeObjective
 
 log = logging.getLogger(__name__)
+
+_SCORES_DTYPE = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+}
+"""In what attention is computed; fp32 where nothing is named."""
 
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 
@@ -49,6 +60,8 @@ def settle_strategy(
         The strategy, and why it was chosen; "" where the run file says it.
     """
     match config.strategy:
+        case AutoStrategy() if config.adapter.type == "qlora":
+            return DDPStrategyConfig(), "ddp, as weights in 4 bits cannot be cut over ranks"
         case AutoStrategy():
             return _choose(config, world, empty_model())
         case given:
@@ -62,6 +75,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         num_layers=int(getattr(shape, "num_hidden_layers", 1)),
         hidden_size=int(getattr(shape, "hidden_size", 0)),
         vocab_size=int(shape.vocab_size),
+        num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
     memory = least_memory_bytes(world)
     machine = Machine(world.world_size, _ranks_per_node(world), memory, None)
@@ -106,6 +120,17 @@ def runs_in_step(strategy: Strategy) -> bool:
     return not isinstance(strategy, DDPStrategyConfig) or is_sharded(strategy)
 
 
+def needs_fixed_length(config: RunConfig) -> bool:
+    """Whether every batch must have rows of data.seq_length.
+
+    A compiled model would be compiled anew for each other length; ranks that share a sequence cut
+    it into equal pieces; a pipeline has made room for one shape. `auto` chooses none of these.
+    """
+    strategy = config.strategy
+    cut = isinstance(strategy, MeshSection) and max(strategy.cp_size, strategy.pp_size) > 1
+    return config.training.torch_compile or cut
+
+
 def holds_whole_model(strategy: Strategy) -> bool:
     """Whether every rank holds the whole model and its optimizer."""
     return isinstance(strategy, DDPStrategyConfig) and not is_sharded(strategy)
@@ -147,7 +172,7 @@ def make_engine(
         world: all ranks.
         config: the run file.
     """
-    precision = config.training.precision
+    objective = make_objective(config.training)
     match strategy:
         case AutoStrategy():
             raise AssertionError("settle_strategy has chosen another")
@@ -156,7 +181,14 @@ def make_engine(
 
             check_accumulation(config, strategy, world.world_size)
             settings = deepspeed_settings(config, strategy)
-            return DeepSpeedEngine(model, materialize, make_optimizers, world, settings=settings)
+            return DeepSpeedEngine(
+                model,
+                materialize,
+                make_optimizers,
+                world,
+                settings=settings,
+                make_objective=objective,
+            )
         case DDPStrategyConfig() if not is_sharded(strategy):
             from isles.strategies.ddp import DDPEngine
 
@@ -166,15 +198,29 @@ def make_engine(
                 strategy,
                 mesh,
                 world,
-                precision=precision,
+                precision=config.training.precision,
                 comm_sample_every=config.training.logging_steps,
+                make_objective=objective,
             )
         case DDPStrategyConfig() | FSDPStrategyConfig():
             return _make_sharded_engine(
-                as_fsdp(strategy), model, materialize, make_optimizers, mesh, world, precision
+                as_fsdp(strategy), model, materialize, make_optimizers, mesh, world, config
             )
         case _:
             assert_never(strategy)
+
+
+def make_objective(training: TrainingConfig) -> MakeObjective:
+    """What a run minimises."""
+    match training.method:
+        case "causal_lm":
+            return CausalLM
+        case "dpo":
+            return functools.partial(
+                DPO, beta=training.dpo_beta, label_smoothing=training.dpo_label_smoothing
+            )
+        case _:
+            assert_never(training.method)
 
 
 def _make_sharded_engine(
@@ -184,8 +230,9 @@ def _make_sharded_engine(
     make_optimizers: MakeOptimizers,
     mesh: Mesh,
     world: World,
-    precision: str,
+    config: RunConfig,
 ) -> Engine:
+    precision = config.training.precision
     if strategy.pp_size > 1:
         from isles.strategies.pipeline import PipelineEngine
 
@@ -209,6 +256,7 @@ def _make_sharded_engine(
         mesh,
         world,
         precision=precision,
+        make_objective=make_objective(config.training),
     )
 
 
@@ -238,10 +286,29 @@ def compile_model(model: nn.Module, strategy: Strategy) -> None:
         block.compile()
 
 
-def use_attention(model: nn.Module, strategy: Strategy, mesh: Mesh) -> None:
-    """The attention of a training run: without masks, or over ranks that share a sequence."""
+def use_attention(
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: Mesh,
+    device: torch.device,
+    training: TrainingConfig,
+) -> None:
+    """The attention of a training run: without masks, or over ranks that share a sequence.
+
+    Args:
+        model: whole or empty.
+        strategy: a settled one.
+        mesh: its grid.
+        device: of this rank.
+        training: the run file's section.
+    """
     if mesh.layout.cp == 1:
-        use_maskless_attention(model)
+        use_maskless_attention(
+            model,
+            device=device,
+            dtype=_SCORES_DTYPE.get(training.precision),
+            is_compiled=training.torch_compile,
+        )
         return
     from isles.strategies.sequence import use_context_parallel_attention
 

@@ -7,9 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from isles.config.files import CHATML
 from isles.config.run import RunConfig
 from isles.data.build import documents_for_tokenizer
+from isles.data.encode import TEMPLATED
+from isles.data.template_choice import stop_at_turns, use_template
 from isles.data.tokenizer import load_tokenizer, train_tokenizer
+from isles.data.transfer import rank_with_data
 from isles.dist.world import World
 from isles.rundir.paths import RunDir
 
@@ -20,21 +24,45 @@ def make_tokenizer(config: RunConfig, run_dir: RunDir, world: World) -> Any:
     """Load or train the tokenizer; None for fake data. All ranks must call this."""
     if all(source.type == "fake" for source in config.data.sources):
         return None
-    world.main_first(lambda: _make(config, run_dir.tokenizer), group=world.work)
+    # Where the data lies on one machine only, a tokenizer is trained there.
+    trains = config.tokenizer.train_vocab_size is not None
+    rank = rank_with_data(config.data, world) if trains else 0
+    world.main_first(
+        lambda: write_tokenizer(config, run_dir.tokenizer), group=world.work, rank=rank
+    )
     return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
 
 
-def _make(config: RunConfig, folder: Path) -> None:
+def write_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Load or train the tokenizer of a run into a folder, unless it is there.
+
+    Its chat template is the one that the run trains with. Without one of its own, a tokenizer that
+    is trained here gets chatml as soon as there are conversations.
+
+    Raises:
+        DataError: there is no such tokenizer or template, or the data cannot be read.
+    """
     if folder.is_dir():
         return
     wanted = config.tokenizer
+    is_chat = any(source.type in TEMPLATED for source in config.data.sources)
+    template = wanted.chat_template
     if wanted.train_vocab_size is not None:
-        tokenizer = train_tokenizer(documents_for_tokenizer(config.data), wanted.train_vocab_size)
+        template = template or (CHATML if is_chat else None)
+        tokenizer = train_tokenizer(
+            documents_for_tokenizer(config.data),
+            wanted.train_vocab_size,
+            is_chat=template == CHATML,
+        )
     else:
         tokenizer = load_tokenizer(
             wanted.name_or_path or config.model.name_or_path,
             trust_remote_code=config.model.trust_remote_code,
         )
+    if template is not None:
+        use_template(tokenizer, template)
+    if is_chat and tokenizer.chat_template is not None:
+        stop_at_turns(tokenizer)
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer.save_pretrained(partial)

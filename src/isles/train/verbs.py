@@ -16,24 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
+from isles.checkpoint.adapter import read_trained
 from isles.checkpoint.export import export_model
+from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.store import load_tensors
+from isles.config.checkpoint import HubId
 from isles.config.resolve import Resolved, load_resolved
 from isles.config.strategy import DDPStrategyConfig
+from isles.config.training import Precision
 from isles.data.build import build_datasets
+from isles.data.chat import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.tokenizer import load_tokenizer
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import TrainingError, UserError
-from isles.models.build import build_empty_model, build_model, converts_weights
+from isles.models.build import converts_weights
 from isles.rundir.env import RankEnv, cache_home
 from isles.rundir.manifest import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.rundir.paths import RunDir
 from isles.strategies.ddp import DDPEngine
+from isles.train.adapter import with_base
+from isles.train.card import card_text
 from isles.train.evaluate import evaluate
-from isles.train.finish import export_step
-from isles.train.strategy import settle_mesh
+from isles.train.finish import export_step, max_shard_bytes
+from isles.train.model import empty_model, whole_model
+from isles.train.reference import give_scores
+from isles.train.strategy import make_objective, settle_mesh
 
 
 def main() -> int:
@@ -68,8 +78,11 @@ def _parse() -> argparse.Namespace:
         match name:
             case "export":
                 verb.add_argument("--output", type=Path)
+                verb.add_argument("--merge-adapter", action="store_true")
+                verb.add_argument("--push-to-hub")
             case "generate":
                 verb.add_argument("--prompt", default="")
+                verb.add_argument("--chat", action="store_true")
                 verb.add_argument("--max-new-tokens", type=_positive, default=100)
                 verb.add_argument("--temperature", type=float, default=0.8)
                 verb.add_argument("--top-p", type=float, default=0.95)
@@ -77,6 +90,15 @@ def _parse() -> argparse.Namespace:
             case _:
                 verb.add_argument("--samples", type=_positive)
     return parser.parse_args()
+
+
+def _hub_id(text: str) -> str:
+    try:
+        return str(TypeAdapter(HubId).validate_python(text))
+    except ValidationError:
+        raise UserError(
+            f"{text!r} is not the name of a repository", where="--push-to-hub", fix="use owner/name"
+        ) from None
 
 
 def _positive(text: str) -> int:
@@ -87,18 +109,36 @@ def _positive(text: str) -> int:
 
 
 def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
+    repo = None if options.push_to_hub is None else _hub_id(options.push_to_hub)
+    if repo is not None:
+        check_push(repo, where=f"--push-to-hub={repo}")
     checkpoint = _sound_checkpoint(run_dir, options.step)
     folder, step = options.output or run_dir.model, checkpoint.step
+    has_adapter = resolved.config.adapter.type != "none"
+    if options.merge_adapter and not has_adapter:
+        raise UserError(
+            "this run has trained no adapter: its export is a whole model anyway",
+            where="--merge-adapter",
+            fix="leave it out",
+        )
     tokenizer = _tokenizer(run_dir, resolved)
-    if converts_weights(
-        build_empty_model(resolved.config.model, dtype=torch.float32, vocab_size=None)
-    ):
+    if not has_adapter and converts_weights(empty_model(resolved.config, tokenizer)):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
-        export_model(model, tokenizer, folder)
+        export_model(
+            model,
+            tokenizer,
+            folder,
+            max_shard_bytes=max_shard_bytes(resolved.config.checkpoint),
+            card=card_text(run_dir, resolved, checkpoint, tokenizer, repo=repo),
+        )
     else:
-        export_step(run_dir, resolved, tokenizer, step, folder)
+        merge = options.merge_adapter or None
+        export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge)
     sys.stdout.write(f"step {step} is exported to {folder}\n")
+    if repo is not None:
+        url = push(folder, repo, message=f"{run_dir.name}, step {step}")
+        sys.stdout.write(f"uploaded to {url}\n")
 
 
 def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
@@ -112,9 +152,12 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             fix="train with a real source, such as data.sources: [{path: python-docs}]",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    has_adapter = resolved.config.adapter.type != "none"
     model, _ = _load(run_dir, resolved, options.step, device)
     torch.manual_seed(options.seed)
     prompt = options.prompt or tokenizer.eos_token or ""
+    if options.chat:
+        prompt = chat_prompt(tokenizer, options.prompt)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
     if inputs["input_ids"].shape[1] == 0:
         raise UserError(
@@ -123,7 +166,8 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             fix="give a prompt",
         )
     greedy = options.temperature <= 0
-    with torch.no_grad():
+    precision = resolved.config.training.precision
+    with torch.no_grad(), _computing(precision, device, has_adapter=has_adapter):
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=torch.ones_like(inputs["input_ids"]),
@@ -134,7 +178,9 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         )
-    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    # An answer stands alone; a text is shown with what it continues.
+    first = inputs["input_ids"].shape[1] if options.chat else 0
+    text = tokenizer.decode(output[0][first:], skip_special_tokens=True)
     sys.stdout.write(text.strip("\n") + "\n")
 
 
@@ -152,6 +198,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             vocab_size=int(model.config.vocab_size),
             is_preparer=True,
             progress=lambda text: logging.getLogger(__name__).info("%s", text),
+            pairs=config.training.method == "dpo",
         )
         if validation is None:
             raise UserError(
@@ -159,6 +206,12 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
                 where="data.validation_fraction: 0",
                 fix="set data.validation_fraction and train again",
             )
+        num_samples = min(
+            options.samples or config.training.eval_samples or validation.num_samples,
+            validation.samples_per_epoch,
+        )
+        if config.training.method == "dpo":
+            give_scores(validation, num_samples, run_dir.reference("validation"))
         strategy = DDPStrategyConfig()
         engine = DDPEngine(
             model,
@@ -168,22 +221,36 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             world,
             precision=config.training.precision,
             comm_sample_every=1,
+            make_objective=make_objective(config.training),
         )
         batches = evaluation_batches(
             validation,
-            options.samples or config.training.eval_samples or validation.num_samples,
+            num_samples,
             micro_batch_size=8,
             dp_rank=0,
             dp_size=1,
             device=world.device,
         )
-        figures = evaluate(engine, batches, world, counts_tokens=True)
+        figures = evaluate(engine, batches, world, counts=True)
+    sys.stdout.write(f"step {step}: {_evaluation_text(figures)}\n")
+
+
+def _evaluation_text(figures: dict[str, float]) -> str:
+    loss = f"validation loss {figures['loss']:.4f}"
+    if "pairs" in figures:
+        return (
+            f"{loss}, chosen preferred {figures['reward_accuracy']:.0%}, margin "
+            f"{figures['reward_margin']:.3f}, {figures['pairs']:.0f} pairs"
+        )
     perplexity = figures["perplexity"]
     shown = f"{perplexity:.2f}" if math.isfinite(perplexity) else "inf"
-    sys.stdout.write(
-        f"step {step}: validation loss {figures['loss']:.4f}, perplexity {shown}, "
-        f"{figures['tokens']:.0f} tokens\n"
-    )
+    return f"{loss}, perplexity {shown}, {figures['tokens']:.0f} tokens"
+
+
+def _computing(precision: Precision, device: torch.device, *, has_adapter: bool) -> torch.autocast:
+    """A frozen model of 16 bits and its adapter of 32 meet as they did in training."""
+    dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=has_adapter and dtype is not None)
 
 
 @contextlib.contextmanager
@@ -203,15 +270,13 @@ def _load(
     checkpoint = _sound_checkpoint(run_dir, step)
     config = resolved.config
     tokenizer = _tokenizer(run_dir, resolved)
-    fresh = tokenizer is not None and config.tokenizer.train_vocab_size is not None
-    model: Any = build_model(
-        # The weights come from the checkpoint, whatever the run began with.
-        config.model.model_copy(update={"init": "scratch"}),
-        device=device,
-        dtype=torch.bfloat16 if config.training.precision == "bf16-true" else torch.float32,
-        seed=0,
-        vocab_size=len(tokenizer) if fresh else None,
-    )
+    if config.adapter.type != "none":
+        adapted: Any = whole_model(with_base(config, checkpoint), tokenizer, device)
+        read_trained(adapted, checkpoint.path)
+        return adapted.eval(), checkpoint.step
+    # The weights come from the checkpoint, whatever the run began with.
+    fresh = config.model.model_copy(update={"init": "scratch"})
+    model: Any = whole_model(config.model_copy(update={"model": fresh}), tokenizer, device)
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     load_tensors(state, checkpoint.path, alone=True)
     model.tie_weights()
@@ -243,7 +308,7 @@ def _quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("torch", "transformers", "datasets", "httpx", "isles.data"):
+    for noisy in ("torch", "transformers", "datasets", "httpx", "httpx2", "isles.data"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

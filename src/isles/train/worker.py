@@ -36,6 +36,7 @@ from isles.train.finish import finish
 from isles.train.loop import train
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals
+from isles.train.trackers import check_outside
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ def _train(
             work_timeout_s=resolved.config.checkpoint.timeout,
         )
     _compare_configs(resolved, world)
+    check_outside(resolved, run_dir, recorder, world)
     checkpoint = _find_checkpoint(run_dir, world, resume_from)
     parts = build(resolved, run_dir, world, recorder, signals, checkpoint)
     signals.training_begins()
@@ -187,6 +189,7 @@ def _start_logging(env: RankEnv) -> None:
         "transformers",
         "datasets",
         "httpx",
+        "httpx2",
         "urllib3",
         "filelock",
         "matplotlib",

@@ -1,0 +1,187 @@
+"""What the model thought of each answer before it was trained: the reference of DPO.
+
+Every pair is scored once, by all ranks together, before the first step. No second model lies in
+memory then, and no step asks it again.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from isles.config.training import TrainingConfig
+from isles.data.dataset import Dataset
+from isles.data.loader import numbered_batches
+from isles.dist.mesh import Mesh
+from isles.dist.world import World
+from isles.errors import UserError
+from isles.rundir.paths import RunDir
+from isles.rundir.records import write_bytes_atomic
+from isles.strategies.base import Engine
+from isles.train.record import Recorder
+
+log = logging.getLogger(__name__)
+
+_KEEP_EVERY_S = 300.0
+"""What was scored is written down this often, so that a kill loses little."""
+
+_BATCHES_AT_ONCE = 16
+
+
+class Reference:
+    """Scores the pairs of a run's data with the model as it is now. Every method is collective.
+
+    Args:
+        engine: whose model has its first weights, before any checkpoint is taken over.
+        mesh: which ranks share rows.
+        world: all ranks.
+        recorder: told how far it is.
+        micro_batch_size: pairs of a forward pass.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mesh: Mesh,
+        world: World,
+        recorder: Recorder,
+        micro_batch_size: int,
+    ) -> None:
+        self._engine, self._mesh, self._world = engine, mesh, world
+        self._recorder = recorder
+        self._size = micro_batch_size
+
+    def score_all(
+        self,
+        training: Dataset,
+        validation: Dataset | None,
+        config: TrainingConfig,
+        total_steps: int | None,
+        run_dir: RunDir,
+    ) -> None:
+        """Score all pairs that a run will read. All ranks must call this.
+
+        Args:
+            training, validation: their data; given the scores here.
+            config: the run file's section.
+            total_steps: length of the run; None: not known.
+            run_dir: keeps the scores for later starts.
+        """
+        rows = None if total_steps is None else total_steps * config.global_batch_size
+        self.score(training, rows, run_dir.reference("training"))
+        if validation is not None:
+            self.score(validation, config.eval_samples, run_dir.reference("validation"))
+
+    def score(self, dataset: Dataset, num_samples: int | None, path: Path) -> None:
+        """Give a dataset the scores of its first samples. All ranks must call this.
+
+        Args:
+            dataset: of pairs.
+            num_samples: how many global indices will be read; None: perhaps all.
+            path: where the scores of an earlier start lie, and those of this one will.
+        """
+        scores = self._read(dataset, path)
+        wanted = _wanted(dataset, num_samples)
+        missing = wanted[np.isnan(scores[wanted, 0])]
+        if len(missing):
+            log.info("reference: scoring pairs=%d of=%d", len(missing), dataset.num_samples)
+            self._score(dataset, missing, scores, path)
+        dataset.reference = scores
+
+    def _score(self, dataset: Dataset, missing: Any, scores: Any, path: Path) -> None:
+        """Fill in what is missing, a few batches on every rank at a time."""
+        kept_at = time.monotonic()
+        at_once = self._mesh.dp_size * self._size * _BATCHES_AT_ONCE
+        self._engine.model.eval()
+        try:
+            for start in range(0, len(missing), at_once):
+                numbers = missing[start : start + at_once]
+                self._recorder.phase(
+                    "scoring the reference", f"{start} of {len(missing)} pairs: {path.stem}"
+                )
+                scores[numbers] = self._score_together(dataset, numbers)
+                if time.monotonic() - kept_at > _KEEP_EVERY_S:
+                    self._write(dataset, scores, path)
+                    kept_at = time.monotonic()
+        finally:
+            self._engine.model.train()
+        self._write(dataset, scores, path)
+
+    def _score_together(self, dataset: Dataset, numbers: Any) -> Any:
+        """Scores of these samples, [len(numbers), 2], on every rank."""
+        share = -(-len(numbers) // self._mesh.dp_size)
+        mine = slice(self._mesh.dp_rank * share, (self._mesh.dp_rank + 1) * share)
+        found = torch.zeros((share * self._mesh.dp_size, 2), dtype=torch.float64)
+        # All go through the model equally often: where pairs run out, some are scored twice.
+        padded = np.resize(numbers, share * self._mesh.dp_size)
+        place = mine.start
+        for batch in numbered_batches(dataset, padded[mine], self._size, self._world.device):
+            rows = self._engine.row_scores(batch).double().cpu().view(-1, 2)
+            if self._mesh.place.tp == 0:  # tensor parallel ranks have the same rows
+                found[place : place + len(rows)] = rows
+            place += len(rows)
+        if self._world.world_size > 1:
+            dist.all_reduce(found, group=self._world.control)
+        return found[: len(numbers)].float().numpy()
+
+    def _read(self, dataset: Dataset, path: Path) -> Any:
+        return self._world.main_first(lambda: _known(dataset, path), group=self._world.work)
+
+    def _write(self, dataset: Dataset, scores: Any, path: Path) -> None:
+        if self._world.is_main:
+            buffer = io.BytesIO()
+            np.savez(buffer, scores=scores, content=np.array(dataset.content))
+            write_bytes_atomic(path, buffer.getvalue())
+
+
+def give_scores(dataset: Dataset, num_samples: int, path: Path) -> None:
+    """Give a dataset the scores that a run has left.
+
+    Args:
+        dataset: of pairs, as the run had it.
+        num_samples: how many global indices will be read.
+        path: where the scores lie.
+
+    Raises:
+        UserError: the run has not scored all of these.
+    """
+    scores = _known(dataset, path)
+    wanted = _wanted(dataset, num_samples)
+    if missing := int(np.isnan(scores[wanted, 0]).sum()):
+        raise UserError(
+            f"{missing} of {len(wanted)} pairs have no score of the model before training",
+            where=str(path),
+            fix=f"give --samples {len(wanted) - missing} or fewer"
+            if missing < len(wanted)
+            else "let `isles train` go on with this run: it scores them at its start",
+        )
+    dataset.reference = scores
+
+
+def _known(dataset: Dataset, path: Path) -> Any:
+    """What an earlier start has scored of the same data, [num_samples, 2]; NaN elsewhere."""
+    unknown = np.full((dataset.num_samples, 2), np.nan, dtype=np.float32)
+    if not path.is_file():
+        return unknown
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            return kept["scores"] if str(kept["content"]) == dataset.content else unknown
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        log.warning("reference scores=%s cannot be read, scoring anew: %s", path, error)
+        return unknown
+
+
+def _wanted(dataset: Dataset, num_samples: int | None) -> Any:
+    """Numbers of the samples that the first global indices lead to, each once."""
+    total = dataset.num_samples
+    if num_samples is None or num_samples >= total:
+        return np.arange(total)
+    return np.unique(dataset.numbers(np.arange(num_samples)))
