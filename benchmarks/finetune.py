@@ -208,7 +208,7 @@ def speeds(turns: Turns, effort: Effort) -> list[tuple[str, float, float]]:
     isles' packed samples hold nearly the same number of tokens: those of a mean step are taken.
     """
     last = turns.rows[-1]
-    ours = effort.chunk_steps * float(last["tokens"]) / float(last["step"])
+    ours = effort.chunk_steps * float(last["target_tokens"]) / float(last["step"])
     theirs = {who: iter(tokens) for who, tokens in zip("AB", turns.tokens, strict=True)}
     found = []
     for who, wall, cpu in turns.chunks:

@@ -216,7 +216,8 @@ def test_an_unknown_template_names_the_nearest() -> None:
 def test_a_resume_may_change_what_the_weights_do_not_depend_on(tmp_path: Path) -> None:
     old = settle(tmp_path).config
     free = settle(
-        tmp_path, "name=x", "output_dir=x", "data.cache_dir=x", "data.max_bad_fraction=0.1", "training.max_steps=200",
+        tmp_path, "name=x", "output_dir=x", "data.cache_dir=x", "data.max_bad_fraction=0.1",
+        "training.max_steps=200",
         "training.max_time=1h", "training.micro_batch_size=4", "training.logging_steps=1",
         "training.eval_steps=null", "training.eval_samples=4", "training.torch_compile=true",
         "training.gradient_checkpointing=full", "checkpoint.keep=9", "track=[]",

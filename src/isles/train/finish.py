@@ -42,6 +42,7 @@ def finish(parts: Parts) -> None:
     summary: dict[str, Any] = {
         "steps": progress.step,
         "tokens": progress.tokens,
+        "target_tokens": progress.target_tokens,
         "elapsed_s": elapsed_s,
         "tokens_per_second": progress.tokens / max(elapsed_s, 1e-9),
         "first_loss": losses[0]["loss"] if losses else None,

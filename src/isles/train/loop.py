@@ -40,7 +40,9 @@ def train(parts: Parts) -> ExitCode:
             loss_divisor=data.loss_divisor,
             padding_share=data.padding_share,
         )
-        progress.advance(samples=data.next_sample, tokens=data.input_tokens)
+        progress.advance(
+            samples=data.next_sample, tokens=data.input_tokens, target_tokens=data.global_tokens
+        )
         parts.recorder.step_done(progress.step)
 
         # The outer step, between clusters, has its place here.

@@ -78,7 +78,8 @@ class Parts:
         self.checkpoints.poll()
         progress = self.progress
         row = {"kind": "train", "step": progress.step, "learning_rate": lr, **figures}
-        row |= {"tokens": progress.tokens, "elapsed_s": progress.elapsed_s, "at": time.time()}
+        row |= {"tokens": progress.tokens, "target_tokens": progress.target_tokens}
+        row |= {"elapsed_s": progress.elapsed_s, "at": time.time()}
         self.recorder.row(row)
         left = None if self.total_steps is None else self.total_steps - progress.step
         self.recorder.update(
@@ -142,6 +143,7 @@ class Parts:
             "step": progress.step,
             "samples": progress.samples,
             "tokens": progress.tokens,
+            "target_tokens": progress.target_tokens,
             "elapsed_s": progress.elapsed_s,
             "total_steps": self.total_steps,
             "lr_scheduler_type": self.config.training.lr_scheduler_type,

@@ -10,21 +10,24 @@ class Progress:
     """Counts of the whole run, over all its attempts.
 
     `step`: inner steps done. `samples`: the global cursor, the index of the next sample.
-    `tokens`: read by the model, without padding, trained on or not.
+    `tokens`: read by the model, without padding, trained on or not. `target_tokens`: trained on.
     """
 
-    def __init__(self, *, step: int, samples: int, tokens: int, elapsed_s: float) -> None:
+    def __init__(
+        self, *, step: int, samples: int, tokens: int, target_tokens: int, elapsed_s: float
+    ) -> None:
         self.step = step
         self.samples = samples
         self.tokens = tokens
+        self.target_tokens = target_tokens
         self._elapsed_before_s = elapsed_s
         self._began = time.monotonic()
-        self._history: list[tuple[int, int, int]] = []
+        self._history: list[tuple[int, int, int, int]] = []
 
     @classmethod
     def fresh(cls) -> Progress:
         """Of a run that begins."""
-        return cls(step=0, samples=0, tokens=0, elapsed_s=0.0)
+        return cls(step=0, samples=0, tokens=0, target_tokens=0, elapsed_s=0.0)
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> Progress:
@@ -33,6 +36,7 @@ class Progress:
             step=int(manifest["step"]),
             samples=int(manifest["samples"]),
             tokens=int(manifest["tokens"]),
+            target_tokens=int(manifest.get("target_tokens", manifest["tokens"])),
             elapsed_s=float(manifest["elapsed_s"]),
         )
 
@@ -41,12 +45,13 @@ class Progress:
         """Seconds of training, over all attempts."""
         return self._elapsed_before_s + time.monotonic() - self._began
 
-    def advance(self, *, samples: int, tokens: int) -> None:
-        """One inner step is done; `samples` is the new cursor, `tokens` the step's."""
-        self._history.append((self.step, self.samples, self.tokens))
+    def advance(self, *, samples: int, tokens: int, target_tokens: int) -> None:
+        """One inner step is done; `samples` is the new cursor, the tokens are the step's."""
+        self._history.append((self.step, self.samples, self.tokens, self.target_tokens))
         self.step += 1
         self.samples = samples
         self.tokens += tokens
+        self.target_tokens += target_tokens
 
     def forget_history(self) -> None:
         """Every step so far was good."""
@@ -56,6 +61,6 @@ class Progress:
         """Back to an earlier step since `forget_history`, the last whose weights are kept."""
         for entry in self._history:
             if entry[0] == step:
-                self.step, self.samples, self.tokens = entry
+                self.step, self.samples, self.tokens, self.target_tokens = entry
                 return
         assert self.step == step, "the history reaches back to the last check"
