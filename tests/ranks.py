@@ -21,8 +21,17 @@ from isles.rundir.env import RankEnv
 from isles.rundir.paths import Attempt, RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# What every rank would import for itself, a second or more each time.
 _CONTEXT.set_forkserver_preload(
-    ["isles.train.worker", "transformers.models.llama.modeling_llama", "tests.ranks"]
+    [
+        "isles.train.worker",
+        "transformers.models.llama.modeling_llama",
+        "torch.distributed.checkpoint._fsspec_filesystem",
+        "matplotlib.backends.backend_agg",
+        "deepspeed",
+        "peft",
+        "tests.ranks",
+    ]
 )
 DEADLINE_S = 120.0
 
