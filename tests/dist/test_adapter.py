@@ -153,7 +153,7 @@ def test_the_same_ranks_resume_bit_for_bit_and_on_the_same_base(
     good = (base / "model.safetensors").read_bytes()
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     _, attempt, gang = start_training(run_file, 2, *options, *again, resume=str(first.path))
-    assert set(gang.wait()) == {ExitCode.TRAINING}
+    assert set(gang.wait()) == {ExitCode.USER}
     error = read_record(attempt.rank_error(0)) or {}
     assert "not those that this adapter was trained beside" in error["what"]
     assert str(base) in error["what"] and "put the model back" in error["fix"]

@@ -274,6 +274,32 @@ def test_weights_of_the_last_good_step_stay(run_file: Path, number: int, precisi
     assert all(bool(torch.isfinite(value).all()) for value in state.values())
 
 
+def step_on_after_a_bad_step(env: RankEnv, run_file: str) -> list[float]:
+    """How far weights move, by stage, in good steps that come after one that was not finite."""
+    world = join_world(env, device="cpu", timeout_s=100)
+    config = load_run_file(Path(run_file)).config
+    split = even_split(ROWS, env.world_size, 12, in_step=True)
+    moved = []
+    for stage in (1, 2, 3):
+        engine = make_engine(config, DeepSpeedStrategyConfig(zero_stage=stage), world)
+        for step in range(2):
+            train_one_step(engine, step, split, world)
+        before = [part.detach().clone() for part in engine.trainable()]
+        engine._guard.watch(torch.tensor(torch.nan))
+        for step in range(2, 4):
+            train_one_step(engine, step, split, world)
+        pairs = zip(engine.trainable(), before, strict=True)
+        moved.append(max(float((now - then).abs().max()) for now, then in pairs))
+        assert engine.good_steps() == 2
+    leave_world()
+    return moved
+
+
+def test_no_step_after_a_bad_one_moves_the_weights(plain_run_file: Path) -> None:
+    """On a GPU the host looks only now and then; momentum must not go on until it does."""
+    assert run_ranks(step_on_after_a_bad_step, 2, str(plain_run_file)) == [[0.0, 0.0, 0.0]] * 2
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_bf16_learns_and_leaves_nothing_but_the_run(
     run_file: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from isles.config.curve import Curve, rank_seconds
 from isles.config.load import load_run_file
 from isles.config.split import even_split
 from isles.errors import ConfigError
+from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
 from isles.train.probe import WithLoss
 
@@ -110,6 +112,29 @@ def test_a_model_is_measured_and_nothing_else_changes(run_file: Path) -> None:
     assert made == [1, 2]
     assert curve.sizes == (1, 2, 4)
     assert curve.limit == 4
+
+
+@pytest.mark.parametrize("isolates", ["false", "true"])
+def test_what_is_measured_keeps_documents_apart_where_the_run_will(
+    run_file: Path, isolates: str
+) -> None:
+    """A mask over all rows is memory that a micro-batch must have room for."""
+    config = load_run_file(
+        run_file, ["data.packing=true", f"data.isolate_documents={isolates}"]
+    ).config
+    model: Any = build_probe(
+        config.model, num_layers=1, device=torch.device("cpu"), dtype=torch.float32, vocab_size=300
+    )
+    assert use_maskless_attention(model)
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
+    WithLoss(model, config)(torch.zeros((2, 8), dtype=torch.int64))
+    mask = seen[-1].get("attention_mask")
+    if isolates == "false":
+        assert mask is None
+    else:
+        assert mask.shape == (2, 1, 8, 8)
+        assert not mask[0, 0, 7, 0], "two documents"
 
 
 def test_rows_that_fit() -> None:

@@ -112,3 +112,16 @@ def test_missing_files_are_reported_before_the_start(tmp_path: Path):
     assert "did you mean a.jsonl?" in faults[0].fix and faults[0].where.split(":")[1][0] == "8"
     assert "there is no chat template" in faults[1].what and "chatml?" in faults[1].fix
     assert data_faults(load(tmp_path, "", f"data.sources.0.path={tmp_path}/a.jsonl")) == []
+
+
+def test_a_missing_model_is_reported_before_the_start(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "base").mkdir()
+    data = f"data.sources.0.path={tmp_path}/a.jsonl"
+    for key in ("model", "tokenizer"):
+        name = f"{key}.name_or_path"
+        (fault,) = data_faults(load(tmp_path, "", data, f"{name}={tmp_path}/bse"))
+        assert name in fault.where and "there is no such folder" in fault.what
+        assert fault.fix == "did you mean base?"
+        for there in (str(tmp_path / "base"), "me/model", "gpt2"):
+            assert data_faults(load(tmp_path, "", data, f"{name}={there}")) == []

@@ -155,7 +155,7 @@ def test_a_card_says_what_is_known_and_nothing_else() -> None:
     assert head["base_model"] == "org/base" and head["datasets"] == ["org/data"]
     assert "license" not in head and "language" not in head
     assert "| validation loss | 5.2000 |" in card and "perplexity" not in card
-    assert "| trained tokens | 6.4k |" in card and "name: tiny" in card
+    assert "| tokens | 6.4k |" in card and "name: tiny" in card
     fresh = make_card(
         replace(FACTS, base="llama-2m", base_repo=None, from_scratch=True, datasets=())
     )

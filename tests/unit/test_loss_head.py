@@ -155,6 +155,37 @@ def test_under_autocast_it_is_as_close_as_whole_logits_are(dtype: torch.dtype) -
         assert error <= 1.2 * (rough[name] - value).norm() + 1e-6, name
 
 
+def test_in_fp16_the_sum_over_tokens_may_be_large() -> None:
+    """Its gradients are scaled afterwards, so that a smaller loss scale would not help."""
+    hidden = torch.full((4096, 4), 50.0, requires_grad=True)
+    head = nn.Linear(4, 256, bias=False)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = head_module._fused_loss_sum(
+            hidden, head, torch.zeros(4096, dtype=torch.int64), may_ignore=False
+        )
+    (loss / 4096).backward()
+    found = head.weight.grad
+    assert found is not None
+    head.weight.grad = None
+    F.cross_entropy(head(hidden.detach()), torch.zeros(4096, dtype=torch.int64)).backward()
+    assert head.weight.grad is not None
+    assert (found - head.weight.grad).norm() < 0.01 * head.weight.grad.norm()
+
+
+def test_the_factor_of_the_loss_is_not_rounded_to_16_bits() -> None:
+    """1/80 in bf16 is 0.1 % more; every gradient below the head would be."""
+    torch.manual_seed(0)
+    head = nn.Linear(64, 256, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(80, 64, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 256, (80,))
+    norms = []
+    for factor in (1.0, 1 / 80):
+        loss = head_module._fused_loss_sum(hidden, head, targets, may_ignore=False)
+        (found,) = torch.autograd.grad(loss * factor, hidden)
+        norms.append(found.float().norm() / factor)
+    assert abs(norms[1] / norms[0] - 1) < 2e-4
+
+
 def test_torch_compile_keeps_one_graph_for_every_batch() -> None:
     model = build(num_hidden_layers=1)
     twin = copy.deepcopy(model)

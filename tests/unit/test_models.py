@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isles.config.model import ModelConfig
 from isles.errors import UserError
 from isles.facts.models import llama_parameters, load_shape, shape_names
+from isles.models import attention
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model, set_gradient_checkpointing
 
@@ -142,3 +146,34 @@ def test_sliding_windows_keep_their_masks(tmp_path: Path) -> None:
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
     assert not use_maskless_attention(make(tmp_path))
+
+
+def test_the_kernel_for_documents_gets_what_it_takes_under_autocast() -> None:
+    """Rotary embeddings give queries and keys in fp32, and autocast does not know the kernel."""
+    seen: list[torch.dtype] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if str(func).startswith("torch_attn._varlen_attn."):
+                seen.extend(x.dtype for x in args[:3])
+            return func(*args, **(kwargs or {}))
+
+    attend = functools.partial(attention._attend, None, attention_mask=None, max_length_q=8)
+    shape = {"q": (1, 4, 8, 16), "kv": (1, 2, 8, 16)}
+    enabled = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast would not, where there is no GPU
+    try:
+        with FakeTensorMode(), Sees(), torch.no_grad():
+            on_gpu = functools.partial(torch.empty, device="cuda")
+            query, key = on_gpu(shape["q"]), on_gpu(shape["kv"])
+            value = on_gpu(shape["kv"], dtype=torch.bfloat16)
+            ends = on_gpu((3,), dtype=torch.int32)
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            out, _ = attend(query, key, value, cu_seq_lens_q=ends)
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    assert out.shape == (1, 8, 4, 16)
+    assert seen == [torch.bfloat16] * 3

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from isles.config.model import ModelConfig
 from isles.errors import UserError
 from isles.models.build import build_empty_model, build_model, fill_model
-from isles.models.fill import NotCoveredError, fill_fresh
+from isles.models.fill import NotCoveredError, fill_fresh, weights_folder
 from isles.strategies.blocks import find_blocks
 
 CPU = torch.device("cpu")
@@ -176,3 +176,9 @@ def test_blocks_are_found_or_named(tiny_model: Path) -> None:
     with pytest.raises(UserError, match="cannot be found") as raised:
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     assert raised.value.where == "strategy.transformer_layer_cls_to_wrap"
+
+
+def test_a_model_that_was_moved_away_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder") as caught:
+        weights_folder(str(tmp_path / "away"))
+    assert str(tmp_path / "away") in str(caught.value) and "put the model back" in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from isles.errors import UserError
-from isles.monitor.ending import conclude
+from isles.monitor.ending import conclude, finished_lines
 from isles.monitor.follow import follow, progress_text
 from isles.monitor.logs import choose_attempt, log_lines
 from isles.monitor.stop import wait_for_end
@@ -127,7 +127,10 @@ def test_a_finished_run_is_summed_up(tmp_path: Path) -> None:
     assert "7.6000 -> 3.2000" in text
     assert str(run_dir.model) in text
     assert str(run_dir.loss_plot) not in text, "only what is there"
-    assert "isles generate a-1" in text
+    assert 'isles generate a-1 --prompt "Once"' in text
+    run_dir.tokenizer.mkdir()
+    (run_dir.tokenizer / "chat_template.jinja").write_text("{{ messages }}")
+    assert '  isles generate a-1 --chat --prompt "Once"' in finished_lines(run_dir)
 
 
 def test_logs_of_all_ranks_carry_their_rank(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def _snippet(facts: CardFacts) -> str:
 
 _FIGURES = (
     ("steps", "steps", "{:,.0f}"),
-    ("tokens", "trained tokens", "count"),
+    ("tokens", "tokens", "count"),
     ("samples", "samples", "{:,.0f}"),
     ("loss", "last training loss", "{:.4f}"),
     ("eval_loss", "validation loss", "{:.4f}"),

@@ -116,7 +116,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
             raise TrainingError(
                 f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
                 where=str(folder),
-                fix="resume with the model and the tokenizer that the run was started with",
+                fix="resume with the model, tokenizer and adapter that the run was started with",
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

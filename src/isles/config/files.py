@@ -39,10 +39,10 @@ def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
 
 
 def data_faults(loaded: Loaded) -> list[ConfigError]:
-    """Every source that is no file here and cannot be on the hub, and a missing chat template."""
+    """Every model, source or chat template that is not here and cannot be on the hub."""
     return [
         ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix)
-        for v in (*_missing_sources(loaded), *_missing_template(loaded))
+        for v in (*_missing_model(loaded), *_missing_sources(loaded), *_missing_template(loaded))
     ]
 
 
@@ -75,6 +75,26 @@ def how_to_find(path: Path) -> str:
     except OSError:
         near = []
     return f"did you mean {' or '.join(near)}?" if near else f"see ls {folder.absolute()}"
+
+
+def _missing_model(loaded: Loaded) -> Iterator[Violation]:
+    config = loaded.config
+    names = {
+        "model.name_or_path": config.model.name_or_path,
+        "tokenizer.name_or_path": config.tokenizer.name_or_path,
+    }
+    for key, name in names.items():
+        # A name of two parts may be on the hub, whatever folders are here.
+        if name is None or _HUB_ID.fullmatch(name):
+            continue
+        path = Path(name).expanduser()
+        try:
+            if not path.exists():
+                yield Violation(
+                    (key,), f"there is no such folder: {path.absolute()}", how_to_find(path)
+                )
+        except OSError:
+            continue  # the rank that reads it says more
 
 
 def _missing_sources(loaded: Loaded) -> Iterator[Violation]:

@@ -251,6 +251,6 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
         DataError: the tokenizer has no chat template, or it does not take the message.
     """
     if tokenizer.chat_template is None:
-        raise no_template(tokenizer)
+        raise no_template()
     template = ChatTemplate(tokenizer, "of the tokenizer")
     return template.prompt([{"role": "user", "content": message}])

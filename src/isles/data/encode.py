@@ -64,7 +64,7 @@ class Encoder:
         self.vocab_size = vocabulary_size(tokenizer)
         has_template = source.type in TEMPLATED and tokenizer.chat_template is not None
         if source.type == "chat" and not has_template:
-            raise no_template(tokenizer)
+            raise no_template()
         name = str(tokenizer.name_or_path or "of the tokenizer")
         self.template = ChatTemplate(tokenizer, name) if has_template else None
         self.train_on: Literal["assistant", "last", "all"] = (

@@ -179,5 +179,7 @@ def no_documents(name: str, kind: str) -> DataError:
     """The error for a source that holds nothing."""
     what = "document that holds more than white space" if kind == "text" else "row"
     return DataError(
-        f"is empty: no {what}", where=name, fix="give it some, or take it out of data.sources"
+        f"the source is empty: no {what}",
+        where=name,
+        fix="give it some, or take it out of data.sources",
     )

@@ -43,7 +43,7 @@ class Template:
         try:
             self.text: str = tokenizer.get_chat_template()
         except ValueError as error:
-            raise no_template(tokenizer) from error
+            raise no_template() from error
         check_template(self.text, name)
         self.is_marked = _MARKER.search(self.text) is not None
         added = tokenizer.added_tokens_decoder.values()
@@ -177,11 +177,11 @@ class Template:
         return length
 
 
-def no_template(tokenizer: PreTrainedTokenizerBase) -> DataError:
+def no_template() -> DataError:
     """The error for messages and a tokenizer that cannot render them."""
     return DataError(
         "the tokenizer has no chat template, which makes text of messages",
-        where=str(tokenizer.name_or_path or "tokenizer"),
+        where="tokenizer.chat_template",
         fix="set tokenizer.chat_template: chatml, or to a Jinja file",
     )
 

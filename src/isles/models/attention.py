@@ -186,6 +186,11 @@ def _by_kernel(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    kind = query_NHD.device.type
+    if torch.is_autocast_enabled(kind):
+        # Autocast does not know this kernel, and rotary embeddings give queries and keys in fp32.
+        dtype = torch.get_autocast_dtype(kind)
+        query_NHD, key_NHD, value_NHD = (x.to(dtype) for x in (query_NHD, key_NHD, value_NHD))
     out = varlen_attn(
         query_NHD,
         key_NHD,

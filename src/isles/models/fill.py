@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from isles.config.files import may_be_hub_id
 from isles.config.model import ModelConfig
 from isles.errors import UserError
 from isles.models.adapter import (
@@ -164,7 +165,7 @@ class _Files:
             value: Tensor = saved[part]
         except (OSError, SafetensorError) as error:
             raise _misfit(self._config, f"{file} cannot be read: {error}") from error
-        self._size += value.numel() * value.element_size()
+        self._size += shape.numel() * value.element_size()  # the pages around a part come along
         return value
 
 
@@ -306,6 +307,12 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
         with safe_open(single, "pt") as reader:
             return single.parent, dict.fromkeys(reader.keys(), _SINGLE)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if not may_be_hub_id(name) and not Path(name).expanduser().exists():
+            raise UserError(
+                f"there is no such folder: {Path(name).expanduser().absolute()}",
+                where="model.name_or_path",
+                fix="put the model back there, or go to the folder that the run was started in",
+            ) from error
         raise UserError(
             f"cannot load the weights of {name!r}: {str(error).strip().splitlines()[0]}",
             where="model.name_or_path",

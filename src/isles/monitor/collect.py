@@ -129,6 +129,12 @@ def _whole(record: dict[str, Any], key: str) -> int | None:
     return None if value is None else int(value)
 
 
+def generate_command(run_dir: RunDir, prompt: str) -> str:
+    """The command that asks a finished run for text: for an answer, where it has a template."""
+    has_template = (run_dir.tokenizer / "chat_template.jinja").is_file()
+    return f'isles generate {run_dir.name} {"--chat " if has_template else ""}--prompt "{prompt}"'
+
+
 def _hint(run_dir: RunDir, state: AttemptState, step: int | None, silent_s: float | None) -> str:
     """What the user may want to do next."""
     host = state.process.host if state.process else "another host"
@@ -137,7 +143,7 @@ def _hint(run_dir: RunDir, state: AttemptState, step: int | None, silent_s: floa
         case "new":
             return "it was never started"
         case "finished":
-            return f'try it: `isles generate {run_dir.name} --prompt "…"`'
+            return f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
             return f"`isles train` with its run file goes on {place}"
         case "unknown":

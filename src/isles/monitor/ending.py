@@ -8,6 +8,7 @@ from rich.console import Console
 
 from isles.errors import ExitCode
 from isles.facts.units import format_count, format_duration
+from isles.monitor.collect import generate_command
 from isles.monitor.errors import failure_lines
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
@@ -62,7 +63,7 @@ def finished_lines(run_dir: RunDir) -> list[str]:
     lines += [f"  {name:<12} {path}" for name, path in places if path.exists()]
     lines += [
         "next:",
-        f'  isles generate {run_dir.name} --prompt "Once"',
+        f"  {generate_command(run_dir, 'Once')}",
         f"  isles eval {run_dir.name}",
         f"  isles checkpoint list {run_dir.name}",
     ]

@@ -32,8 +32,10 @@ class StepGuard:
             dist.all_reduce(self._poison, op=dist.ReduceOp.MAX)
 
     def spoil(self, loss: Tensor) -> Tensor:
-        """The loss, or NaN once poisoned, so that a loss scaler skips the step."""
-        return torch.where(self._poison > 0, torch.nan, loss)
+        """The loss, or NaN with gradients that are NaN once poisoned, so that DeepSpeed skips the
+        step."""
+        # A product: what torch.where leaves out gets a gradient of zero, which moves the weights.
+        return loss * torch.where(self._poison > 0, torch.nan, 1.0)
 
     def step(self, optimizer: Optimizer, *, skip: Tensor | None = None) -> None:
         """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step."""

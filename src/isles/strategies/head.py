@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _CHUNK_LOGITS = 2**25
 """Logits that are held at once: 128 MiB in fp32."""
 
 _LEAST_TOKENS = 128
+
+_LIGER = (0, 8)
+"""The oldest version of liger-kernel whose function takes what is given it here."""
 
 _ROWS = ("input_ids", "position_ids")
 
@@ -274,10 +278,12 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
+        # In place: a second copy of the head's gradient would be the peak of a step's memory.
+        # With an axis, or the factor would be rounded to bf16, and all gradients with it.
         return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden),
-            None if grad_weight is None else (grad_weight * grad).to(weight_dtype),
-            None if grad_bias is None else (grad_bias * grad).to(bias_dtype),
+            None if grad_hidden is None else grad_hidden.mul_(grad.view(1)),
+            None if grad_weight is None else grad_weight.mul_(grad).to(weight_dtype),
+            None if grad_bias is None else grad_bias.mul_(grad).to(bias_dtype),
             None,
             None,
             None,
@@ -292,14 +298,25 @@ def _zeros_fp32(like: Tensor) -> Tensor:
 def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
     if grad_CV.dtype == total_VH.dtype:
         total_VH.addmm_(grad_CV.t(), hidden_CH)
-    else:
-        total_VH += grad_CV.t() @ hidden_CH
+        return
+    # These gradients have no loss scale yet: what left fp16's range in the sum over tokens would do
+    # so at any scale. So a mean is taken.
+    tokens = len(hidden_CH) if grad_CV.dtype == torch.float16 else 1
+    total_VH.add_(grad_CV.t() @ (hidden_CH / tokens), alpha=tokens)
 
 
 @functools.cache
 def _find_liger() -> Callable[[Tensor, nn.Linear, Tensor], Tensor] | None:
     """Liger's kernel, which does the same in Triton, where it is installed and there is a GPU."""
     if not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    found = version("liger-kernel")
+    if tuple(int(part) for part in found.split(".")[:2]) < _LIGER:
+        log.warning(
+            "liger-kernel %s is not used: %d.%d is needed: pip install -U liger-kernel",
+            found,
+            *_LIGER,
+        )
         return None
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 

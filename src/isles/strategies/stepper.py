@@ -68,7 +68,7 @@ class Stepper:
         if self._scaler is None:
             return loss
         self._guard.watch(loss_sum)
-        return self._scaler.scale(self._guard.spoil(loss))
+        return self._scaler.scale(loss)
 
     def step(self, *, lr: float, max_norm: float | None, keep_gradients: bool = False) -> Tensor:
         """Clip, step and clear the gradients; see Engine.optimizer_step. All ranks must call this.

@@ -13,7 +13,7 @@ from isles.checkpoint.card import ExportKind
 from isles.config.resolve import Resolved
 from isles.config.run import RunConfig
 from isles.dist.world import World
-from isles.errors import TrainingError, UserError
+from isles.errors import UserError
 from isles.models.build import load_model_config
 from isles.models.identity import base_fingerprint
 from isles.rundir.manifest import CheckpointInfo
@@ -41,8 +41,8 @@ def agree_on_base(
         None for a run without an adapter.
 
     Raises:
-        UserError: its files cannot be read, or are not the same on every machine.
-        TrainingError: the checkpoint was taken with another model.
+        UserError: its files cannot be read, or are not the same on every machine, or the checkpoint
+            was taken with another model.
     """
     if config.adapter.type == "none":
         return None
@@ -75,8 +75,8 @@ def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
     """The run file of an adapter with its base model found, and checked, from any folder.
 
     Raises:
-        UserError: its files are not there, or cannot be read.
-        TrainingError: they are not those that the checkpoint was taken with.
+        UserError: its files are not there, or cannot be read, or are not those that the checkpoint
+            was taken with.
     """
     name = config.model.name_or_path
     recorded = (checkpoint.manifest.get("base") or {}).get("name", name)
@@ -92,13 +92,13 @@ def check_base(base: Base, checkpoint: CheckpointInfo) -> None:
     """An adapter means something only beside the weights that it was trained with.
 
     Raises:
-        TrainingError: the checkpoint was taken with others.
+        UserError: the checkpoint was taken with others.
     """
     before = checkpoint.manifest.get("base")
     if before is None or before["fingerprint"] == base["fingerprint"]:
         return
     named = "" if before["name"] == base["name"] else f", which was {before['name']}"
-    raise TrainingError(
+    raise UserError(
         f"the weights of {base['name']} are not those that this adapter was trained beside{named}",
         where=str(checkpoint.path),
         fix="put the model back that the run began with, or start a new run with `--resume no`",

@@ -33,6 +33,7 @@ from isles.data.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError
 from isles.rundir.env import cache_home
 from isles.rundir.paths import RunDir
+from isles.train.quiet import hush_libraries
 from isles.train.tokenizer import write_tokenizer
 
 _OPEN, _CLOSE = "⟦", "⟧"
@@ -201,6 +202,7 @@ def _quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", stream=sys.stderr)
+    hush_libraries()
 
 
 if __name__ == "__main__":

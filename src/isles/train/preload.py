@@ -6,7 +6,10 @@ import contextlib
 import importlib
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def preload() -> None:
@@ -17,7 +20,7 @@ def preload() -> None:
     # A signal to the whole process group is for the ranks, which save; this server must live.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), _without("torchao"):
         import transformers
 
         importlib.import_module("isles.train.worker")
@@ -31,6 +34,22 @@ def preload() -> None:
         if not resolved.config.model.trust_remote_code:
             config = load_model_config(resolved.config.model)
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Nothing here can import a package, and who looks for it does not find it.
+
+    transformers imports torchao where it is installed, which asks the GPU what it can do as it is
+    imported. A process that has done so cannot fork ranks that compute on the GPU.
+    """
+    assert package not in sys.modules, package
+    modules: dict[str, Any] = sys.modules  # None in it is Python's own way to say so
+    modules[package] = None
+    try:
+        yield
+    finally:
+        del modules[package]
 
 
 preload()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from isles.balance.cache import curve_file, keep_curve, read_curve
 from isles.balance.calibrate import Probe, calibrate
 from isles.config.curve import Curve
+from isles.config.isolation import isolates_any
 from isles.config.layout import Strategy
 from isles.config.run import RunConfig
 from isles.config.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
+from isles.dist.batch import Batch, cu_seqlens
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import OutOfMemoryError
@@ -25,7 +28,8 @@ from isles.models.build import build_probe, set_gradient_checkpointing
 from isles.rundir.env import cache_home
 from isles.rundir.manifest import CheckpointInfo
 from isles.strategies.objective import CausalLM
-from isles.strategies.sequence import Part
+from isles.strategies.sequence import whole
+from isles.train.strategy import SCORES_DTYPE
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +123,12 @@ def measure_curve(
             frozen_dtype=frozen_dtype(training.precision, config.adapter),
         )
         set_gradient_checkpointing(probe, training.gradient_checkpointing)
-        use_maskless_attention(probe)
+        use_maskless_attention(
+            probe,
+            device=world.device,
+            dtype=SCORES_DTYPE.get(training.precision),
+            is_compiled=training.torch_compile,
+        )
         return WithLoss(probe, config)
 
     probe = Probe(
@@ -161,6 +170,8 @@ def _measure_gpu(
         "checkpointing": config.training.gradient_checkpointing,
         "optimizer": config.training.optimizer,
         "adapter": config.adapter.model_dump(),
+        "method": config.training.method,
+        "isolates": isolates_any(config.data),
         "strategy": strategy.model_dump(),
         "shape": [probe.seq_length, probe.share, sizes[-1], mesh.layout.world_size],
         "budget_gib": round(budget / 2**30),
@@ -265,15 +276,26 @@ def _try(model: Any, config: RunConfig, rows: int, device: torch.device) -> None
 
 
 class WithLoss(nn.Module):
-    """A model and the loss that its engine will compute, of as many rows as its samples have."""
+    """A model and the loss that its engine will compute, of as many rows as its samples have, and
+    with what keeps documents of a row apart where the data does."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         super().__init__()
         self._model = model
         self._objective = CausalLM(model)
         self._rows_per_sample = 2 if config.training.method == "dpo" else 1
+        self._isolates = isolates_any(config.data)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """The summed loss when each token is its own target."""
         rows_BT = tokens_BT.repeat(self._rows_per_sample, 1)
-        return self._objective.loss_sum(self._model, Part({"input_ids": rows_BT}, rows_BT))
+        batch = Batch(rows_BT, rows_BT, ())
+        if self._isolates:
+            length = rows_BT.shape[1]
+            # Two documents a row: of one, transformers would make no mask.
+            positions_T = torch.arange(length, device=rows_BT.device) % (-(-length // 2))
+            positions_BT = positions_T.repeat(len(rows_BT), 1)
+            batch = replace(
+                batch, position_ids_BT=positions_BT, cu_seqlens_N=cu_seqlens(positions_BT)
+            )
+        return self._objective.loss_sum(self._model, whole(batch, self._model))

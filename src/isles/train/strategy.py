@@ -36,7 +36,7 @@ from isles.strategies.objective import DPO, CausalLM, MakeObjective
 
 log = logging.getLogger(__name__)
 
-_SCORES_DTYPE = {
+SCORES_DTYPE = {
     "bf16-mixed": torch.bfloat16,
     "bf16-true": torch.bfloat16,
     "fp16-mixed": torch.float16,
@@ -306,7 +306,7 @@ def use_attention(
         use_maskless_attention(
             model,
             device=device,
-            dtype=_SCORES_DTYPE.get(training.precision),
+            dtype=SCORES_DTYPE.get(training.precision),
             is_compiled=training.torch_compile,
         )
         return

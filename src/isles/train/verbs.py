@@ -42,6 +42,7 @@ from isles.train.card import card_text
 from isles.train.evaluate import evaluate
 from isles.train.finish import export_step, max_shard_bytes
 from isles.train.model import empty_model, whole_model
+from isles.train.quiet import hush_libraries
 from isles.train.reference import give_scores
 from isles.train.strategy import make_objective, settle_mesh
 
@@ -310,6 +311,7 @@ def _quiet() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("torch", "transformers", "datasets", "httpx", "httpx2", "isles.data"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    hush_libraries()
 
 
 if __name__ == "__main__":

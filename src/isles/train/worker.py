@@ -34,6 +34,7 @@ from isles.rundir.restarts import LastStep, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.loop import train
+from isles.train.quiet import hush_libraries
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals
 from isles.train.trackers import check_outside
@@ -195,6 +196,7 @@ def _start_logging(env: RankEnv) -> None:
         "matplotlib",
     ):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    hush_libraries()
     transformers_logging.disable_progress_bar()
 
 

@@ -1,0 +1,31 @@
+"""What other libraries print, and what of it reaches a user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import logging
+from isles.train.quiet import hush_libraries
+
+logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+hush_libraries()
+logging.getLogger("DeepSpeed").setLevel(logging.INFO)  # as DeepSpeed does when it is imported
+for name in ("torchao.kernel.intmm", "torch.utils._pytree", "DeepSpeed", "isles"):
+    logging.getLogger(name).warning("warns")
+    logging.getLogger(name).error("fails")
+"""
+
+
+def test_libraries_are_silent_but_for_errors() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.splitlines() == [
+        "torchao.kernel.intmm fails",
+        "torch.utils._pytree fails",
+        "DeepSpeed fails",
+        "isles warns",
+        "isles fails",
+    ]
