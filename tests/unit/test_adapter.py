@@ -22,7 +22,7 @@ from isles.config.model import ModelConfig
 from isles.config.run import RunConfig
 from isles.config.strategy import DDPStrategyConfig
 from isles.config.training import TrainingConfig
-from isles.errors import ConfigErrors, MissingDependencyError, TrainingError, UserError
+from isles.errors import ConfigErrors, MissingDependencyError, UserError
 from isles.facts.flops import train_flops_per_token
 from isles.facts.memory import ModelSize
 from isles.models.adapter import base_name, frozen_dtype
@@ -306,7 +306,7 @@ def test_a_base_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
     found = with_base(run, checkpoint).model.name_or_path
     assert found == str(tmp_path / "here" / "tiny")
     make_base(tmp_path / "here" / "tiny", LLAMA | {"intermediate_size": 32})
-    with pytest.raises(TrainingError, match="not those that this adapter was trained beside"):
+    with pytest.raises(UserError, match="not those that this adapter was trained beside"):
         with_base(run, checkpoint)
 
 

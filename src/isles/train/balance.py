@@ -115,9 +115,8 @@ class _Chooser:
         is_auto = balance == "auto" and dp_size > 1
         if is_auto and (kept := self._kept()) is not None:
             return kept
-        # What cannot be tried on the real model, because no rank holds all of it, is foreseen.
         foresees = self._is_cuda and None in self._caps
-        foresees = foresees and (isinstance(balance, dict) or not holds_whole_model(self._strategy))
+        foresees = foresees and (isinstance(balance, dict) or not self._can_try())
         curves = self._curves() if is_auto or foresees else None
         even_size = self._even_size(curves)
         if isinstance(balance, dict):
@@ -184,13 +183,20 @@ class _Chooser:
         caps = [cap for cap in self._caps if cap is not None]
         if len(caps) == len(self._caps):
             return min(caps)
-        if curves is not None and self._is_cuda and not holds_whole_model(self._strategy):
+        if curves is not None and self._is_cuda and not self._can_try():
             largest = min(curve.limit for curve in curves)
             return max(size for size in range(1, min(rows, largest) + 1) if rows % size == 0)
         size = choose_micro_batch_size(
             self._model, self._config, rows, self._world, self._resume_from
         )
         return min([size, *caps])
+
+    def _can_try(self) -> bool:
+        """Whether a rank can try sizes on the real model by itself; else they are foreseen.
+
+        It must hold all of it, and attend without the ranks that share its sequences.
+        """
+        return holds_whole_model(self._strategy) and self._mesh.layout.cp == 1
 
     def _limits(self, even_size: int) -> list[int]:
         """Most rows of a micro-batch where nothing was measured."""
