@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from isles.config.data import DataConfig, SourceConfig
 from isles.config.isolation import isolates
 from isles.config.load import Loaded, load_run_file
+from isles.config.rules import check_rules
 from isles.config.shape import check_shape
 from isles.config.split import even_split
 from isles.data.cut import cut_samples, store_samples
@@ -502,7 +503,7 @@ def test_rules_about_packing(tmp_path: Path, overrides: list[str], what: str, fi
     ],
 )
 def test_what_goes_together_is_let_through(tmp_path: Path, overrides: list[str]) -> None:
-    load(tmp_path, *overrides)
+    assert check_rules(load(tmp_path, *overrides).config) == []
 
 
 @pytest.mark.parametrize(
