@@ -21,8 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "rundir": GROUND | {"config"},
     # control wing
     "launch": SHARED,
+    "preflight": SHARED | {"launch"},
     "monitor": SHARED | {"launch"},
-    "cli": SHARED | {"launch", "monitor"},
+    "cli": SHARED | {"launch", "monitor", "preflight"},
     # worker wing
     "dist": SHARED,
     "models": SHARED | {"dist"},
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": SHARED | {"dist"},
     "train": SHARED | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance"},
 }
-CONTROL_WING = {"errors", "facts", "config", "rundir", "launch", "monitor", "cli"}
+CONTROL_WING = {"errors", "facts", "config", "rundir", "launch", "preflight", "monitor", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -91,17 +91,18 @@ def train(
         dry_run: Show the resolved values and the exact command; start nothing.
         detach: Return as soon as the run is started.
     """
-    from isles.launch.start import dry_run_text, read_run_file, start_run
-    from isles.launch.verbs import require_train
+    from isles.launch.start import StartOptions, start
     from isles.monitor.inbox import caught_signals
 
-    loaded, resolved = read_run_file(run_file, overrides, _warn, needs_data=True)
-    if dry_run:
-        print(dry_run_text(resolved, resume))
-        return ExitCode.OK
-    require_train()
+    options = StartOptions(run_file, overrides, resume, dry_run, _say, _warn)
     with caught_signals() as inbox:
-        started = start_run(loaded, resolved, resume=resume, say=_say)
+        started = start(options)
+        if isinstance(started, str):
+            print(started)
+            return ExitCode.OK
+        if started.text:
+            print(started.text)
+            return ExitCode.OK
         name = started.run_dir.name
         if detach:
             _say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
@@ -110,14 +111,7 @@ def train(
         # The ranks are on their way: what draws their progress is loaded beside them.
         from isles.monitor.foreground import attend
 
-        return attend(
-            started.run_dir,
-            started.attempt,
-            process=started.process,
-            inbox=inbox,
-            console=_console(),
-            errors=_console(stderr=True),
-        )
+        return attend(started, inbox=inbox, console=_console(), errors=_console(stderr=True))
 
 
 @app.command

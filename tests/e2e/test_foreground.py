@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
+from isles.launch.start import Started
 from isles.monitor.foreground import attend
 from isles.monitor.inbox import caught_signals
 from isles.rundir.begin import new_attempt
@@ -34,7 +35,7 @@ with caught_signals() as inbox:
     process = LocalLauncher().submit(fake_job(run_dir, attempt))
     console = Console(width=200)
     where = {"console": console, "errors": console}
-    sys.exit(attend(run_dir, attempt, process=process, inbox=inbox, **where))
+    sys.exit(attend(Started(run_dir, attempt, process), inbox=inbox, **where))
 """
 
 

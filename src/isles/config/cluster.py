@@ -6,18 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
+from isles.config.environment import EnvironmentConfig, NetworkConfig, SyncConfig, Text
+from isles.config.launcher import (
+    HostConfig,
+    LauncherConfig,
+    LocalLauncherConfig,
+    ManualLauncherConfig,
+    SshLauncherConfig,
+)
 from isles.config.section import DurationS, Section
-
-
-class LocalLauncherConfig(Section):
-    """Ranks on this machine, under torch's elastic agent."""
-
-    kind: Literal["local"] = "local"
-    """This machine."""
-
-
-LauncherConfig = LocalLauncherConfig
-"""With a second kind this becomes a union with `kind` as its discriminator."""
 
 
 def _node_range(text: str) -> str:
@@ -51,9 +48,30 @@ class ClusterConfig(Section):
     """Ranks on each node, one per GPU. auto: every GPU that is visible. On a machine without GPUs
     these are CPU processes (auto: one)."""
 
-    nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange = 1
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What the ranks compute on. auto: cuda where there are GPUs (local, ssh), and for a queue or
+    commands to type, whose nodes cannot be seen from here."""
+
+    nodes: Annotated[int, Field(ge=1, le=1024)] | NodeRange | Literal["auto"] = "auto"
     """How many nodes: a number, or MIN:MAX. With MIN:MAX the run goes on while MIN are there, and
-    grows again when one comes back. The local launcher starts MAX of them on this machine."""
+    grows again when one comes back. auto: every host of the list (ssh, manual), else one. The
+    local launcher starts all of them on this machine."""
+
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """The Python of the nodes, and what is set up before it starts."""
+
+    network: NetworkConfig = NetworkConfig()
+    """How the ranks reach one another."""
+
+    workdir: Text | None = None
+    """Folder on the nodes in which the ranks run, and to which the paths of this file are
+    relative. null: the same as here."""
+
+    sync: SyncConfig | None = None
+    """Files that are copied to the nodes before the start. null: none."""
+
+    start_timeout: Annotated[DurationS, Field(ge=1)] = 120.0
+    """Longest wait for all nodes to be there, once the first is; who is missing is named."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """How often all ranks are started again from the last checkpoint after one was lost. An error
@@ -64,11 +82,31 @@ class ClusterConfig(Section):
     error that names the rank."""
 
     @property
+    def hosts(self) -> tuple[HostConfig, ...]:
+        """The hosts that are listed, in the order of their ranks; none where a queue chooses."""
+        match self.launcher:
+            case SshLauncherConfig(hosts=hosts):
+                return tuple(HostConfig(ssh=h) if isinstance(h, str) else h for h in hosts)
+            case ManualLauncherConfig(hosts=addresses):
+                return tuple(HostConfig(ssh=h, address=h) for h in addresses)
+            case _:
+                return ()
+
+    @property
     def min_nodes(self) -> int:
         """As many nodes must be there for the run to go on."""
-        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[0])
+        return self._nodes[0]
 
     @property
     def max_nodes(self) -> int:
         """As many nodes are started, and no more can join."""
-        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[2])
+        return self._nodes[1]
+
+    @property
+    def _nodes(self) -> tuple[int, int]:
+        if self.nodes == "auto":
+            return (len(self.hosts) or 1,) * 2
+        if isinstance(self.nodes, int):
+            return self.nodes, self.nodes
+        least, _, most = self.nodes.partition(":")
+        return int(least), int(most)

@@ -33,6 +33,7 @@ _FREE_SECTIONS = (
     "clusters.",
     "strategy.",
     "track.",
+    "watchdog.",
     "balance.",
     "training.micro_batch_size.",
 )

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from isles.config.model import ModelConfig
+from isles.config.rules_cluster import cluster_rules
 from isles.config.rules_data import data_rules
 from isles.config.rules_finetune import finetune_rules
 from isles.config.rules_strategy import nearest_multiples, strategy_rules
@@ -25,6 +26,7 @@ def check_rules(config: RunConfig) -> list[Violation]:
         *data_rules(config),
         *finetune_rules(config),
         *strategy_rules(config),
+        *cluster_rules(config),
     ]
 
 

@@ -16,6 +16,7 @@ from isles.config.section import Section
 from isles.config.strategy import AutoStrategy, StrategyConfig
 from isles.config.track import TrackerConfig, TrackerName
 from isles.config.training import TrainingConfig
+from isles.config.watchdog import WatchdogConfig
 
 
 class RunConfig(Section):
@@ -61,6 +62,9 @@ class RunConfig(Section):
     )
     """Where curves go besides metrics.jsonl, which every run writes: names, or sections with
     settings, such as [tensorboard, {kind: wandb, project: p}, {kind: mlflow, experiment: e}]."""
+
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """What happens when a step takes far longer than usual."""
 
     clusters: Annotated[
         tuple[ClusterConfig, ...], Field(min_length=1, max_length=1, strict=False)

@@ -1,25 +1,35 @@
-"""Starting a run on this machine: from the run file to a recorded process."""
+"""Starting a run: by which launcher; and, on this machine, up to a recorded process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from isles.config.adapter import missing_package
 from isles.config.deepspeed_rules import check_start
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.launcher import (
+    LocalLauncherConfig,
+    ManualLauncherConfig,
+    PbsLauncherConfig,
+    SlurmLauncherConfig,
+    SshLauncherConfig,
+)
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved, resolve
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.launch.local import LocalLauncher, local_job
+from isles.launch.verbs import require_train
 from isles.rundir.begin import begin_run, choose_run, new_attempt
 from isles.rundir.env import hub_cache
 from isles.rundir.find import numbered_runs
 from isles.rundir.nodes import living_nodes, read_meeting, start_node
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.remote import RemoteRun
 from isles.rundir.state import attempt_state
 from isles.rundir.trackers import require_trackers
 
@@ -28,11 +38,21 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A run that was just started."""
+    """A run that was just started.
+
+    Args:
+        run_dir: its directory, as the machine sees it that has it.
+        attempt: this start of it.
+        process: who runs it, where that is a process of this machine.
+        remote: where the run directory is, if not here.
+        text: what the user must do now (manual); nothing is followed then.
+    """
 
     run_dir: RunDir
     attempt: Attempt
-    process: ProcessId
+    process: ProcessId | None
+    remote: RemoteRun | None = None
+    text: str = ""
 
 
 def read_run_file(
@@ -65,8 +85,68 @@ def read_run_file(
     return loaded, resolved
 
 
+@dataclass(frozen=True, slots=True)
+class StartOptions:
+    """How `isles train` was typed.
+
+    Args:
+        path: the run file.
+        overrides: as `key.path=value`.
+        resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
+        dry_run: only say what would be done.
+        say, warn: take lines for the user.
+    """
+
+    path: Path
+    overrides: tuple[str, ...]
+    resume: str
+    dry_run: bool
+    say: Say
+    warn: Say
+
+
+def start(options: StartOptions) -> Started | str:
+    """Start a run by the launcher of its run file.
+
+    Returns:
+        The started run; in a dry run the text to print.
+
+    Raises:
+        ConfigErrors: every fault in the run file.
+        UserError: the run cannot be begun or started.
+    """
+    loaded = load_run_file(options.path, options.overrides)
+    match loaded.config.clusters[0].launcher:
+        case LocalLauncherConfig():
+            loaded, resolved = read_run_file(
+                options.path, options.overrides, options.warn, needs_data=True
+            )
+            if options.dry_run:
+                return dry_run_text(resolved, options.resume)
+            require_train()
+            return start_run(loaded, resolved, resume=options.resume, say=options.say)
+        case SshLauncherConfig() as launcher:
+            from isles.launch.ssh import start_ssh
+
+            return start_ssh(loaded, launcher, options)
+        case SlurmLauncherConfig() as launcher:
+            from isles.launch.slurm import start_slurm
+
+            return start_slurm(loaded, launcher, options)
+        case PbsLauncherConfig() as launcher:
+            from isles.launch.pbs import start_pbs
+
+            return start_pbs(loaded, launcher, options)
+        case ManualLauncherConfig() as launcher:
+            from isles.launch.manual import start_manual
+
+            return start_manual(loaded, launcher, options)
+        case launcher:
+            assert_never(launcher)
+
+
 def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> Started:
-    """Make or choose the run directory, and start the ranks.
+    """Make or choose the run directory, and start the ranks on this machine.
 
     Args:
         loaded: the run file.

@@ -7,11 +7,11 @@ import signal
 from rich.console import Console
 
 from isles.errors import ExitCode
+from isles.launch.start import Started
 from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
 from isles.monitor.inbox import Inbox
 from isles.monitor.stop import wait_for_end
-from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.signals import kill_now, send_signal
 
@@ -53,21 +53,11 @@ class _Attendant:
         self._errors.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def attend(
-    run_dir: RunDir,
-    attempt: Attempt,
-    *,
-    process: ProcessId,
-    inbox: Inbox,
-    console: Console,
-    errors: Console,
-) -> int:
+def attend(started: Started, *, inbox: Inbox, console: Console, errors: Console) -> int:
     """Follow a run that was just started until it ends, and say how it ended.
 
     Args:
-        run_dir: the run.
-        attempt: which start of it.
-        process: its agent.
+        started: the run.
         inbox: where signals to this process arrive.
         console: for progress and results.
         errors: for what went wrong.
@@ -75,7 +65,9 @@ def attend(
     Returns:
         The run's exit code; 0 where the terminal was closed and the run goes on.
     """
-    attendant = _Attendant(process, inbox, errors)
+    run_dir, attempt = started.run_dir, started.attempt
+    assert started.process is not None
+    attendant = _Attendant(started.process, inbox, errors)
     follow(run_dir, attempt, console, go_on=attendant.go_on)
     if attendant.has_left:
         return ExitCode.OK

@@ -61,6 +61,36 @@ class Attempt:
         """Where the nodes of a run meet, where there may be more than one."""
         return self.path / "meeting.json"
 
+    @property
+    def fleet(self) -> Path:
+        """The nodes of a start on several hosts, as its launcher has settled them."""
+        return self.path / "fleet.json"
+
+    @property
+    def stop_request(self) -> Path:
+        """A wish to stop, from whoever can see this directory."""
+        return self.path / "stop-request.json"
+
+    @property
+    def script(self) -> Path:
+        """The job script that was submitted, word for word."""
+        return self.path / "job.sh"
+
+    @property
+    def job(self) -> Path:
+        """How a queue says that its job stands, when it was last asked."""
+        return self.path / "job.json"
+
+    @property
+    def findings(self) -> Path:
+        """What was found wrong with the machines before this start."""
+        return self.path / "check.json"
+
+    @property
+    def stalls(self) -> Path:
+        """Stacks of all ranks at steps that took far too long."""
+        return self.path / "stalls"
+
     def node_record(self, node: int) -> Path:
         """The agent of one node: host, pid and start time."""
         return self.path / f"node-{node}.json"

@@ -1,0 +1,209 @@
+"""The one place that runs a command, on this machine or over the user's own ssh."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from isles.errors import PreflightError, UserError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_SSH_FAILED = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a command ended.
+
+    Args:
+        returncode: its exit status; 255 may be ssh's own.
+        stdout, stderr: what it printed.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(slots=True)
+class Shell:
+    """Runs commands in one place.
+
+    Args:
+        destination: as ssh takes it; None: this machine.
+        connect_timeout_s: longest wait for ssh to connect.
+    """
+
+    destination: str | None = None
+    connect_timeout_s: float = 10.0
+    _options: list[str] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.destination or "this machine"
+
+    def argv(self, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` there, to be run here."""
+        if self.destination is None:
+            return list(command)
+        # Whatever the login shell is, bash reads the command.
+        return ["ssh", *self.ssh_options(), self.destination, f"exec {shlex.join(command)}"]
+
+    def ssh_options(self) -> list[str]:
+        """Options for ssh, and for rsync -e, besides those of the user's own files."""
+        if self._options is None:
+            options = {
+                "BatchMode": "yes",
+                "ConnectTimeout": str(max(1, round(self.connect_timeout_s))),
+                "ServerAliveInterval": "5",
+                "ServerAliveCountMax": "3",
+            }
+            assert self.destination is not None
+            if not _has_own_master(self.destination):
+                # The first connection carries the others while it lives, and leaves nothing.
+                options |= {"ControlMaster": "auto", "ControlPath": str(_socket_dir() / "%C")}
+            self._options = [word for k, v in options.items() for word in ("-o", f"{k}={v}")]
+        return self._options
+
+    def run(
+        self, command: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0
+    ) -> Result:
+        """Run a command to its end.
+
+        Raises:
+            PreflightError: the host cannot be reached, or has not answered in time.
+        """
+        try:
+            done = subprocess.run(
+                self.argv(command),
+                input=stdin,
+                stdin=subprocess.DEVNULL if stdin is None else None,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise self._missing(str(error.filename)) from error
+        except subprocess.TimeoutExpired as error:
+            raise PreflightError(
+                f"no answer within {timeout_s:.0f} s to: {shlex.join(command)[:200]}",
+                where=f"host {self.name}",
+                fix=f"try it by hand: ssh {self.destination}" if self.destination else "",
+            ) from error
+        if self.destination is not None and done.returncode == _SSH_FAILED:
+            raise self.fault(done.stderr)
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def popen(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a command with pipes to its three streams. `fault` says what ssh's 255 means.
+
+        Raises:
+            PreflightError: there is no such command here.
+        """
+        pipe = subprocess.PIPE
+        try:
+            return subprocess.Popen(self.argv(command), stdin=pipe, stdout=pipe, stderr=pipe)
+        except FileNotFoundError as error:
+            raise self._missing(str(error.filename)) from error
+
+    def fault(self, stderr: str) -> PreflightError:
+        """What ssh's own error means, and the line to type against it."""
+        lines = [line for line in stderr.strip().splitlines() if line.strip()]
+        text = lines[-1].strip() if lines else "ssh ended without a word"
+        what, fix = f"ssh cannot connect: {text}", f"try it by hand: ssh {self.destination}"
+        for sign, meaning, cure in _FAULTS:
+            if sign in stderr:
+                what = f"{meaning} ({text})"
+                fix = cure.format(destination=self.destination, host=_host(self.destination))
+                break
+        return PreflightError(what, where=f"host {self.name}", fix=fix)
+
+    def _missing(self, program: str) -> PreflightError:
+        return PreflightError(
+            f"there is no program {program}",
+            where="this machine",
+            fix=f"install {program}" + (": apt install openssh-client" * (program == "ssh")),
+        )
+
+
+_FAULTS = (
+    ("Permission denied", "the host refuses the key", "ssh-copy-id {destination}"),
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "the host has another key than it had before",
+        "if that is right: ssh-keygen -R {host}, then once by hand: ssh {destination}",
+    ),
+    (
+        "Host key verification failed",
+        "the host's key is not known here",
+        "once by hand, and compare the key: ssh {destination}",
+    ),
+    ("Could not resolve", "no such host is known", "correct the name, or add it to ~/.ssh/config"),
+    (
+        "Connection refused",
+        "the host is up and has no ssh server",
+        "on {host}: sudo apt install openssh-server, or set Port in ~/.ssh/config",
+    ),
+    ("timed out", "the host does not answer", "is it switched on and on this network? ping {host}"),
+    ("No route to host", "the host does not answer", "is it switched on? ping {host}"),
+    ("Network is unreachable", "there is no way to the host", "is this machine on its network?"),
+)
+
+
+def on_all(
+    places: Sequence[T], work: Callable[[T], R]
+) -> tuple[list[R | None], list[tuple[T, UserError]]]:
+    """Do the same at all places at once; errors are gathered, not raised.
+
+    Returns:
+        The results in the order of the places, None where there was an error; and the errors.
+    """
+    results: list[R | None] = []
+    faults: list[tuple[T, UserError]] = []
+    with ThreadPoolExecutor(max_workers=max(1, len(places))) as pool:
+        futures = [pool.submit(work, place) for place in places]
+        for place, future in zip(places, futures, strict=True):
+            try:
+                results.append(future.result())
+            except UserError as error:
+                results.append(None)
+                faults.append((place, error))
+    return results, faults
+
+
+def _host(destination: str | None) -> str:
+    return (destination or "").rpartition("@")[2]
+
+
+def _has_own_master(destination: str) -> bool:
+    """Whether the user's own configuration shares connections already."""
+    try:
+        done = subprocess.run(
+            ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    lines = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    return lines.get("controlmaster", "false") not in ("false", "no")
+
+
+def _socket_dir() -> Path:
+    """A folder of this user alone; short, since a socket's path has 100 characters at most."""
+    path = Path(tempfile.gettempdir()) / f"isles-ssh-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    facts = path.lstat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or path.is_symlink():
+        raise UserError("this folder is not this user's alone", where=str(path), fix="move it away")
+    return path

@@ -1,0 +1,19 @@
+"""The launcher slurm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isles.config.launcher import SlurmLauncherConfig
+from isles.config.load import Loaded
+from isles.errors import UserError
+
+if TYPE_CHECKING:
+    from isles.launch.start import Started, StartOptions
+
+
+def start_slurm(
+    loaded: Loaded, launcher: SlurmLauncherConfig, options: StartOptions
+) -> Started | str:
+    """Start a run, or say what would be done."""
+    raise UserError("the launcher slurm is not there yet", where=str(options.path))

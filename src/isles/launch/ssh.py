@@ -1,0 +1,17 @@
+"""The launcher ssh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isles.config.launcher import SshLauncherConfig
+from isles.config.load import Loaded
+from isles.errors import UserError
+
+if TYPE_CHECKING:
+    from isles.launch.start import Started, StartOptions
+
+
+def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions) -> Started | str:
+    """Start a run, or say what would be done."""
+    raise UserError("the launcher ssh is not there yet", where=str(options.path))

@@ -1,0 +1,85 @@
+"""The nodes of a start of a run, as its launcher has settled them: attempts/N/fleet.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isles.rundir.paths import Attempt
+from isles.rundir.records import read_record, write_record
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNode:
+    """One node's place.
+
+    Args:
+        node: its number; the ranks are in the order of the nodes.
+        name: for messages: the host's name.
+        ssh: how ssh reaches it from where the run was started; None: not by ssh.
+        address: where the other nodes reach it.
+        nproc: its ranks.
+        interface: the network interface that has the address; None: unknown.
+    """
+
+    node: int
+    name: str
+    ssh: str | None
+    address: str
+    nproc: int
+    interface: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All nodes of one start; the same file on every node, written before anything runs there.
+
+    Args:
+        launcher: ssh or manual.
+        nodes: in the order of their numbers; the first leads, and keeps the run directory.
+        port: where the first node's supervisor listens, for the others to meet.
+        min_nodes: the run goes on while so many are there.
+        device: cpu or cuda.
+        start_timeout_s: longest wait of the first node for the others.
+        digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
+        resume_from: a checkpoint that was asked for by name.
+    """
+
+    launcher: str
+    nodes: tuple[FleetNode, ...]
+    port: int
+    min_nodes: int
+    device: str
+    start_timeout_s: float
+    digest: str
+    resume_from: str | None = None
+
+    @property
+    def head(self) -> FleetNode:
+        """The node that leads."""
+        return self.nodes[0]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return sum(node.nproc for node in self.nodes)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Fleet:
+        """From `record`."""
+        nodes = tuple(FleetNode(**node) for node in record["nodes"])
+        return cls(**{**record, "nodes": nodes})
+
+    def write(self, attempt: Attempt) -> None:
+        """Leave it for the nodes."""
+        write_record(attempt.fleet, self.record())
+
+
+def read_fleet(attempt: Attempt) -> Fleet | None:
+    """The nodes of an attempt; None where its launcher has none to settle."""
+    record = read_record(attempt.fleet)
+    return Fleet.of(record) if record is not None else None

@@ -1,0 +1,127 @@
+"""Pretend hosts on this machine: network namespaces, each with its own sshd and root.
+
+`ctl` is the laptop, which holds the ssh key; `a1`, `a2` … and `b1` … are the machines that train.
+Needs root and the Debian packages openssh-server, iproute2, rsync and nftables.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_NET = Path(__file__).parent / "net"
+_UP_S, _DOWN_S = 60, 30
+# A name of four characters at most: the kernel's names of interfaces are short.
+_PREFIXES = (f"i{number:x}" for number in iter(lambda: os.getpid() % 4096, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """Hosts that are up.
+
+    Args:
+        state: the lab's own folder.
+        shared: a folder of this machine that every host sees as /shared.
+        prefix: begins the names of its network namespaces.
+    """
+
+    state: Path
+    shared: Path
+    prefix: str
+
+    def environ(self) -> dict[str, str]:
+        """For the scripts of `tests/lab/net`."""
+        return {
+            **os.environ,
+            "LAB_STATE": str(self.state),
+            "LAB_SHARED": str(self.shared),
+            "LAB_PREFIX": self.prefix,
+        }
+
+    def argv(self, host: str, command: Sequence[str], **variables: str) -> list[str]:
+        """The command line that runs a command inside a host, to be run here.
+
+        A host sees the files of this machine; what it writes outside /shared is its own.
+        """
+        words = [f"{name}={value}" for name, value in variables.items()]
+        return [str(_NET / "on.sh"), host, "env", *words, *command]
+
+    def run(
+        self, host: str, command: Sequence[str], *, timeout_s: float = 60.0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command inside a host to its end."""
+        return subprocess.run(
+            self.argv(host, command, **variables),
+            env=self.environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def popen(self, host: str, command: Sequence[str], **variables: str) -> subprocess.Popen[bytes]:
+        """Start a command inside a host, in a session of its own; stdout and stderr are pipes."""
+        return subprocess.Popen(
+            self.argv(host, command, **variables),
+            env=self.environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def link(self, host: str, *what: str) -> None:
+        """Change a host's network link: cut, restore, rate MBIT, norate, loss PERCENT, noloss."""
+        self._script("link.sh", host, *what)
+
+    def address(self, host: str) -> str:
+        """The host's address."""
+        if host == "ctl":
+            return "10.77.1.100"
+        return f"10.77.{1 if host[0] == 'a' else 2}.{host[1:]}"
+
+    def root(self, host: str) -> Path:
+        """Where this machine sees the host's own root."""
+        return self.state / "hosts" / host / "mnt" / "root"
+
+    def pid1(self, host: str) -> int:
+        """The host's first process, by its pid here: with it the host dies."""
+        return int((self.state / "hosts" / host / "pid1").read_text())
+
+    def _script(self, name: str, *args: str, timeout_s: float = _UP_S) -> None:
+        done = subprocess.run(
+            [str(_NET / name), *args],
+            env=self.environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} {' '.join(args)}: {done.stdout}{done.stderr}")
+
+
+@contextmanager
+def hosts(folder: Path, num_a: int = 3, num_b: int = 0) -> Iterator[Lab]:
+    """Pretend hosts, for as long as the block lasts.
+
+    Args:
+        folder: an empty folder for the lab.
+        num_a, num_b: machines on either side of the link `wan`; `ctl` is beside the first.
+
+    Raises:
+        RuntimeError: they cannot be started; never a skip.
+    """
+    lab = Lab(folder / "lab", folder / "shared", next(_PREFIXES))
+    lab.shared.mkdir(parents=True, exist_ok=True)
+    try:
+        lab._script("up.sh", str(num_a), str(num_b))
+        yield lab
+    finally:
+        lab._script("down.sh", timeout_s=_DOWN_S)
