@@ -10,6 +10,7 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
+	tests/lab/install.sh
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(STAMP)

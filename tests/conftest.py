@@ -14,6 +14,14 @@ import yaml
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever takes a test cluster is marked `lab`."""
+    for item in items:
+        names = item.fixturenames if isinstance(item, pytest.Function) else ()
+        if any(name == "lab" or name.endswith("_lab") for name in names):
+            item.add_marker("lab")
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,0 +1,20 @@
+#!/bin/bash
+# What the test clusters need of Debian or Ubuntu: sshd, network namespaces, nftables, rsync, Slurm.
+# Does nothing where all of it is there. Needs root to install.
+set -euo pipefail
+need=()
+for pair in sshd:openssh-server ssh:openssh-client ip:iproute2 nft:nftables rsync:rsync \
+  slurmctld:slurmctld slurmd:slurmd sinfo:slurm-client munged:munge; do
+  PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || need+=("${pair##*:}")
+done
+[ ${#need[@]} = 0 ] && exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+  echo "the test clusters need: ${need[*]}" >&2
+  echo "  fix: sudo apt-get install ${need[*]}; or leave them out: pytest -m 'not gpu and not lab'" >&2
+  exit 1
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get install -y --no-install-recommends "${need[@]}" >/dev/null || {
+  apt-get update >/dev/null
+  apt-get install -y --no-install-recommends "${need[@]}" >/dev/null
+}
