@@ -206,6 +206,8 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
 
     import torch.distributed as dist
 
+    from isles.checkpoint.travel import Travel
+    from isles.dist.disks import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
     from isles.train.loop import train
@@ -221,7 +223,8 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     # All have been imported; from here on the slowdown is on.
     (run_dir.path / f"ready-{env.rank}").touch()
     world.main_first(lambda: wait_for(run_dir.path / "go"))
-    parts = build(resolved, run_dir, world, recorder, StopSignals(), None)
+    travel = Travel(run_dir, world, find_disks(world, run_dir.path))
+    parts = build(resolved, run_dir, world, recorder, StopSignals(), None, travel)
     turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
     parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
     train(parts)

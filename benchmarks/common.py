@@ -208,6 +208,8 @@ def run_rank(
     """
     import torch.distributed as dist
 
+    from isles.checkpoint.travel import Travel
+    from isles.dist.disks import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
     from isles.train.loop import train
@@ -220,7 +222,8 @@ def run_rank(
     signals = StopSignals()
     timeout_s = resolved.config.clusters[0].comm_timeout
     world = join_world(env, device=resolved.device, timeout_s=timeout_s)
-    parts = build(resolved, run_dir, world, recorder, signals, None)
+    travel = Travel(run_dir, world, find_disks(world, run_dir.path))
+    parts = build(resolved, run_dir, world, recorder, signals, None, travel)
     bare = make_bare(parts)
     interleaved = Interleaved(parts.loader, bare, chunk_steps, dist.barrier)
     parts.loader = interleaved  # type: ignore[assignment]  # it stands in for the loader

@@ -7,10 +7,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -18,9 +18,11 @@ from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError
 from isles.launch.arguments import normalise_overrides
 from isles.launch.file_verbs import config, data
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from isles.launch.render_verb import render
+from isles.launch.setup_verb import setup_app
+from isles.monitor import verbs as run_verbs
+from isles.monitor.join_verb import join_app
+from isles.preflight.check_verb import check_app
 
 app = App(
     name="isles",
@@ -29,18 +31,13 @@ app = App(
     version=__version__,
     default_parameter=Parameter(negative=()),
 )
-checkpoint = App(name="checkpoint", help="List, verify and export checkpoints.")
-app.command(checkpoint)
 app.command(config)
 app.command(data)
-
-Run = Annotated[
-    str | None,
-    Parameter(help="Name or directory of a run; left out: the one that was started last."),
-]
-RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder of the run directories.")]
-Step = Annotated[int | None, Parameter(help="Checkpoint of this step; left out: the newest.")]
-_RUNS = Path("runs")
+app.command(render)
+app.command(setup_app)
+app.command(check_app)
+app.command(join_app)
+run_verbs.register(app)
 
 
 @app.command
@@ -80,6 +77,7 @@ def train(
     resume: str = "auto",
     dry_run: bool = False,
     detach: bool = False,
+    announce: Annotated[bool, Parameter(show=False)] = False,
 ) -> int:
     """Train: start the ranks, follow them, and go on where the last start ended.
 
@@ -90,7 +88,9 @@ def train(
             Or the path of a run directory, or of a checkpoint in one.
         dry_run: Show the resolved values and the exact command; start nothing.
         detach: Return as soon as the run is started.
+        announce: The same, and say which run it is; for isles on another machine.
     """
+    from isles.launch.login import started_line
     from isles.launch.start import StartOptions, start
     from isles.monitor.inbox import caught_signals
 
@@ -103,197 +103,19 @@ def train(
         if started.text:
             print(started.text)
             return ExitCode.OK
-        name = started.run_dir.name
+        name = started.remote.label if started.remote else started.run_dir.name
+        if announce:
+            _say(started_line(started))
+            return ExitCode.OK
         if detach:
             _say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
         _say("Ctrl+C saves and stops; closing this terminal leaves it running")
         # The ranks are on their way: what draws their progress is loaded beside them.
+        from isles.monitor.consoles import console
         from isles.monitor.foreground import attend
 
-        return attend(started, inbox=inbox, console=_console(), errors=_console(stderr=True))
-
-
-@app.command
-def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = _RUNS) -> int:
-    """Show how runs stand: all of them, or one in full.
-
-    Args:
-        run: Name or directory of a run; left out: all of them.
-        json: Print JSON.
-    """
-    from json import dumps
-
-    from isles.monitor.collect import collect
-    from isles.monitor.table import report_lines, runs_table
-    from isles.rundir.find import find_run, list_runs
-
-    if run is not None:
-        report = collect(find_run(run, output_dir))
-        print(dumps(report.record(), indent=1) if json else "\n".join(report_lines(report)))
-        return ExitCode.OK
-    reports = [collect(run_dir) for run_dir in reversed(list_runs(output_dir))]
-    if json:
-        print(dumps([report.record() for report in reports], indent=1))
-    elif reports:
-        _console().print(runs_table(reports))
-    else:
-        print(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
-    return ExitCode.OK
-
-
-@app.command
-def logs(
-    run: Run = None,
-    /,
-    *,
-    follow: Annotated[bool, Parameter(name=("--follow", "-f"))] = False,
-    lines: Annotated[int, Parameter(name=("--lines", "-n"))] = 100,
-    rank: int | None = None,
-    attempt: int | None = None,
-    output_dir: RunsDir = _RUNS,
-) -> int:
-    """Show what the ranks printed.
-
-    Args:
-        follow: Go on until the run ends.
-        lines: How many lines of each rank.
-        rank: Only this rank; left out: all, each line with its rank.
-        attempt: Which start of the run; left out: the last.
-    """
-    from isles.monitor.logs import choose_attempt, log_lines
-    from isles.rundir.find import find_run
-
-    run_dir = find_run(run, output_dir)
-    chosen = choose_attempt(run_dir, attempt)
-    for line in log_lines(run_dir, chosen, rank=rank, last=max(0, lines), follow=follow):
-        print(line, flush=follow)
-    return ExitCode.OK
-
-
-@app.command
-def stop(
-    run: Run = None, /, *, now: bool = False, timeout: str = "10m", output_dir: RunsDir = _RUNS
-) -> int:
-    """Let a run save a checkpoint and stop, and wait until it has.
-
-    Args:
-        now: End it at once, without saving.
-        timeout: Longest wait.
-    """
-    from isles.facts.units import parse_duration_s
-    from isles.monitor.stop import stop_run
-    from isles.rundir.find import find_run
-
-    try:
-        timeout_s = parse_duration_s(timeout)
-    except ValueError as error:
-        raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
-    return stop_run(find_run(run, output_dir), now=now, timeout_s=timeout_s, say=_say)
-
-
-@checkpoint.command(name="list")
-def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
-    """List the checkpoints of a run."""
-    from isles.monitor.checkpoints import checkpoint_lines
-    from isles.rundir.find import find_run
-
-    print("\n".join(checkpoint_lines(find_run(run, output_dir))))
-    return ExitCode.OK
-
-
-@checkpoint.command
-def verify(run: Run = None, /, *, step: Step = None, output_dir: RunsDir = _RUNS) -> int:
-    """Read checkpoints back and compare every byte with its recorded hash.
-
-    Args:
-        step: Only the checkpoint of this step; left out: all of them.
-    """
-    from isles.monitor.checkpoints import verify_lines
-    from isles.rundir.find import find_run
-
-    is_whole = True
-    for line, is_good in verify_lines(find_run(run, output_dir), step):
-        print(line, flush=True)
-        is_whole = is_whole and is_good
-    return ExitCode.OK if is_whole else ExitCode.TRAINING
-
-
-@checkpoint.command
-def export(
-    run: Run = None,
-    /,
-    *,
-    step: Step = None,
-    output: Path | None = None,
-    merge_adapter: bool = False,
-    push_to_hub: str | None = None,
-    output_dir: RunsDir = _RUNS,
-) -> int:
-    """Write a Hugging Face folder that from_pretrained loads; of an adapter, that peft loads.
-
-    Args:
-        output: Where it is written; left out: RUN/model.
-        merge_adapter: Merge the adapter into its model, and write that.
-        push_to_hub: Upload it to this repository of the hub, owner/name; made private if it is
-            not there.
-    """
-    options: dict[str, object] = {"step": step, "output": output, "push-to-hub": push_to_hub}
-    options["merge-adapter"] = merge_adapter
-    return _worker_verb("export", run, output_dir, options)
-
-
-@app.command
-def generate(
-    run: Run = None,
-    /,
-    *,
-    prompt: str = "",
-    chat: bool = False,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    step: Step = None,
-    output_dir: RunsDir = _RUNS,
-) -> int:
-    """Let the trained model continue a text, or answer a message.
-
-    Args:
-        prompt: The text that it continues; left out: it begins by itself.
-        chat: The prompt is a message of the user, which the model answers by its chat template.
-        max_new_tokens: How many tokens at most.
-        temperature: 0 takes the likeliest token; higher is more varied.
-        top_p: Choose among the likeliest tokens that together have this probability.
-        seed: The same seed gives the same text.
-    """
-    options = {
-        "prompt": prompt,
-        "chat": chat,
-        "max-new-tokens": max_new_tokens,
-        "temperature": temperature,
-        "top-p": top_p,
-        "seed": seed,
-        "step": step,
-    }
-    return _worker_verb("generate", run, output_dir, options)
-
-
-@app.command(name="eval")
-def evaluate(
-    run: Run = None,
-    /,
-    *,
-    step: Step = None,
-    samples: int | None = None,
-    output_dir: RunsDir = _RUNS,
-) -> int:
-    """Measure loss and perplexity on the validation data.
-
-    Args:
-        samples: How many validation sequences; left out: as in the run file.
-    """
-    return _worker_verb("eval", run, output_dir, {"step": step, "samples": samples})
+        return attend(started, inbox=inbox, console=console(), errors=console(stderr=True))
 
 
 @app.command
@@ -351,20 +173,3 @@ def _say(line: str) -> None:
 
 def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False)
-    # A pipe has no width: nothing is cut there.
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200)
-
-
-def _worker_verb(
-    verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
-) -> int:
-    from isles.launch.verbs import run_verb
-    from isles.rundir.find import find_run
-
-    return run_verb(verb, find_run(run, output_dir), options)

@@ -86,8 +86,8 @@ class Lab:
         return f"10.77.{1 if host[0] == 'a' else 2}.{host[1:]}"
 
     def root(self, host: str) -> Path:
-        """Where this machine sees the host's own root."""
-        return self.state / "hosts" / host / "mnt" / "root"
+        """Where this machine sees the host's own root, while the host lives."""
+        return Path(f"/proc/{self.pid1(host)}/root")
 
     def pid1(self, host: str) -> int:
         """The host's first process, by its pid here: with it the host dies."""

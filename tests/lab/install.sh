@@ -4,7 +4,7 @@
 set -euo pipefail
 need=()
 for pair in sshd:openssh-server ssh:openssh-client ip:iproute2 nft:nftables rsync:rsync \
-  slurmctld:slurmctld slurmd:slurmd sinfo:slurm-client munged:munge; do
+  slurmctld:slurmctld slurmd:slurmd sinfo:slurm-client munged:munge faketime:faketime; do
   PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || need+=("${pair##*:}")
 done
 [ ${#need[@]} = 0 ] && exit 0

@@ -34,7 +34,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     verbs = {name for name in app if not name.startswith("-")}
     for text in blocks(page, "sh", "console", "text"):
-        for verb in re.findall(r"^(?:\$ )?isles (\w+)", text, re.M):
+        for verb in re.findall(r"^(?:\$ )?isles ([\w-]+)", text, re.M):
             assert verb in verbs, verb
 
 

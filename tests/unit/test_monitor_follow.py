@@ -12,7 +12,7 @@ from rich.console import Console
 from isles.errors import UserError
 from isles.monitor.ending import conclude, finished_lines
 from isles.monitor.follow import follow, progress_text
-from isles.monitor.logs import choose_attempt, log_lines
+from isles.monitor.logs import LogChoice, choose_attempt, log_lines
 from isles.monitor.stop import wait_for_end
 from isles.monitor.tail import LineTail
 from isles.rundir.records import write_record
@@ -141,7 +141,7 @@ def test_logs_of_all_ranks_carry_their_rank(tmp_path: Path) -> None:
 
         def shown(rank: int | None, last: int | None) -> list[str]:
             attempt = choose_attempt(run_dir, None)
-            return list(log_lines(run_dir, attempt, rank=rank, last=last, follow=False))
+            return list(log_lines(run_dir, attempt, LogChoice(rank=rank, last=last)))
 
         assert shown(None, 2) == [
             "[agent] agent is ready",
@@ -164,9 +164,7 @@ def test_followed_logs_end_with_the_run(tmp_path: Path) -> None:
         lines = log_lines(
             run_dir,
             agent.attempt,
-            rank=0,
-            last=5,
-            follow=True,
+            LogChoice(rank=0, last=5, follow=True),
             pause=script(
                 lambda: agent.order("log", rank=0, text="first\nsec"),
                 lambda: agent.order("log", rank=0, text="ond\n"),

@@ -14,11 +14,18 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isles.checkpoint.rng import save_rng
-from isles.checkpoint.store import discard, root_cause, seal, stage, write_shards
+from isles.checkpoint.store import (
+    discard,
+    disk_fault,
+    first_failure,
+    seal,
+    stage,
+    write_shards,
+)
+from isles.checkpoint.travel import Travel
 from isles.config.checkpoint import CheckpointConfig
 from isles.dist.world import World
-from isles.errors import TrainingError
-from isles.facts.units import format_bytes
+from isles.errors import TrainingError, UserError
 from isles.rundir.manifest import (
     MANIFEST,
     MANIFEST_VERSION,
@@ -42,24 +49,39 @@ class CheckpointManager:
         run_dir: whose checkpoints.
         world: the ranks of the cluster.
         config: the run file's section.
+        travel: the way of the parts to rank 0, where nodes have disks of their own.
     """
 
-    def __init__(self, run_dir: RunDir, world: World, config: CheckpointConfig) -> None:
+    def __init__(
+        self, run_dir: RunDir, world: World, config: CheckpointConfig, travel: Travel
+    ) -> None:
         self._run_dir = run_dir
         self._world = world
         self._config = config
+        self._travel = travel
+        self._moved_at = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = -1
         self.last_step: int | None = None
         self.last_at: float | None = None
 
-    def clean(self) -> None:
-        """Remove what killed saves left behind. Rank 0 only, before the first save."""
+    def begin(self, step: int) -> None:
+        """Remove what killed saves left behind, and what is of steps that are done again.
+
+        All ranks call this, before the first save.
+
+        Args:
+            step: after which training goes on.
+        """
+        self._travel.clean()
+        if not self._world.is_main:
+            return
         self._run_dir.checkpoints.mkdir(exist_ok=True)
         for folder in self._run_dir.checkpoints.iterdir():
             if folder.name.startswith(PARTIAL_PREFIX):
                 shutil.rmtree(folder, ignore_errors=True)
+        self.forget_after(step)
 
     def forget_after(self, step: int) -> None:
         """Remove what an abandoned branch of this run has saved after `step`. Rank 0 only.
@@ -98,8 +120,9 @@ class CheckpointManager:
         final = self._run_dir.checkpoints / checkpoint_name(step)
         partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
         if self._world.main_first(lambda: self._prepare(partial, final)):
+            self._travel.prepare(partial)
             try:
-                save_rng(partial, self._world.rank)
+                save_rng(self._travel.staging(partial), self._world.rank)
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
             staged = stage(state, replicas)
@@ -126,18 +149,38 @@ class CheckpointManager:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        where = f"{self._run_dir.checkpoints}, rank {self._world.rank} on {self._world.host}"
         try:
-            pending.result(self._config.timeout)
-        except FutureTimeout as error:
-            raise TrainingError(
-                f"saving step {self._pending_step} is not over after {self._config.timeout:.0f}s",
-                where=where,
-                fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
-            ) from error
+            self._await(pending)
         except (OSError, CheckpointException) as error:
             raise self._cannot_save(self._pending_step, error) from error
         self.last_step, self.last_at = self._pending_step, time.time()
+
+    def _await(self, pending: Future[None]) -> None:
+        """Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on."""
+        began = time.monotonic()
+        while True:
+            left_s = max(began, self._moved_at) + self._config.timeout - time.monotonic()
+            try:
+                pending.result(max(0.0, left_s))
+                return
+            except FutureTimeout as error:
+                has_moved = max(began, self._moved_at) + self._config.timeout > time.monotonic()
+                if has_moved and not pending.done():
+                    continue
+                raise TrainingError(
+                    f"saving step {self._pending_step} is not over after "
+                    f"{self._config.timeout:.0f}s",
+                    where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on "
+                    f"{self._world.host}",
+                    fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
+                ) from error
+
+    def forget_parts(self) -> None:
+        """Remove what nodes with disks of their own keep of the last checkpoint: the run is over.
+
+        All ranks call this.
+        """
+        self._travel.drop()
 
     def close(self) -> None:
         """Wait for the last save, and end the writer."""
@@ -153,15 +196,13 @@ class CheckpointManager:
             raise self._cannot_save(int(manifest["step"]), error) from error
 
     def _cannot_save(self, step: int, error: BaseException) -> TrainingError:
-        try:
-            free = format_bytes(shutil.disk_usage(self._run_dir.checkpoints).free)
-        except OSError:
-            free = "no bytes"
+        rank = self._world.rank
+        if isinstance(error, CheckpointException):
+            rank, error = first_failure(error)
+        if not isinstance(error, UserError):
+            error = disk_fault(error, self._run_dir.checkpoints, rank)
         return TrainingError(
-            f"step {step} could not be saved, {free} are free on this disk: {root_cause(error)}",
-            where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on {self._world.host}",
-            fix="free some space, lower checkpoint.keep or set another output_dir; "
-            "`isles train` again goes on from the last whole checkpoint, which is untouched",
+            f"step {step} could not be saved: {error.what}", where=error.where, fix=error.fix
         )
 
     def _prepare(self, partial: Path, final: Path) -> bool:
@@ -185,20 +226,27 @@ class CheckpointManager:
         self, staged: dict[str, Any], partial: Path, final: Path, manifest: dict[str, Any]
     ) -> None:
         try:
-            write_shards(staged, partial, self._world.saving)
+            write_shards(staged, self._travel.staging(partial), self._world.saving)
+            self._travel.gather(partial, self._moved)
             self._world.main_first(
                 lambda: self._seal(partial, final, manifest), group=self._world.saving
             )
         except BaseException:  # torch's CheckpointException is one; it goes on to `wait`
+            self._travel.give_up(partial)
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+        self._travel.settle(partial, final.name)
         if not self._world.is_main:
             return
         step = int(manifest["step"])
         older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
         for info in older[: max(0, len(older) + 1 - self._config.keep)]:
             discard(info.path)
+
+    def _moved(self, done: int, total: int) -> None:
+        self._moved_at = time.monotonic()
+        log.debug("parts done=%d of=%d", done, total)
 
 
 def latest_good(run_dir: RunDir) -> CheckpointInfo | None:

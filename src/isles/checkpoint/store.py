@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 import warnings
 from pathlib import Path, PosixPath
 from typing import Any
@@ -13,13 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
-from isles.errors import TrainingError
+from isles.errors import TrainingError, UserError
+from isles.facts.units import format_bytes
 from isles.rundir.manifest import (
     MANIFEST,
     PARTIAL_PREFIX,
@@ -56,10 +62,43 @@ def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]
 
 
 def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
-    """Write this rank's part into a folder beside the final one. All ranks must call this."""
+    """Write this rank's part into a folder beside the final one. All ranks must call this.
+
+    Each rank writes into its own `folder`; where nodes have disks of their own, the parts are
+    brought together afterwards.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(staged, checkpoint_id=folder, process_group=group)
+        save(staged, storage_writer=_Writer(folder), process_group=group)
+
+
+class _Writer(FileSystemWriter):
+    """Says where a disk is that does not take a part: the others hear of it by this error alone."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part.
+
+        Raises:
+            TrainingError: this rank's disk does not take it.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except (OSError, RuntimeError) as error:
+            raise disk_fault(error, Path(str(self.path)), dist.get_rank()) from error
+
+
+def disk_fault(error: BaseException, folder: Path, rank: int) -> TrainingError:
+    """What a disk that does not take a file says, and where it is."""
+    try:
+        free = format_bytes(shutil.disk_usage(folder).free)
+    except OSError:
+        free = "no bytes"
+    return TrainingError(
+        f"{root_cause(error)}; {free} are free on this disk",
+        where=f"{folder}, rank {rank} on {socket.gethostname()}",
+        fix="free some space there, lower checkpoint.keep or set another output_dir; "
+        "`isles train` again goes on from the last whole checkpoint, which is untouched",
+    )
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -102,7 +141,45 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
         TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
     """
     reader = SafeReader(str(folder))
-    known = reader.read_metadata().state_dict_metadata
+    _check(state, reader.read_metadata(), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load(state, storage_reader=reader, no_dist=alone)
+        except CheckpointException as error:
+            raise TrainingError(
+                f"the checkpoint could not be read: {root_cause(error)}",
+                where=str(folder),
+                fix="check the disk, or take another one from `isles checkpoint list`",
+            ) from error
+
+
+def parts_needed(state: dict[str, Any], folder: Path) -> dict[str, set[tuple[int, int]]]:
+    """What `load_tensors` would read on this rank; the checkpoint's index suffices to tell.
+
+    Args:
+        state: as for `load_tensors`.
+        folder: holds the index, `.metadata`.
+
+    Returns:
+        Of each file the parts: where they begin, and how many bytes they have.
+
+    Raises:
+        TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
+    """
+    metadata = SafeReader(str(folder)).read_metadata()
+    _check(state, metadata, folder)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    parts: dict[str, set[tuple[int, int]]] = {}
+    for item in planner.create_local_plan().items:
+        place = (metadata.storage_data or {})[item.storage_index]
+        parts.setdefault(str(place.relative_path), set()).add((place.offset, place.length))
+    return parts
+
+
+def _check(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:
+    known = metadata.state_dict_metadata
     missing = [name for name in state if name not in known]
     if missing:
         raise TrainingError(
@@ -118,24 +195,23 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
                 where=str(folder),
                 fix="resume with the model, tokenizer and adapter that the run was started with",
             )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            load(state, storage_reader=reader, no_dist=alone)
-        except CheckpointException as error:
-            raise TrainingError(
-                f"the checkpoint could not be read: {root_cause(error)}",
-                where=str(folder),
-                fix="check the disk, or take another one from `isles checkpoint list`",
-            ) from error
 
 
 def root_cause(error: BaseException) -> str:
     """The cause in one line: torch reports the failures of all ranks in one exception."""
     if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {str(cause).strip().splitlines()[-1]}"
-    return str(getattr(error, "strerror", None) or error)
+        rank, cause = first_failure(error)
+        return f"rank {rank}: {root_cause(cause)}"
+    if isinstance(error, UserError):
+        return error.what
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The first rank that failed, and of what."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return int(rank), cause
 
 
 class SafeReader(FileSystemReader):

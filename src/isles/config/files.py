@@ -39,10 +39,15 @@ def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
 
 
 def data_faults(loaded: Loaded) -> list[ConfigError]:
-    """Every model, source or chat template that is not here and cannot be on the hub."""
+    """Every script, model, source or chat template that is not here, nor can be on the hub."""
     return [
         ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix)
-        for v in (*_missing_model(loaded), *_missing_sources(loaded), *_missing_template(loaded))
+        for v in (
+            *_missing_script(loaded),
+            *_missing_model(loaded),
+            *_missing_sources(loaded),
+            *_missing_template(loaded),
+        )
     ]
 
 
@@ -75,6 +80,18 @@ def how_to_find(path: Path) -> str:
     except OSError:
         near = []
     return f"did you mean {' or '.join(near)}?" if near else f"see ls {folder.absolute()}"
+
+
+def _missing_script(loaded: Loaded) -> Iterator[Violation]:
+    script = loaded.config.training.script
+    if script is None:
+        return
+    path = Path(script)
+    if path.is_dir():
+        yield Violation(("training.script",), f"{path.absolute()} is a folder", "name a file in it")
+    elif not path.exists():
+        what = f"there is no such script: {path.absolute()}"
+        yield Violation(("training.script",), what, how_to_find(path))
 
 
 def _missing_model(loaded: Loaded) -> Iterator[Violation]:

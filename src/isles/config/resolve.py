@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +45,14 @@ class Resolved:
     derived: Derived
 
 
-def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> Resolved:
+def resolve(
+    loaded: Loaded,
+    *,
+    num_gpus: int = 0,
+    world_size: int | None = None,
+    nproc: Sequence[int] | None = None,
+    device: Literal["cuda", "cpu"] | None = None,
+) -> Resolved:
     """Settle what a run file leaves open.
 
     Args:
@@ -52,6 +60,9 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
         num_gpus: GPUs visible on this machine; 0: the ranks compute on the CPU.
         world_size: ranks that exist already, where torchrun was typed by hand; it wins over the
             run file's gpus_per_node.
+        nproc: ranks on each node, where the nodes are other machines and their launcher has
+            settled them; it wins over num_gpus and gpus_per_node.
+        device: what those ranks compute on; needed with nproc.
 
     Raises:
         ConfigError: more ranks than GPUs, rows that do not divide among the ranks, or shares of
@@ -59,11 +70,19 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
     """
     config = loaded.config
     how: dict[str, str] = {}
-    ranks, how["world_size"] = _world_size(loaded, num_gpus, world_size)
-    device: Literal["cuda", "cpu"] = "cuda" if num_gpus > 0 else "cpu"
-    how["device"] = f"{num_gpus} visible GPU{'s' if num_gpus > 1 else ''}" if num_gpus else "no GPU"
+    if nproc is not None:
+        assert device is not None, "who settles the ranks knows their device"
+        ranks, how["world_size"] = sum(nproc), _nproc_text(nproc, device)
+        how["device"] = "cluster.device" if config.clusters[0].device != "auto" else "the nodes"
+    else:
+        device, how["device"] = _device(loaded, num_gpus)
+        num_gpus = num_gpus if device == "cuda" else 0
+        ranks, how["world_size"] = _world_size(loaded, num_gpus, world_size)
+    if config.training.script is not None:
+        facts: Derived = {"device": device, "world_size": ranks}
+        return Resolved(config, ranks, device, 0, _origins(loaded, facts, how), facts)
     try:
-        layout = _layout(config, ranks, is_planned=world_size is None)
+        layout = _layout(config, ranks, nproc, is_planned=world_size is None)
     except ConfigError as error:
         raise ConfigError(error.what, where=loaded.where(error.where), fix=error.fix) from None
     _check_rows(loaded, layout)
@@ -82,16 +101,14 @@ def resolve(loaded: Loaded, *, num_gpus: int, world_size: int | None = None) -> 
     if isinstance(micro, int):
         derived["grad_accum_steps"] = -(-rows // micro)
         how["grad_accum_steps"] = "rows_per_rank / micro_batch_size"
-    origins = {key: _origin(loaded.origins, key) for key, _ in leaves(config)}
-    origins.update({f"derived.{name}": f"derived: {how[name]}" for name in derived})
-    return Resolved(config, ranks, device, rows, origins, derived)
+    return Resolved(config, ranks, device, rows, _origins(loaded, derived, how), derived)
 
 
 def dump_resolved(resolved: Resolved) -> str:
     """The text of resolved.yaml; `load_resolved` gives back the same, bit for bit."""
     data = {
         "version": __version__,
-        "config": resolved.config.model_dump(),
+        "config": resolved.config.values(),
         "derived": resolved.derived,
         "origins": resolved.origins,
     }
@@ -112,7 +129,7 @@ def load_resolved(text: str) -> Resolved:
         config = RunConfig.model_validate(data["config"])
         derived: Derived = dict(data["derived"])
         device: Literal["cuda", "cpu"] = "cuda" if derived["device"] == "cuda" else "cpu"
-        world_size, rows = int(derived["world_size"]), int(derived["rows_per_rank"])
+        world_size, rows = int(derived["world_size"]), int(derived.get("rows_per_rank", 0))
         return Resolved(config, world_size, device, rows, dict(data["origins"]), derived)
     except (KeyError, TypeError, ValueError) as error:
         version = data.get("version", "an unknown version")
@@ -131,7 +148,7 @@ def digest(config: RunConfig) -> str:
 
 def leaves(config: RunConfig) -> Iterator[tuple[str, object]]:
     """Every value with its dotted key; a list of words counts as one value."""
-    yield from _leaves(config.model_dump(), "")
+    yield from _leaves(config.values(), "")
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
@@ -145,9 +162,37 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
             yield from _leaves(child, f"{key}.{index}")
 
 
+def _origins(loaded: Loaded, derived: Derived, how: Mapping[str, str]) -> dict[str, str]:
+    origins = {key: _origin(loaded.origins, key) for key, _ in leaves(loaded.config)}
+    return origins | {f"derived.{name}": f"derived: {how[name]}" for name in derived}
+
+
 def _origin(given: Mapping[str, str], key: str) -> str:
     inside = [origin for path, origin in given.items() if path.startswith(f"{key}.")]
     return "command line" if "command line" in inside else given.get(key, "default")
+
+
+def _device(loaded: Loaded, num_gpus: int) -> tuple[Literal["cuda", "cpu"], str]:
+    """What the ranks of this machine compute on, and why."""
+    asked = loaded.config.clusters[0].device
+    if asked == "cuda" and num_gpus == 0:
+        raise ConfigError(
+            "device: cuda, and no GPU is visible on this machine",
+            where=loaded.where("clusters.0.device"),
+            fix="see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device: auto",
+        )
+    if asked == "cpu":
+        return "cpu", "cluster.device"
+    if not num_gpus:
+        return "cpu", "no GPU"
+    return "cuda", f"{num_gpus} visible GPU{'s' if num_gpus > 1 else ''}"
+
+
+def _nproc_text(nproc: Sequence[int], device: str) -> str:
+    kind = "GPUs" if device == "cuda" else "CPU processes"
+    if len(set(nproc)) == 1:
+        return f"{nproc[0]} {kind} x {len(nproc)} nodes"
+    return f"{kind} of {len(nproc)} nodes: {' + '.join(str(ranks) for ranks in nproc)}"
 
 
 def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, str]:
@@ -202,15 +247,30 @@ def _check_shares(loaded: Loaded, ranks: int) -> None:
         )
 
 
-def _layout(config: RunConfig, ranks: int, *, is_planned: bool) -> Layout:
+def _layout(
+    config: RunConfig, ranks: int, nproc: Sequence[int] | None, *, is_planned: bool
+) -> Layout:
     """The grid of all ranks; the run must also be able to go on with fewer nodes."""
     cluster = config.clusters[0]
     if not is_planned:
         return make_layout(config.strategy, ranks, local_world_size=ranks)
-    local = ranks // cluster.max_nodes
-    for nodes in range(cluster.min_nodes, cluster.max_nodes):
-        make_layout(config.strategy, local * nodes, local_world_size=local)
+    if nproc is None:
+        nproc = (ranks // cluster.max_nodes,) * cluster.max_nodes
+    local = math.gcd(*nproc)
+    for size in sorted(_sums(nproc, cluster.min_nodes) - {ranks}):
+        make_layout(config.strategy, size, local_world_size=local)
     return make_layout(config.strategy, ranks, local_world_size=local)
+
+
+def _sums(nproc: Sequence[int], least: int) -> set[int]:
+    """The ranks of every choice of at least so many nodes."""
+    sums: list[set[int]] = [{0}, *(set() for _ in nproc)]
+    if least == len(nproc):
+        return {sum(nproc)}
+    for ranks in nproc:
+        for count in range(len(nproc), 0, -1):
+            sums[count] |= {ranks + rest for rest in sums[count - 1]}
+    return set().union(*sums[least:])
 
 
 def _check_rows(loaded: Loaded, layout: Layout) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from isles.config.adapter import AdapterConfig
 from isles.config.balance import BalanceConfig
@@ -12,6 +12,7 @@ from isles.config.checkpoint import CheckpointConfig
 from isles.config.cluster import ClusterConfig
 from isles.config.data import DataConfig
 from isles.config.model import ModelConfig, TokenizerConfig
+from isles.config.script import USED, USED_IN_TRAINING, fill_absent
 from isles.config.section import Section
 from isles.config.strategy import AutoStrategy, StrategyConfig
 from isles.config.track import TrackerConfig, TrackerName
@@ -70,3 +71,19 @@ class RunConfig(Section):
         tuple[ClusterConfig, ...], Field(min_length=1, max_length=1, strict=False)
     ] = (ClusterConfig(),)
     """Where the ranks run. Left out: this machine."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_absent(cls, data: object) -> object:
+        return fill_absent(data)
+
+    def values(self) -> dict[str, Any]:
+        """Every value that the run uses, by section: a script has neither model nor data."""
+        data = self.model_dump()
+        if self.training.script is None:
+            return data
+        used = {key: data[key] for key in USED}
+        used["training"] = {key: data["training"][key] for key in USED_IN_TRAINING}
+        if "timeout" in self.checkpoint.model_fields_set:
+            used["checkpoint"] = {"timeout": self.checkpoint.timeout}
+        return used

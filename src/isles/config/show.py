@@ -21,7 +21,7 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
         resolved: the run.
         origins: add `# run.yaml:9`, `# command line` or `# default` to each line.
     """
-    data = _for_people(resolved.config.model_dump(), ())
+    data = _for_people(resolved.config.values(), ())
     assert isinstance(data, dict)
     rows: list[tuple[str, str]] = []
     for text, path in yaml_lines(data):

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from isles.config.environment import Text
 from isles.config.section import DurationS, Section
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
@@ -18,6 +19,14 @@ OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 
 class TrainingConfig(Section):
     """How long, how large, how fast, how precise."""
+
+    script: Text | None = None
+    """A Python script of your own, started as every rank in place of the built-in trainer, with the
+    variables that torchrun sets; relative to where the ranks run. The file then needs name,
+    training.script and clusters only, and no other key of training means anything."""
+
+    script_args: Annotated[tuple[Text | int | float, ...], Field(strict=False)] = ()
+    """Its arguments, such as [--epochs, 20]. They can be seen in process lists: no secrets."""
 
     method: Literal["causal_lm", "dpo"] = "causal_lm"
     """causal_lm: predict the next token, of text, chats or instructions. dpo: prefer the chosen

@@ -20,34 +20,6 @@ _FIRST_BEAT_S, _BEAT_S = 0.02, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is, for messages and for finding the ranks that share its disk.
-
-    Args:
-        rank: which one.
-        leader: rank of the node's first process, which names the node.
-        host: the machine's name.
-    """
-
-    rank: int
-    leader: int
-    host: str
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank acts for its node."""
-        return self.rank == self.leader
-
-    def __str__(self) -> str:
-        return f"{self.host} (rank {self.leader})"
-
-
-def place_of(world: World) -> Place:
-    """This rank's place."""
-    return Place(world.rank, world.rank - world.local_rank, world.host)
-
-
-@dataclass(frozen=True, slots=True)
 class _Beat(Generic[T]):
     state: Literal["idle", "running", "done", "failed"]
     message: str = ""

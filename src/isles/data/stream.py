@@ -18,7 +18,6 @@ from isles.data import stream_segment
 from isles.data.cut import cut_samples
 from isles.data.dataset import Dataset
 from isles.data.folders import remove_stale, temporary_beside
-from isles.data.nodes import Place, place_of
 from isles.data.stream_feed import Feed
 from isles.data.stream_ledger import Ledger, difference
 from isles.data.stream_open import open_stream
@@ -26,6 +25,7 @@ from isles.data.stream_order import StreamOrder
 from isles.data.stream_samples import StreamSamples
 from isles.data.stream_segment import SegmentRecord
 from isles.data.writer import disk_faults
+from isles.dist.place import Place, place_of
 from isles.dist.world import World
 from isles.errors import DataError, UserError
 

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from isles.config.data import DataConfig, SourceConfig
-from isles.data.nodes import Place, place_of, work_together
+from isles.data.nodes import work_together
 from isles.data.store import TokenStore, find_fault
 from isles.data.transfer_copy import FolderCopy
 from isles.data.writer import disk_faults
+from isles.dist.place import Place, place_of
 from isles.dist.world import World
 from isles.errors import DataError, UserError
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.data.folders import publish, temporary_beside
-from isles.data.nodes import Place
 from isles.data.store import TokenStore, find_fault
 from isles.data.writer import disk_faults, sync_folder
+from isles.dist.place import Place
 from isles.errors import DataError, UserError
 
 ByteArray = npt.NDArray[np.uint8]

@@ -62,10 +62,15 @@ class World:
         is_gpu = self.device.type == "cuda"
         return torch.cuda.get_device_name(self.device) if is_gpu else "CPU"
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank. All ranks must call this."""
+    def gather(self, value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Every rank's value, by rank, on every rank. All ranks must call this.
+
+        Args:
+            value: this rank's.
+            group: over which they are told; None: `control`.
+        """
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
+        dist.all_gather_object(values, value, group=group or self.control)
         return values  # type: ignore[return-value]  # filled by all_gather_object
 
     def broadcast(self, value: T | None) -> T:

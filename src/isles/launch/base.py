@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,6 +27,7 @@ class Job:
         device: cpu or cuda.
         command: the command line that runs until the ranks have ended.
         resumed_from: the checkpoint that was asked for by name.
+        variables: of the environment, that the run file sets.
     """
 
     run_dir: RunDir
@@ -34,6 +36,7 @@ class Job:
     device: str
     command: tuple[str, ...]
     resumed_from: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Launcher(Protocol):

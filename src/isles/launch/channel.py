@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +19,9 @@ from isles.launch.node import READY
 from isles.launch.shell import Shell
 
 _SSH_FAILED = 255
+_CLOSE_S = 5.0
+_LAST_WORDS_S = 1.0
+_NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
 
 
 class Channel:
@@ -42,14 +48,16 @@ class Channel:
         self.shell = shell
         self._python = python
         script = "\n".join([*lines, f"exec {shlex.quote(python)} -m {module}"])
-        self._process = shell.popen(["bash", "-c", script])
+        self._process = shell.popen(["bash", "-c", script], own_group=True)
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_ready = False
         self._noise: list[str] = []
+        self._errors = threading.Thread(target=self._read_errors, daemon=True)
+        self._errors.start()
         threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._read_errors, daemon=True).start()
 
     def __enter__(self) -> Channel:
         return self
@@ -90,32 +98,37 @@ class Channel:
         try:
             return self.ask(op, **args).result(timeout=timeout_s)
         except NoAnswer:
-            raise PreflightError(
-                f"no answer to `{op}` within {timeout_s:.0f} s",
-                where=f"host {self.name}",
-                fix="is it overloaded, or the connection cut? try again, or leave the host out",
-            ) from None
+            raise self.no_answer(op, timeout_s) from None
+
+    def no_answer(self, op: str, timeout_s: float) -> PreflightError:
+        """What to raise where an answer takes too long."""
+        return PreflightError(
+            f"no answer to `{op}` within {timeout_s:.0f} s",
+            where=f"host {self.name}",
+            fix="is it overloaded, or the connection cut? try again, or leave the host out",
+        )
 
     def close(self) -> None:
         """End the conversation; the process there ends with it."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # it has ended
             self._process.stdin.close()
-            self._process.wait(timeout=5)
-        except (OSError, TimeoutError):
-            pass
-        except Exception:  # subprocess.TimeoutExpired: the connection hangs
-            self._process.kill()
+        try:
+            self._process.wait(timeout=_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the connection hangs
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        is_ready = False
         for raw in self._process.stdout:
             line = raw.decode(errors="replace")
-            if not is_ready:
-                is_ready = line.startswith(READY)
+            if not self._is_ready:
+                self._is_ready = line.startswith(READY)
                 continue
-            reply = json.loads(line)
+            try:
+                reply = json.loads(line)
+            except ValueError:
+                continue  # torn by the end of the connection
             with self._lock:
                 future = self._waiting.pop(reply["id"], None)
             if future is None:
@@ -125,6 +138,7 @@ class Channel:
             else:
                 future.set_result(reply["result"])
         self._process.wait()
+        self._errors.join(timeout=_LAST_WORDS_S)
         with self._lock:
             self._is_closed = True
             left, self._waiting = list(self._waiting.values()), {}
@@ -148,12 +162,25 @@ class Channel:
         if self.shell.destination is not None and code == _SSH_FAILED:
             return self.shell.fault(noise)
         where = f"host {self.name}"
+        if self._is_ready:
+            return PreflightError(
+                f"the process that answered there has ended (exit status {code})",
+                where=where,
+                fix="somebody killed it, or the machine ran out of memory: see dmesg | tail",
+            )
         if "No module named" in noise and "isles" in noise:
             return PreflightError(
                 f"isles is not installed for {self._python}",
                 where=where,
                 fix="isles setup run.yaml installs it; or name the right Python in "
                 "clusters[0].environment (venv, conda or python)",
+            )
+        if match := _NO_FOLDER.search(noise):
+            return PreflightError(
+                f"there is no folder {match['folder']}, in which the ranks are to run",
+                where=where,
+                fix="make it there, name another in clusters[0].workdir, or let isles copy this "
+                "one: clusters[0].sync",
             )
         words = noise.strip().splitlines()
         return PreflightError(

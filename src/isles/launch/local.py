@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from isles.config.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.launch.base import Job, JobId, JobState
 from isles.rundir.begin import write_launch
+from isles.rundir.env import inherited, rank_defaults
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.signals import kill_now
@@ -56,15 +56,16 @@ def local_job(
         str(world_size // nodes),
         *asked,
     )
-    return Job(run_dir, attempt, world_size, device, command, resumed_from)
+    variables = cluster.environment.variables if cluster is not None else {}
+    return Job(run_dir, attempt, world_size, device, command, resumed_from, dict(variables))
 
 
 class LocalLauncher:
     """Starts the agent in a session of its own, so that the run outlives the terminal."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """`environ`: what the job inherits."""
-        self._environ = environ
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """`environ`: what the job inherits; None: all that this process has."""
+        self._environ = inherited() if environ is None else environ
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def render(self, job: Job) -> str:
@@ -119,22 +120,14 @@ class LocalLauncher:
         kill_now(job_id)
 
     def _added(self, job: Job) -> dict[str, str]:
-        """Variables that make a good start on one machine, where the user has set none."""
-        added = {}
-        if job.device == "cpu":
-            # Without it every rank starts a thread per core, and they fight for the cores.
-            added["OMP_NUM_THREADS"] = str(max(1, _num_cores() // job.world_size))
-        loopback = _loopback()
-        if loopback:
-            added["GLOO_SOCKET_IFNAME"] = loopback
-            added["NCCL_SOCKET_IFNAME"] = loopback
-        return {key: value for key, value in added.items() if key not in self._environ}
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        """Variables of the run file, and those that make a good start on one machine."""
+        defaults = rank_defaults(
+            device=job.device,
+            nproc=job.world_size,
+            interface=_loopback(),
+            environ={**self._environ, **job.variables},
+        )
+        return {**defaults, **job.variables}
 
 
 def _loopback() -> str | None:

@@ -1,19 +1,281 @@
-"""The launcher manual."""
+"""The launcher manual: prints one command for each node, for a person to type there.
+
+The first command keeps the run together and starts its node; each of the others needs nothing but
+the first node's address: it gets the run's files from there.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+import psutil
+
+from isles.config.cluster import ClusterConfig
+from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.launcher import ManualLauncherConfig
 from isles.config.load import Loaded
-from isles.errors import UserError
+from isles.config.resolve import Resolved, dump_resolved, resolve
+from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
+from isles.facts.units import format_duration
+from isles.launch.network import network_variables
+from isles.launch.node_facts import free_port
+from isles.launch.setting import setting_lines
+from isles.launch.verbs import require_train
+from isles.rundir.begin import begin_run, choose_run, new_attempt, write_launch
+from isles.rundir.env import hub_cache, inherited, rank_defaults
+from isles.rundir.fleet import Fleet, FleetNode, read_fleet
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.state import attempt_state
+from isles.rundir.trackers import require_trackers
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
+
+_DIGEST_LENGTH = 16
 
 
 def start_manual(
     loaded: Loaded, launcher: ManualLauncherConfig, options: StartOptions
 ) -> Started | str:
-    """Start a run, or say what would be done."""
-    raise UserError("the launcher manual is not there yet", where=str(options.path))
+    """Make the run directory, and say what is to be typed; nothing runs before it is.
+
+    Args:
+        loaded: the run file.
+        launcher: its section.
+        options: how `isles train` was typed.
+
+    Raises:
+        ConfigErrors: every fault in the run file.
+        UserError: this is not the first host, or the run cannot be begun.
+    """
+    from isles.launch.start import Started
+
+    cluster = loaded.config.clusters[0]
+    addresses = [_address(loaded, index) for index in range(len(launcher.hosts))]
+    _require_here(loaded, launcher.hosts[0], addresses[0])
+    resolved = _resolve(loaded, cluster, len(addresses))
+    if options.dry_run:
+        begun = choose_run(resolved, options.resume)
+        number = len(begun.run_dir.attempts()) + 1
+    else:
+        require_train()
+        require_trackers(resolved.config)
+        begun = begin_run(resolved, loaded.text, options.resume)
+        attempt = new_attempt(begun.run_dir, loaded.text)
+        number = attempt.number
+    asked = str(begun.resume_from.absolute()) if begun.resume_from else None
+    fleet = _fleet(launcher, cluster, resolved, addresses, asked)
+    text = "\n".join(
+        [
+            *([begun.note] if begun.note else []),
+            *_commands(begun.run_dir, fleet, cluster),
+        ]
+    )
+    if options.dry_run:
+        return text
+    fleet.write(begun.run_dir.attempt(number))
+    return Started(begun.run_dir, begun.run_dir.attempt(number), None, text=text)
+
+
+def lead(run_dir: RunDir) -> tuple[Attempt, ProcessId]:
+    """Start the supervisor of a run by hand, and with it the first node, on this machine.
+
+    Raises:
+        UserError: `isles train` has not been typed before, or the run is on its way or over.
+    """
+    attempt = run_dir.last_attempt()
+    fleet = read_fleet(attempt) if attempt is not None else None
+    if attempt is None or fleet is None or fleet.launcher != "manual":
+        raise UserError(
+            "this is no run whose nodes are started by hand",
+            where=str(run_dir.path),
+            fix="`isles train run.yaml` with launcher: {kind: manual} makes one, and says what to "
+            "type",
+        )
+    if attempt.outcome.exists() or attempt_state(run_dir, attempt).is_alive:
+        is_over = attempt.outcome.exists()
+        raise UserError(
+            f"{run_dir.name} {'has ended' if is_over else 'is on its way already'}",
+            where=str(attempt.path),
+            fix="`isles train run.yaml` makes it ready once more"
+            if is_over
+            else f"isles status {run_dir.name}",
+        )
+    words = [sys.executable, "-m", "isles.train.supervisor", str(run_dir.path.absolute())]
+    command = (*words, "--attempt", str(attempt.number))
+    try:
+        with attempt.agent_log.open("ab") as log:
+            child = subprocess.Popen(
+                command,
+                env=node_environ(run_dir, fleet, 0),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise UserError(
+            f"the run cannot be started: {error.strerror or error}",
+            where=str(error.filename or attempt.path),
+            fix="make room for a new process or file on this machine, then start again",
+        ) from error
+    process = ProcessId.of(child.pid)
+    write_launch(
+        attempt,
+        process,
+        world_size=fleet.world_size,
+        device=fleet.device,
+        command=command,
+        resumed_from=Path(fleet.resume_from) if fleet.resume_from else None,
+    )
+    return attempt, process
+
+
+def node_environ(run_dir: RunDir, fleet: Fleet, node: int) -> dict[str, str]:
+    """What the processes of a node that is started by hand have in their environment."""
+    from isles.config.resolve import load_resolved
+
+    text = run_dir.resolved.read_text(encoding="utf-8")
+    cluster = load_resolved(text).config.clusters[0]
+    place = fleet.nodes[node]
+    interface = cluster.network.interface or interface_of(place.address)
+    mine = inherited()
+    added = rank_defaults(device=fleet.device, nproc=place.nproc, interface=None)
+    added |= network_variables(cluster.network, interface, fleet.device)
+    return {**added, **cluster.environment.variables, **mine}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an address; None: there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    return None
+
+
+def _address(loaded: Loaded, index: int) -> str:
+    """A host's address in numbers, as all hosts understand it."""
+    launcher = loaded.config.clusters[0].launcher
+    assert isinstance(launcher, ManualLauncherConfig)
+    host = launcher.hosts[index]
+    where = loaded.where(f"clusters.0.launcher.hosts.{index}")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        raise ConfigError(
+            f"no IPv4 address is known for {host}", where=where, fix="write it in numbers"
+        ) from None
+    if address.startswith("127.") and len(launcher.hosts) > 1:
+        raise ConfigError(
+            f"{host} is {address} on this machine, which no other host can reach",
+            where=where,
+            fix="write the address that the others know, such as 192.168.1.100",
+        )
+    return address
+
+
+def _require_here(loaded: Loaded, host: str, address: str) -> None:
+    if interface_of(address) is not None:
+        return
+    here = sorted(
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    )
+    raise PreflightError(
+        f"the first host is {host}, and this machine is {' or '.join(here) or 'not on a network'}",
+        where=loaded.where("clusters.0.launcher.hosts"),
+        fix=f"type it on {host}, which keeps the run directory; or begin the list with this "
+        "machine; or use launcher: {kind: ssh}, which starts from anywhere",
+    )
+
+
+def _resolve(loaded: Loaded, cluster: ClusterConfig, num_nodes: int) -> Resolved:
+    faults = [
+        *shape_faults(loaded, hub_cache()),
+        *deepspeed_faults(loaded),
+        *data_faults(loaded),
+    ]
+    assert cluster.gpus_per_node != "auto", "config/rules_cluster.py"
+    device: Literal["cpu", "cuda"] = "cpu" if cluster.device == "cpu" else "cuda"
+    try:
+        resolved = resolve(loaded, nproc=(cluster.gpus_per_node,) * num_nodes, device=device)
+    except ConfigError as error:
+        raise ConfigErrors([*faults, error]) from None
+    if faults:
+        raise ConfigErrors(faults)
+    return resolved
+
+
+def _fleet(
+    launcher: ManualLauncherConfig,
+    cluster: ClusterConfig,
+    resolved: Resolved,
+    addresses: list[str],
+    resume_from: str | None,
+) -> Fleet:
+    port = free_port(cluster.network.port)
+    if port is None:
+        raise PreflightError(
+            f"all ports from {cluster.network.port} to {cluster.network.port + 99} are taken",
+            where=f"host {launcher.hosts[0]}",
+            fix="set clusters[0].network.port to the first of a hundred others",
+        )
+    nproc = cluster.gpus_per_node
+    assert nproc != "auto"
+    return Fleet(
+        launcher="manual",
+        nodes=tuple(
+            FleetNode(node, host, None, address, nproc)
+            for node, (host, address) in enumerate(zip(launcher.hosts, addresses, strict=True))
+        ),
+        port=port,
+        min_nodes=cluster.min_nodes,
+        device=resolved.device,
+        start_timeout_s=cluster.start_timeout,
+        digest=hashlib.sha256(dump_resolved(resolved).encode()).hexdigest(),
+        resume_from=resume_from,
+    )
+
+
+def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig) -> list[str]:
+    """What is to be typed, node by node."""
+    ranks = f"{fleet.nodes[0].nproc} rank{'s' if fleet.nodes[0].nproc > 1 else ''}"
+    wait = format_duration(fleet.start_timeout_s)
+    head = fleet.head
+    isles = "isles" if shutil.which("isles") else f"{sys.executable} -m isles"
+    first = f"{isles} join-node {shlex.quote(str(run_dir.path.absolute()))}"
+    if cluster.environment.python is not None:
+        isles = f"{shlex.quote(cluster.environment.python)} -m isles"
+    at = f"{head.address}:{fleet.port}"
+    lines = [
+        f"{run_dir.name}: {len(fleet.nodes)} nodes with {ranks} each. Type one command on each "
+        f"node; they wait {wait} for one another.",
+    ]
+    for node in fleet.nodes:
+        here = " (this machine)" if node.node == 0 else ""
+        command = (
+            f"{isles} join-node {at} --node {node.node} --digest {fleet.digest[:_DIGEST_LENGTH]}"
+        )
+        lines += ["", f"node {node.node}, {node.label.partition('(')[2].rstrip(')')}{here}:"]
+        lines += [f"    {line}" for line in _setting(cluster)]
+        lines += [f"    {first if node.node == 0 else command}"]
+    return lines
+
+
+def _setting(cluster: ClusterConfig) -> list[str]:
+    """What comes before the command, where the run file says so."""
+    if cluster.workdir is None and not cluster.environment.model_fields_set:
+        return []
+    lines = setting_lines(cluster, cluster.workdir or os.curdir)
+    return [line for line in lines if not line.startswith(f"cd {os.curdir} ")]

@@ -25,7 +25,7 @@ READY = "ISLES-NODE "
 
 
 def operations() -> dict[str, Operation]:
-    """What a node can be asked to do when a run is started."""
+    """What every node can be asked, whatever for."""
     return {"facts": node_facts}
 
 
@@ -77,6 +77,17 @@ def _answer(
         answers.write(json.dumps(reply) + "\n")
 
 
+def main() -> int:
+    """Serve what the start of a run needs."""
+    from isles.launch.node_start import NodeStart
+
+    start = NodeStart()
+    try:
+        return serve({**operations(), **start.operations()})
+    finally:
+        start.close()
+
+
 if __name__ == "__main__":
-    code = serve(operations())
+    code = main()
     os._exit(code)

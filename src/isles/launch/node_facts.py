@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
 import sys
 import time
+from importlib.util import find_spec
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from isles import __version__
+from isles.launch.fingerprint import PACKAGES, code_digest, version
 from isles.launch.gpus import find_gpus
-
-_PACKAGES = ("torch", "transformers", "safetensors", "datasets", "peft", "deepspeed")
+from isles.launch.verbs import NEEDED_TO_TRAIN
 
 
 def node_facts(args: dict[str, Any]) -> dict[str, Any]:
@@ -26,24 +27,31 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
         args: `port`: the first of a hundred ports of which a free one is wanted (optional).
 
     Returns:
-        host, user, python, isles, packages (name -> version), gpus, num_cores, memory_bytes,
-        addresses (interface -> IPv4 addresses), machine_id, clock (seconds since the epoch), cwd,
-        and port where one was asked for (None: all are taken).
+        host, user, pid, executable, python, isles, code, packages (name -> version), missing
+        (packages that training needs), gpus, gpu_warning, num_cores, memory_bytes, addresses
+        (interface -> IPv4 addresses), networks (interface, address and prefix of each),
+        reached_at (the address at which ssh has reached this machine), machine_id, clock (seconds
+        since the epoch), cwd, and port where one was asked for (None: all are taken).
     """
     finding = find_gpus()
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "user": os.environ.get("USER", str(os.getuid())),
+        "pid": os.getpid(),
         "executable": sys.executable,
         "python": platform.python_version(),
         "isles": __version__,
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "code": code_digest(),
+        "packages": {name: found for name in PACKAGES if (found := version(name))},
+        "missing": [name for name in NEEDED_TO_TRAIN if find_spec(name) is None],
         "gpus": len(finding.gpus),
         "gpu_warning": finding.warning,
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         "memory_bytes": psutil.virtual_memory().total,
         "addresses": _addresses(),
-        "machine_id": _machine_id(),
+        "networks": _networks(),
+        "reached_at": _reached_at(),
+        "machine_id": machine_id(),
         "clock": time.time(),
         "cwd": str(Path.cwd()),
     }
@@ -72,14 +80,28 @@ def _addresses() -> dict[str, list[str]]:
     return {name: addresses for name, addresses in found.items() if addresses}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _networks() -> list[dict[str, Any]]:
+    """Every IPv4 address of an interface that is up, without the loopback."""
+    up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
+    return [
+        {
+            "interface": name,
+            "address": a.address,
+            "prefix": IPv4Network(f"{a.address}/{a.netmask or 32}", strict=False).prefixlen,
+        }
+        for name, addresses in psutil.net_if_addrs().items()
+        for a in addresses
+        if a.family == socket.AF_INET and name in up and not a.address.startswith("127.")
+    ]
 
 
-def _machine_id() -> str:
+def _reached_at() -> str | None:
+    """This machine's end of the ssh connection, which sshd leaves in the environment."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
+
+
+def machine_id() -> str:
     """Two names of one machine have the same; empty where it cannot be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -18,6 +18,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _SSH_FAILED = 255
+_SHORT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +107,21 @@ class Shell:
             raise self.fault(done.stderr)
         return Result(done.returncode, done.stdout, done.stderr)
 
-    def popen(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    def popen(self, command: Sequence[str], *, own_group: bool = False) -> subprocess.Popen[bytes]:
         """Start a command with pipes to its three streams. `fault` says what ssh's 255 means.
+
+        Args:
+            command: what is run.
+            own_group: whether a Ctrl+C on this terminal is kept from it.
 
         Raises:
             PreflightError: there is no such command here.
         """
-        pipe = subprocess.PIPE
+        pipe, group = subprocess.PIPE, 0 if own_group else None
         try:
-            return subprocess.Popen(self.argv(command), stdin=pipe, stdout=pipe, stderr=pipe)
+            return subprocess.Popen(
+                self.argv(command), stdin=pipe, stdout=pipe, stderr=pipe, process_group=group
+            )
         except FileNotFoundError as error:
             raise self._missing(str(error.filename)) from error
 
@@ -201,7 +208,10 @@ def _has_own_master(destination: str) -> bool:
 
 def _socket_dir() -> Path:
     """A folder of this user alone; short, since a socket's path has 100 characters at most."""
-    path = Path(tempfile.gettempdir()) / f"isles-ssh-{os.getuid()}"
+    folder = Path(tempfile.gettempdir())
+    if len(str(folder)) > _SHORT and Path("/tmp").is_dir():
+        folder = Path("/tmp")
+    path = folder / f"isles-ssh-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     facts = path.lstat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or path.is_symlink():

@@ -1,19 +1,243 @@
-"""The launcher slurm."""
+"""The launcher slurm: submits the job script of a run, on a machine that has sbatch."""
 
 from __future__ import annotations
 
+import difflib
+import re
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import Loaded
-from isles.errors import UserError
+from isles.config.resolve import Resolved
+from isles.errors import ConfigError, PreflightError, UserError
+from isles.launch.queue import refresh
+from isles.launch.queue_start import check_packages, in_workdir, refresh_last, settle, withdraw
+from isles.launch.rank_command import rank_command
+from isles.launch.slurm_queue import Slurm
+from isles.launch.slurm_script import JobText, sbatch_script
+from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
+from isles.rundir.env import allocation
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import write_text_atomic
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
+
+_REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (r"invalid partition|partition name", ("partition",), "sinfo -s shows the partitions"),
+    (
+        r"invalid account|account/partition",
+        ("account", "partition"),
+        "sacctmgr show assoc user=$USER format=account,partition,qos shows what you may use",
+    ),
+    (r"invalid qos|qos specification", ("qos",), "sacctmgr show assoc user=$USER format=qos"),
+    (
+        r"time limit|time specification",
+        ("time", "partition"),
+        "scontrol show partition says MaxTime; a shorter time is enough: before it ends the run is "
+        "saved, and queued again until it is done",
+    ),
+    (r"feature", ("constraint",), "sinfo -o '%n %f' shows the features of the nodes"),
+    (
+        r"generic resource|gres",
+        ("gres",),
+        "sinfo -o '%n %G' shows the GPUs of the nodes; gres: none asks for none",
+    ),
+    (
+        r"memory",
+        ("memory_per_node",),
+        "sinfo -o '%n %m' shows the memory of the nodes, in MB",
+    ),
+    (r"reservation", ("reservation",), "scontrol show reservation"),
+    (r"node name", ("nodelist", "exclude"), "sinfo -N shows the names"),
+    (
+        r"node configuration|node count|processors|cpu count|partition configuration",
+        ("gres", "cpus_per_node", "memory_per_node", "partition"),
+        "no node has all that is asked for: compare nodes, gpus_per_node, gres, cpus_per_node and "
+        "memory_per_node with sinfo -o '%n %c %m %G %D'",
+    ),
+    (
+        r"violates accounting|policy|submit limit",
+        ("qos", "account"),
+        "you have too many jobs, or ask for more than your account may: squeue --me, sacctmgr show "
+        "assoc user=$USER",
+    ),
+    (
+        r"unrecognized option|invalid option|unknown option",
+        ("extra",),
+        "sbatch --help shows its options",
+    ),
+    (r"permission|not permitted|access", ("partition",), "another partition, or ask your site"),
+    (r"contact slurm controller|connect|socket", (), "scontrol ping; try again when it is up"),
+)
+"""What sbatch says -> the keys of the section `launcher` that it is about, and what to do."""
+
+_NOT_LOOKED_AT = ("PENDING", "PENDING Priority")
+"""What Slurm says of a job of the last moment."""
+
+_ARRAYS = re.compile(r"^\s*(--array|-a)(=|\s|\d|$)")
 
 
 def start_slurm(
     loaded: Loaded, launcher: SlurmLauncherConfig, options: StartOptions
 ) -> Started | str:
-    """Start a run, or say what would be done."""
-    raise UserError("the launcher slurm is not there yet", where=str(options.path))
+    """Start a run, or say what would be done; see `isles.launch.start.start`.
+
+    Raises:
+        ConfigErrors: every fault in the run file.
+        PreflightError: Slurm's commands are not here, or do not answer.
+        UserError: the run cannot be begun, or Slurm does not take the job.
+    """
+    from isles.launch.start import Started
+
+    if launcher.login is not None:
+        from isles.launch.login import start_on_login
+
+        return start_on_login(loaded, options)
+    _refuse_arrays(loaded, launcher)
+    if not options.dry_run:
+        _refuse_inside_job(options.path)
+    with in_workdir(loaded) as workdir:
+        resolved = settle(loaded)
+        if options.dry_run:
+            return _dry_run_text(resolved, launcher, workdir, options)
+        check_packages(resolved)
+        refresh_last(resolved, options.resume)
+        begun = begin_run(resolved, loaded.text, options.resume)
+        run_dir = RunDir(begun.run_dir.path.absolute())
+        attempt = new_attempt(run_dir, loaded.text)
+        write_text_atomic(attempt.script, _script(resolved, launcher, begun, attempt, workdir))
+        slurm = Slurm(launcher.bin_path)
+        try:
+            job_id = _submit(slurm, attempt, loaded)
+        except BaseException:
+            withdraw(begun, attempt)
+            raise
+        if begun.note:
+            options.say(begun.note)
+        write_job_launch(
+            attempt,
+            launcher="slurm",
+            job_id=job_id,
+            world_size=resolved.world_size,
+            device=resolved.device,
+            command=(slurm.path("sbatch"), str(attempt.script)),
+            resumed_from=begun.resume_from,
+            bin_path=launcher.bin_path,
+        )
+    report = refresh(run_dir, attempt, max_age_s=0.0)
+    options.say(f"submitted {run_dir.name} as Slurm job {job_id}, in {run_dir.path}")
+    if report is not None and report.state == "pending" and report.word not in _NOT_LOOKED_AT:
+        options.say(f"it waits: {report.reason}" + (f" ({report.fix})" if report.fix else ""))
+    return Started(run_dir, attempt, None)
+
+
+def _script(
+    resolved: Resolved,
+    launcher: SlurmLauncherConfig,
+    begun: Begun,
+    attempt: Attempt,
+    workdir: Path,
+) -> str:
+    nodes = resolved.config.clusters[0].max_nodes
+    run_dir = str(begun.run_dir.path.absolute())
+    resume_from = str(begun.resume_from.absolute()) if begun.resume_from else None
+    number = attempt.number
+    return sbatch_script(
+        resolved.config,
+        JobText(
+            launcher=launcher,
+            nodes=nodes,
+            nproc=resolved.world_size // nodes,
+            device=resolved.device,
+            workdir=str(workdir),
+            command=rank_command(resolved.config, run_dir, number, resume_from=resume_from),
+            run_dir=run_dir,
+            attempt=number,
+        ),
+    )
+
+
+def _dry_run_text(
+    resolved: Resolved, launcher: SlurmLauncherConfig, workdir: Path, options: StartOptions
+) -> str:
+    from isles.config.show import show
+
+    begun = choose_run(resolved, options.resume)
+    last = begun.run_dir.last_attempt()
+    attempt = begun.run_dir.attempt(last.number + 1 if last else 1)
+    note = begun.note or f"this would be a new run: {begun.run_dir.name}"
+    script = _script(resolved, launcher, begun, attempt, workdir)
+    sbatch = Slurm(launcher.bin_path).path("sbatch")
+    return f"{show(resolved).rstrip()}\n\n{note}\n{sbatch} would take this script:\n\n{script}"
+
+
+def _refuse_arrays(loaded: Loaded, launcher: SlurmLauncherConfig) -> None:
+    for index, option in enumerate(launcher.extra):
+        if _ARRAYS.match(option):
+            raise ConfigError(
+                f"{option} would start the same run many times, in one run directory",
+                where=loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher"),
+                fix="delete it, and start each run of a series by an `isles train` of its own, "
+                "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
+            )
+
+
+def _refuse_inside_job(path: Path) -> None:
+    job_id = allocation()
+    if job_id is not None:
+        raise UserError(
+            f"this shell is in Slurm job {job_id}, and the launcher slurm would submit another job",
+            where=str(path),
+            fix="leave it (exit) and start from the login node; or train on this node alone, with "
+            "'clusters.0.launcher={kind: local}' on the command line; or, if another job is what "
+            "you want: env -u SLURM_JOB_ID isles train …",
+        )
+
+
+def _submit(slurm: Slurm, attempt: Attempt, loaded: Loaded) -> str:
+    """Hand the script to Slurm; the job's number."""
+    if shutil.which(slurm.path("sbatch")) is None:
+        raise PreflightError(
+            f"there is no {slurm.path('sbatch')} on this machine",
+            where=loaded.where("clusters.0.launcher.bin_path", "clusters.0.launcher"),
+            fix="start from a login node of the cluster, or name one: clusters[0].launcher.login; "
+            "where Slurm's commands are not on PATH, clusters[0].launcher.bin_path names their "
+            "folder",
+        )
+    done = slurm.run("sbatch", "--parsable", str(attempt.script))
+    job_id = done.stdout.strip().partition(";")[0]
+    if done.returncode == 0 and job_id.isdecimal():
+        return job_id
+    said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
+    text = "; ".join(line.removeprefix("error: ") for line in said) or "no word"
+    for pattern, keys, fix in _REFUSALS:
+        if re.search(pattern, text, re.IGNORECASE):
+            where = [f"clusters.0.launcher.{key}" for key in keys]
+            known = _partitions(slurm, loaded) if keys[:1] == ("partition",) else ""
+            raise UserError(
+                f"Slurm does not take the job: {text}",
+                where=loaded.where(*where, "clusters.0.launcher"),
+                fix=known or fix,
+            )
+    raise UserError(
+        f"Slurm does not take the job: {text}",
+        where=loaded.where("clusters.0.launcher"),
+        fix="`isles train --dry-run` shows the script that sbatch was given",
+    )
+
+
+def _partitions(slurm: Slurm, loaded: Loaded) -> str:
+    """Which partitions there are; empty where sinfo does not say."""
+    launcher = loaded.config.clusters[0].launcher
+    assert isinstance(launcher, SlurmLauncherConfig)
+    try:
+        names = slurm.run("sinfo", "-h", "-o", "%R").stdout.split()
+    except PreflightError:
+        return ""
+    near = difflib.get_close_matches(launcher.partition or "", names, n=1)
+    if near and near[0] != launcher.partition:
+        return f"did you mean {near[0]}? There are: {', '.join(names)}"
+    return f"the partitions are: {', '.join(names)}" if names else ""

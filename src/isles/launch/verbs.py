@@ -54,12 +54,16 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
         MissingDependencyError: this installation cannot train.
     """
     require_train()
-    given = [
+    return run_module("isles.train.verbs", verb, str(run_dir.path), *option_words(options))
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options as they are typed, without those that are None or False."""
+    return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()
         if value is not None and value is not False
     ]
-    return run_module("isles.train.verbs", verb, str(run_dir.path), *given)
 
 
 def run_module(module: str, *arguments: str) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from isles.facts.units import format_duration
+from isles.launch.queue import refresh
+from isles.monitor.nodes import NodeReport, checked_text, node_reports
+from isles.monitor.stalls import stall_texts
 from isles.rundir.manifest import list_checkpoints
-from isles.rundir.nodes import living_nodes, read_meeting
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
+from isles.rundir.report import script_of
 from isles.rundir.restarts import list_restarts
 from isles.rundir.state import (
     NEVER_STARTED,
@@ -25,6 +29,9 @@ from isles.rundir.state import (
 QUIET_S = 180.0
 """A running run that has said nothing for so long is pointed out."""
 
+ReportState = State | Literal["unreachable", "gone"]
+"""unreachable: its machine cannot be asked. gone: its directory is no longer there."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
@@ -35,7 +42,7 @@ class RunReport:
 
     name: str
     path: str
-    state: State
+    state: ReportState
     attempt: int | None
     host: str | None
     pid: int | None
@@ -62,32 +69,71 @@ class RunReport:
     nodes: int | None
     max_nodes: int | None
     hint: str
+    launcher: str = "local"
+    job: str = ""
+    """Of a queue: the number of the job."""
+    queue: str = ""
+    """Of a queue: what it says of the job, in words."""
+    heard_at: float | None = None
+    """The last sign of life."""
+    on: str = ""
+    """The machine that has the run directory, as ssh takes it; empty: it is seen here."""
+    fleet: tuple[NodeReport, ...] = ()
+    """Its nodes, where it has several."""
+    stalls: tuple[str, ...] = ()
+    """Steps that took far too long."""
+    checked: str = ""
+    """What was found wrong with the machines before the start."""
 
     def record(self) -> dict[str, Any]:
         """As JSON takes it."""
         return asdict(self)
 
+    @classmethod
+    def of(cls, record: dict[str, Any], **changes: Any) -> RunReport:
+        """From `record`, of this version of isles or another."""
+        known: dict[str, Any] = {field.name: record.get(field.name) for field in fields(cls)}
+        known |= {name: value for name, value in _WITHOUT.items() if known[name] is None}
+        known["fleet"] = tuple(NodeReport.of(node) for node in known["fleet"])
+        known["stalls"] = tuple(known["stalls"])
+        return cls(**{**known, **changes})
+
+
+_WITHOUT: dict[str, Any] = {
+    **dict.fromkeys(("name", "path", "detail", "reason", "last_restart", "hint", "job"), ""),
+    **dict.fromkeys(("queue", "on", "checked"), ""),
+    **dict.fromkeys(("fleet", "stalls"), ()),
+    "state": "unknown",
+    "restarts": 0,
+    "launcher": "local",
+}
+"""What stands for a field that another version of isles does not know."""
+
 
 def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
-    """How the newest attempt of a run stands now."""
+    """How the newest attempt of a run stands now; asks the queue of its job, if it has one."""
     attempt = run_dir.last_attempt()
     launch = (read_record(attempt.launch) if attempt else None) or {}
+    job = None
+    if attempt is not None:
+        with suppress(OSError):  # its answer cannot be kept in somebody else's directory
+            job = refresh(run_dir, attempt)
     state = attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
     status = current_status(run_dir, state.begun_at)
     outcome = state.outcome or {}
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-1] if checkpoints else None
-    updated_at = number_of(status, "updated_at")
+    progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
     silent_s = None
     if state.state in ("running", "unknown"):
-        silent_s = max(0.0, now() - (updated_at or state.begun_at or now()))
+        silent_s = max(0.0, now() - (progress_at or state.begun_at or now()))
     error = outcome.get("error")
     found = list_restarts(attempt) if attempt else []
     restarts = [restart for restart in found if restart.verdict == "restart"]
-    meeting = read_meeting(attempt) if attempt else None
+    nodes = node_reports(attempt, now()) if attempt else ()
     return RunReport(
         name=run_dir.name,
-        path=str(run_dir.path),
+        path=str(run_dir.path.absolute()),
         state=state.state,
         attempt=attempt.number if attempt else None,
         host=state.process.host if state.process else None,
@@ -103,7 +149,7 @@ def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
         tokens_per_second=number_of(status, "tokens_per_second"),
         eta_s=number_of(status, "eta_s") if state.state == "running" else None,
         begun_at=state.begun_at,
-        updated_at=updated_at,
+        updated_at=number_of(status, "updated_at"),
         silent_s=silent_s,
         checkpoint_step=newest.step if newest else None,
         checkpoint_at=newest.created_at if newest else None,
@@ -112,9 +158,16 @@ def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
         error=error if isinstance(error, dict) else None,
         restarts=len(restarts),
         last_restart=restarts[-1].text if restarts else "",
-        nodes=len(living_nodes(attempt, meeting.max_nodes)) if attempt and meeting else None,
-        max_nodes=meeting.max_nodes if meeting else None,
-        hint=_hint(run_dir, state, newest.step if newest else None, silent_s),
+        nodes=sum(node.is_there for node in nodes) if nodes else None,
+        max_nodes=len(nodes) or None,
+        hint=_hint(run_dir, state, newest.step if newest else None, silent_s, now()),
+        launcher=state.launcher,
+        job=job.job_id if job else "",
+        queue=(job.reason or job.state) if job and state.is_alive else "",
+        heard_at=state.heard_at,
+        fleet=nodes,
+        stalls=stall_texts(attempt) if attempt else (),
+        checked=checked_text(attempt) if attempt else "",
     )
 
 
@@ -135,23 +188,39 @@ def generate_command(run_dir: RunDir, prompt: str) -> str:
     return f'isles generate {run_dir.name} {"--chat " if has_template else ""}--prompt "{prompt}"'
 
 
-def _hint(run_dir: RunDir, state: AttemptState, step: int | None, silent_s: float | None) -> str:
+def _hint(
+    run_dir: RunDir,
+    state: AttemptState,
+    step: int | None,
+    silent_s: float | None,
+    now_s: float,
+) -> str:
     """What the user may want to do next."""
     host = state.process.host if state.process else "another host"
     place = f"from step {step}" if step is not None else "from the start, as nothing was saved"
     match state.state:
-        case "new":
-            return "it was never started"
+        case "finished" | "stopped" | "failed" | "killed" if script_of(run_dir) is not None:
+            return f"what it printed: `isles logs {run_dir.name}`"
         case "finished":
             return f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
             return f"`isles train` with its run file goes on {place}"
         case "unknown":
-            return f"started on {host}, which has said nothing lately: look there"
+            return _unknown_hint(state, host, now_s)
         case "running" if silent_s is not None and silent_s > QUIET_S:
             return (
                 f"it has said nothing for {format_duration(silent_s)}: "
                 f"`isles logs {run_dir.name}` shows what it was doing"
             )
         case _:
-            return ""
+            return "it was never started" if state.state == "new" else ""
+
+
+def _unknown_hint(state: AttemptState, host: str, now_s: float) -> str:
+    if state.is_queue:
+        return "its queue cannot be asked from here: look where it was submitted"
+    silent_s = now_s - (state.heard_at or state.begun_at or now_s)
+    return (
+        f"it runs on {host}, and was last heard {format_duration(silent_s)} ago: "
+        f"is {host} up? look there"
+    )

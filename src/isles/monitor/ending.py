@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from isles.monitor.errors import failure_lines
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
+from isles.rundir.report import script_of
 from isles.rundir.state import AttemptState, attempt_state, number_of
 
 
@@ -30,9 +32,21 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
             _print(
                 errors, [f"{run_dir.name} is still closing; `isles status` says when it is done"]
             )
+        case "queued":
+            _print(errors, [f"{run_dir.name} waits in the queue; `isles status` says how it is"])
+        case "unknown":
+            _print(errors, [f"error: {run_dir.name} is not heard of any more: {_silence(state)}"])
         case _:
             _print(errors, _killed_lines(run_dir, attempt))
     return exit_code(state)
+
+
+def _silence(state: AttemptState) -> str:
+    host = state.process.host if state.process else "its host"
+    if state.heard_at is None:
+        return f"is {host} up?"
+    at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
+    return f"its last sign of life was at {at}; is {host} up?"
 
 
 def exit_code(state: AttemptState) -> int:
@@ -61,6 +75,8 @@ def finished_lines(run_dir: RunDir) -> list[str]:
         ("tensorboard", run_dir.tensorboard),
     ]
     lines += [f"  {name:<12} {path}" for name, path in places if path.exists()]
+    if script_of(run_dir) is not None:
+        return [*lines, f"  what it printed: isles logs {run_dir.name}"]
     lines += [
         "next:",
         f"  {generate_command(run_dir, 'Once')}",
@@ -100,6 +116,8 @@ def _killed_lines(run_dir: RunDir, attempt: Attempt) -> list[str]:
 
 def _next_start(run_dir: RunDir) -> list[str]:
     checkpoints = list_checkpoints(run_dir)
+    if script_of(run_dir) is not None:
+        return ["  the same `isles train` command starts the script again"]
     if not checkpoints:
         return ["  nothing was saved; the same `isles train` command starts from the beginning"]
     return [f"  the same `isles train` command goes on from step {checkpoints[-1].step}"]

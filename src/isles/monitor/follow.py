@@ -32,8 +32,8 @@ _BAR_CHARS = 42
 class Watch:
     """What is new in the records of an attempt since the last look."""
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
-        """Starts with what the attempt has recorded from its beginning."""
+    def __init__(self, run_dir: RunDir, attempt: Attempt, *, is_begun: bool = False) -> None:
+        """Starts with what the attempt has recorded from its beginning; `is_begun`: from now on."""
         self.status: dict[str, Any] = {}
         self._run_dir = run_dir
         self._begun_at = number_of(read_record(attempt.launch), "begun_at") or 0.0
@@ -45,6 +45,16 @@ class Watch:
         self._attempt = attempt
         self._num_restarts = 0
         self._num_notes = 0
+        if is_begun:
+            self.news()
+            self._phase = ""  # what it does now is told all the same
+
+    def queue_news(self, reason: str) -> list[tuple[str, str]]:
+        """As `news`, while the run waits in a queue."""
+        self.status = {"phase": "queued", "detail": reason}
+        line = f"queued: {reason}" if reason else "queued"
+        is_new, self._phase = line != self._phase, line
+        return [("phase", line)] if is_new else []
 
     def news(self) -> list[tuple[str, str]]:
         """Pairs of kind (phase, train, eval, save, restart or note) and line, oldest first."""
@@ -100,7 +110,7 @@ class Watch:
 def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
     """One row of metrics.jsonl as a line."""
     step, loss = row.get("step"), number_of(row, "loss")
-    loss_text = f"{loss:.4f}" if loss is not None else "not finite"
+    loss_text = f"{loss:.4f}" if loss is not None else "not finite" if "loss" in row else "-"
     if row.get("kind") == "eval":
         perplexity = number_of(row, "perplexity")
         end = f"  perplexity {perplexity:.2f}" if perplexity is not None else ""
@@ -152,6 +162,7 @@ def follow(
     console: Console,
     *,
     go_on: Callable[[], bool] = lambda: True,
+    is_begun: bool = False,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
     """Show an attempt until it ends.
@@ -161,18 +172,23 @@ def follow(
         attempt: which start of it.
         console: where it is shown; a terminal gets a progress bar.
         go_on: asked at each look; False stops following, not the run.
+        is_begun: show only what is new.
         pause: waits between two looks.
     """
-    watch = Watch(run_dir, attempt)
+    watch = Watch(run_dir, attempt, is_begun=is_begun)
     closing_since: float | None = None
     with _display(console) as show:
         while True:
             # The state before the records: what is written before the end is then read after it.
             state = attempt_state(run_dir, attempt)
-            show(watch.status, watch.news())
+            is_queued = state.state == "queued"
+            news = watch.queue_news(state.reason) if is_queued else watch.news()
+            show(watch.status, news)
             if not state.is_alive or not go_on():
                 return
-            if state.outcome is not None:
+            if is_queued:
+                closing_since = None
+            elif state.outcome is not None:
                 closing_since = closing_since or time.monotonic()
                 if time.monotonic() - closing_since > _CLOSING_S:
                     return

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 
 from rich.console import Console
 
-from isles.errors import ExitCode
+from isles.errors import ExitCode, UserError
+from isles.launch.queue import queue_job, refresh
 from isles.launch.start import Started
 from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
 from isles.monitor.inbox import Inbox
-from isles.monitor.stop import wait_for_end
-from isles.rundir.process import ProcessId
-from isles.rundir.signals import kill_now, send_signal
+from isles.monitor.stop import Stopping
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.state import attempt_state
 
-_KILL_S = 10.0
+_QUEUE_S = 5.0
+"""How often the queue is asked."""
 
 
 class _Attendant:
     """Turns arriving signals into what they mean for the run."""
 
-    def __init__(self, process: ProcessId, inbox: Inbox, errors: Console) -> None:
+    def __init__(self, started: Started, inbox: Inbox, errors: Console) -> None:
         self.was_killed = False
         self.has_left = False
-        self._process = process
+        self._run_dir, self._attempt = started.run_dir, started.attempt
         self._inbox = inbox
         self._errors = errors
         self._is_asked = False
@@ -35,25 +39,48 @@ class _Attendant:
             if signum == signal.SIGHUP:
                 self.has_left = True
                 return False
-            if signum == signal.SIGTERM:
-                send_signal(self._process, signal.SIGTERM)
-            elif not self._is_asked:
-                self._is_asked = True
-                send_signal(self._process, signal.SIGINT)
-                self._say("saving a checkpoint and stopping; Ctrl+C again stops now, without it")
-            else:
-                kill_now(self._process)
-                self.was_killed = True
-                wait_for_end(self._process, _KILL_S)
-                self._say("stopped now; the last saved checkpoint is as it was")
-                return False
+            try:
+                if signum == signal.SIGTERM:
+                    self._stopping().ask("save")
+                elif not self._is_asked:
+                    self._ask()
+                else:
+                    stopping = self._stopping()
+                    stopping.ask("now")
+                    self.was_killed = True
+                    stopping.wait_now()
+                    self._say("stopped now; the last saved checkpoint is as it was")
+                    return False
+            except UserError as error:
+                self._say(f"error: {error}")
         return True
+
+    def _ask(self) -> None:
+        stopping = self._stopping()
+        if attempt_state(self._run_dir, self._attempt).state == "queued":
+            self._say(f"taking {stopping.place} out of the queue")
+        else:
+            self._say("saving a checkpoint and stopping; Ctrl+C again stops now, without it")
+        stopping.ask("interrupt")
+        self._is_asked = True
+
+    def _stopping(self) -> Stopping:
+        run_dir, attempt = self._run_dir, self._attempt
+        state, job = attempt_state(run_dir, attempt), queue_job(run_dir, attempt)
+        return Stopping(run_dir, attempt, state, job, lambda line: self._say(str(line)))
 
     def _say(self, line: str) -> None:
         self._errors.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def attend(started: Started, *, inbox: Inbox, console: Console, errors: Console) -> int:
+def attend(
+    started: Started,
+    *,
+    inbox: Inbox,
+    console: Console,
+    errors: Console,
+    is_begun: bool = False,
+) -> int:
     """Follow a run that was just started until it ends, and say how it ended.
 
     Args:
@@ -61,16 +88,83 @@ def attend(started: Started, *, inbox: Inbox, console: Console, errors: Console)
         inbox: where signals to this process arrive.
         console: for progress and results.
         errors: for what went wrong.
+        is_begun: it has been followed before: only what is new is shown.
 
     Returns:
         The run's exit code; 0 where the terminal was closed and the run goes on.
     """
     run_dir, attempt = started.run_dir, started.attempt
-    assert started.process is not None
-    attendant = _Attendant(started.process, inbox, errors)
-    follow(run_dir, attempt, console, go_on=attendant.go_on)
-    if attendant.has_left:
-        return ExitCode.OK
-    if attendant.was_killed:
-        return ExitCode.INTERRUPTED
-    return conclude(run_dir, attempt, console, errors)
+    if started.remote is not None:
+        from isles.monitor.attend_remote import RemoteAttendant
+
+        return RemoteAttendant(started.remote, attempt.number, inbox, errors).attend()
+    attendant = _Attendant(started, inbox, errors)
+    is_over = threading.Event()
+    if queue_job(run_dir, attempt) is not None:
+        threading.Thread(target=_ask_queue, args=(run_dir, attempt, is_over), daemon=True).start()
+    try:
+        follow(run_dir, attempt, console, go_on=attendant.go_on, is_begun=is_begun)
+        if attendant.has_left:
+            return ExitCode.OK
+        if attendant.was_killed:
+            return ExitCode.INTERRUPTED
+        return conclude(run_dir, attempt, console, errors)
+    except BrokenPipeError:
+        attendant._say(
+            f"nobody reads this any more; {run_dir.name} goes on: isles status {run_dir.name}"
+        )
+        raise
+    finally:
+        is_over.set()
+
+
+def attend_here(run_dir: RunDir, number: int | None, *, takes_orders: bool, is_begun: bool) -> int:
+    """Follow a run for isles on another machine.
+
+    Args:
+        run_dir: the run.
+        number: of the attempt; None: the last.
+        takes_orders: signals come as words on stdin, and its end means that nobody follows.
+        is_begun: only what is new is shown.
+
+    Returns:
+        As `attend`.
+    """
+    from isles.monitor.consoles import console
+    from isles.monitor.inbox import caught_signals
+    from isles.monitor.logs import choose_attempt
+
+    attempt = choose_attempt(run_dir, number)
+    with caught_signals() as inbox:
+        if takes_orders:
+            threading.Thread(target=_take_orders, args=(inbox,), daemon=True).start()
+        started = Started(run_dir, attempt, None)
+        return attend(
+            started,
+            inbox=inbox,
+            console=console(),
+            errors=console(stderr=True),
+            is_begun=is_begun,
+        )
+
+
+ORDERS = {"interrupt": signal.SIGINT, "requeue": signal.SIGTERM}
+"""What another machine may say on stdin, and the signal that means the same."""
+
+
+def _take_orders(inbox: Inbox) -> None:
+    for line in sys.stdin:
+        number = ORDERS.get(line.strip())
+        if number is not None:
+            inbox.put(number)
+    inbox.put(signal.SIGHUP)
+
+
+def _ask_queue(run_dir: RunDir, attempt: Attempt, is_over: threading.Event) -> None:
+    """Keep what the queue says of the job fresh, beside the following."""
+    while not is_over.is_set():
+        try:
+            refresh(run_dir, attempt)
+        except OSError:
+            return  # its answer cannot be kept: what the ranks write is followed all the same
+        is_over.wait(_QUEUE_S)

@@ -1,19 +1,54 @@
-"""`isles logs`: what the ranks of a run printed, all of them or one."""
+"""The logs of a run that this machine sees: of its agents and its ranks, all of them or some."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from isles.errors import UserError
+from isles.monitor.nodes import node_reports
 from isles.monitor.tail import LineTail
+from isles.rundir.node_log import latest_node_log
 from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record
 from isles.rundir.state import attempt_state
 
 _RANK_LOG = re.compile(r"rank-(\d+)\.log")
+_END = b"---- the end of this log on "
 _POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LogChoice:
+    """Which lines are wanted.
+
+    Args:
+        rank: only of this rank, without a prefix; None: of all ranks and agents.
+        node: only of this node; None: of all.
+        last: how many lines of each log that are there already; None: all.
+        follow: go on until the run ends.
+        attempt: number of the start; None: the last.
+        is_here: only what this machine sees.
+    """
+
+    rank: int | None = None
+    node: int | None = None
+    last: int | None = None
+    follow: bool = False
+    attempt: int | None = None
+    is_here: bool = False
+
+    def words(self) -> list[str]:
+        """The options of `isles logs` that mean the same."""
+        words = ["--lines", str(self.last)] if self.last is not None else []
+        words += ["--follow"] if self.follow else []
+        for name, value in (("rank", self.rank), ("node", self.node), ("attempt", self.attempt)):
+            words += [f"--{name}", str(value)] if value is not None else []
+        return words
 
 
 def choose_attempt(run_dir: RunDir, number: int | None) -> Attempt:
@@ -43,20 +78,16 @@ def choose_attempt(run_dir: RunDir, number: int | None) -> Attempt:
 def log_lines(
     run_dir: RunDir,
     attempt: Attempt,
+    choice: LogChoice,
     *,
-    rank: int | None,
-    last: int | None,
-    follow: bool,
     pause: Callable[[float], object] = time.sleep,
 ) -> Iterator[str]:
-    """Lines of the logs, each with the name of its rank in front where there are several.
+    """Lines of the logs, each with the name of its node and rank in front where there are several.
 
     Args:
         run_dir: the run.
         attempt: which start of it.
-        rank: only this rank, without a prefix; None: all ranks and the agent.
-        last: how many lines of each log that are there already; None: all.
-        follow: go on until the attempt ends.
+        choice: which lines.
         pause: waits between two looks.
 
     Raises:
@@ -66,16 +97,17 @@ def log_lines(
     is_first = True
     while True:
         # The state before the files: what is written before the end is then read after it.
-        is_over = not follow or not attempt_state(run_dir, attempt).is_alive
-        sources = _sources(attempt, rank)
-        if is_over and not sources and rank is not None:
-            raise _no_rank(attempt, rank)
+        is_over = not choice.follow or not _goes_on(run_dir, attempt, choice.node)
+        sources = LogSources(attempt).choose(choice.rank, choice.node)
+        if is_over and not sources and choice.rank is not None and not choice.is_here:
+            raise _no_rank(attempt, choice.rank)
         for name, tail in sources.items():
             # A log that appears later is new from its first line.
-            tails.setdefault(name, LineTail(tail, last=last if is_first else None))
-        has_prefix = rank is None and len([name for name in tails if _is_rank(name)]) > 1
+            tails.setdefault(name, LineTail(tail, last=choice.last if is_first else None))
+        is_several = choice.rank is None and len([name for name in tails if "rank" in name]) > 1
         for name, lines in [(name, tail.read(final=is_over)) for name, tail in tails.items()]:
-            prefix = f"[{name}] " if has_prefix or not _is_rank(name) else ""
+            is_named = is_several or (choice.rank is None and name != "rank 0")
+            prefix = f"[{name}] " if is_named else ""
             yield from (f"{prefix}{line}" for line in lines)
         if is_over:
             return
@@ -83,18 +115,88 @@ def log_lines(
         pause(_POLL_S)
 
 
-def _sources(attempt: Attempt, rank: int | None) -> dict[str, Path]:
-    if rank is not None:
-        log = attempt.rank_log(rank)
-        return {f"rank {rank}": log} if log.is_file() else {}
-    found = {f"rank {number}": attempt.rank_log(number) for number in _ranks(attempt)}
-    nodes = sorted(attempt.path.glob("node-*.log"))
-    agents = {path.stem.replace("-", " "): path for path in nodes}
-    return {"agent": attempt.agent_log, **agents, **found}
+def node_lines(attempt: Attempt, run_dir: RunDir, choice: LogChoice) -> list[str]:
+    """The last lines of one node, of all its logs together."""
+    assert choice.node is not None
+    path = latest_node_log(run_dir, choice.node)
+    if choice.attempt is None and path is not None:
+        return LineTail(path, last=choice.last).read(final=True)
+    lines = list(log_lines(run_dir, attempt, choice))
+    return lines[-choice.last :] if choice.last else lines
 
 
-def _is_rank(name: str) -> bool:
-    return name.startswith("rank")
+class LogSources:
+    """The log files of an attempt that are here, by the names that stand before their lines."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        """Reads which nodes there are."""
+        self._attempt = attempt
+        self.nodes = {report.node: report.host for report in node_reports(attempt, time.time())}
+        self._places = {report.node: report.ranks for report in node_reports(attempt, 0.0)}
+        if len(set(self.nodes.values())) < len(self.nodes):
+            self.nodes = {node: f"node {node}" for node in self.nodes}
+
+    def choose(self, rank: int | None, node: int | None) -> dict[str, Path]:
+        """Those of a rank, of a node, or all."""
+        attempt = self._attempt
+        ranks = [number for number in _ranks(attempt) if rank in (None, number)]
+        found: dict[str, Path] = {}
+        if rank is None:
+            found |= self._agents(node)
+        for number in ranks:
+            of = self.node_of(number)
+            if node is None or of is None or of == node:
+                found[self._name(of, f"rank {number}")] = attempt.rank_log(number)
+        return found
+
+    def node_of(self, rank: int) -> int | None:
+        """The node that has a rank; None where there is only one."""
+        record = read_record(self._attempt.rank_record(rank))
+        if record is not None:
+            at = [node for node, host in self.nodes.items() if host == record.get("host")]
+            if len(at) == 1:
+                return at[0]
+        for node, place in self._places.items():
+            if place is not None and place[0] <= rank <= place[1]:
+                return node
+        return None
+
+    def is_here(self, node: int) -> bool:
+        """Whether any log of a node is here."""
+        ranks = [rank for rank in _ranks(self._attempt) if self.node_of(rank) == node]
+        logs = [self._attempt.rank_log(rank) for rank in ranks]
+        return bool(self._agents(node, only=True)) or any(not _is_end(log) for log in logs)
+
+    def _agents(self, node: int | None, *, only: bool = False) -> dict[str, Path]:
+        """What the agents printed; that which belongs to no node in particular goes with node 0."""
+        attempt, found = self._attempt, {}
+        if node in (None, 0) and not only:
+            found["agent"] = attempt.agent_log
+            found |= {path.stem: path for path in sorted(attempt.path.glob("*.out"))}
+        for path in sorted(attempt.path.glob("node-*.log")):
+            number = path.stem.partition("-")[2]
+            if number.isdigit() and node in (None, int(number)):
+                name = self._name(int(number), "agent") if self.nodes else f"node {number}"
+                found[name] = path
+        return found
+
+    def _name(self, node: int | None, what: str) -> str:
+        return f"{self.nodes[node]} {what}" if node in self.nodes and node is not None else what
+
+
+def _is_end(log: Path) -> bool:
+    """Whether it is only the end of a log of another host, sent here when its rank failed."""
+    with log.open("rb") as stream:
+        return stream.read(len(_END)) == _END
+
+
+def _goes_on(run_dir: RunDir, attempt: Attempt, node: int | None) -> bool:
+    """Whether more lines may come: while the node's own agent lives, else while the run does."""
+    record = read_record(attempt.node_record(node)) if node is not None else None
+    process = ProcessId.from_record(record) if record else None
+    if process is not None and process.is_here():
+        return process.is_alive()
+    return attempt_state(run_dir, attempt).is_alive
 
 
 def _ranks(attempt: Attempt) -> list[int]:

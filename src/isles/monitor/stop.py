@@ -1,31 +1,43 @@
-"""`isles stop`: ends a run by its recorded process, never by a name."""
+"""`isles stop`: a request in the run's directory, and the quick ways to the processes it names."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
+from isles.launch.queue import QueueJob, queue_job, refresh
 from isles.monitor.collect import collect
-from isles.rundir.paths import RunDir
+from isles.rundir.fleet import read_fleet
+from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record
 from isles.rundir.signals import kill_now, send_signal
-from isles.rundir.state import AttemptState, current_status, run_state
+from isles.rundir.state import AttemptState, attempt_state, current_status
+from isles.rundir.stop_request import StopKind, request_stop
 
 _LOOK_S = 0.5
 _KILL_S = 10.0
+_FLEET_S = 15.0
+"""How long a supervisor may take to end the ranks of all nodes, before it is killed itself."""
+
+_AFAR_S = 60.0
+"""How long a run that is seen only by its files may take to end at once."""
+
+Say = Callable[[str], object]
 
 
-def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Callable[[str], object]) -> int:
-    """Stop a run and wait until its process has ended.
+def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
+    """Stop a run and wait until it has ended.
 
     Args:
         run_dir: the run.
-        now: kill it instead of letting it save.
+        now: end it instead of letting it save.
         timeout_s: longest wait for the save.
         say: takes each line for the user.
 
@@ -33,37 +45,164 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Callable[[str
         The exit code of the command: 0 as soon as the run is not running.
 
     Raises:
-        UserError: it runs on another host, belongs to another user, or did not end in time.
+        UserError: it belongs to another user, is not heard of, or did not end in time.
     """
-    state = run_state(run_dir)
-    if not state.is_alive and state.state != "unknown":
+    attempt = run_dir.last_attempt()
+    job = queue_job(run_dir, attempt) if attempt is not None else None
+    if attempt is not None and job is not None:
+        refresh(run_dir, attempt, max_age_s=0.0)
+    state = attempt_state(run_dir, attempt) if attempt is not None else None
+    if attempt is None or state is None or (not state.is_alive and state.state != "unknown"):
         say(f"{run_dir.name} is not running: {_ended_text(run_dir)}")
         return ExitCode.OK
-    process = state.process
-    assert process is not None
-    if not process.is_here():
-        raise UserError(
-            f"{run_dir.name} was started on another host",
-            where=f"host {process.host}, pid {process.pid}",
-            fix=f"run `isles stop {run_dir.name}` there",
-        )
-    if now:
-        return _stop_now(run_dir, process, say)
-    if not send_signal(process, signal.SIGTERM):
+    stopping = Stopping(run_dir, attempt, state, job, say)
+    if not stopping.ask("now" if now else "save"):
         say(f"{run_dir.name} has just ended: {_ended_text(run_dir)}")
         return ExitCode.OK
+    if now:
+        stopping.wait_now()
+        say(f"{run_dir.name} was ended without saving: {_ended_text(run_dir)}")
+        return ExitCode.OK
     say(
-        f"asked {run_dir.name} (pid {process.pid}) to save and stop; "
+        f"asked {run_dir.name} ({stopping.place}) to save and stop; "
         f"`isles stop {run_dir.name} --now` ends it without saving"
     )
-    if not _wait(run_dir, process, state, timeout_s, say):
+    if not stopping.wait(timeout_s):
         raise UserError(
             f"{run_dir.name} has not ended within {format_duration(timeout_s)}",
-            where=f"host {process.host}, pid {process.pid}",
+            where=stopping.place,
             fix=f"wait longer (--timeout), look at `isles logs {run_dir.name}`, or give --now",
         )
     say(f"{run_dir.name} has ended: {_ended_text(run_dir)}")
     return ExitCode.OK
+
+
+class Stopping:
+    """One start of a run that is to end: by its job, by its process here, or by its files alone.
+
+    Args:
+        run_dir, attempt: the run.
+        state: how it stands.
+        job: its job; None where no queue has it.
+        say: takes lines for the user.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        state: AttemptState,
+        job: QueueJob | None,
+        say: Say,
+    ) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._state = state
+        self._job = job
+        self._say = say
+        self._process = state.process if state.is_here else None
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for messages."""
+        if self._job is not None:
+            return self._job.text
+        process = self._state.process
+        if process is None:
+            return str(self._attempt.path)
+        return f"pid {process.pid}" if process.is_here() else f"{process.host}, pid {process.pid}"
+
+    def ask(self, kind: StopKind) -> bool:
+        """Ask it to stop, by every way there is; False where it has just ended.
+
+        Raises:
+            UserError: there is no way, or it has not been heard of lately.
+        """
+        is_written = self._leave_request(kind)
+        if self._job is not None:
+            try:
+                self._job.cancel(now=kind == "now")
+            except UserError as error:
+                if not is_written or self._state.state == "queued":
+                    raise
+                self._say(f"only asked by its directory: {error.what}")
+            return True
+        if self._process is not None:
+            if kind == "now":
+                return read_fleet(self._attempt) is not None or kill_now(self._process)
+            number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
+            return send_signal(self._process, number)
+        process = self._state.process
+        if self._state.state == "unknown":
+            silent_s = time.time() - (self._state.heard_at or self._state.begun_at or time.time())
+            host = process.host if process else "another host"
+            raise UserError(
+                f"{self._run_dir.name} runs on {host}, and has not been heard of for "
+                f"{format_duration(silent_s)}; a request to stop lies in its directory",
+                where=f"host {host}" + (f", pid {process.pid}" if process else ""),
+                fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
+            )
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end, telling what the run is doing meanwhile; False: it has not ended."""
+        deadline = time.monotonic() + timeout_s
+        told = ""
+        while not self._has_ended(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            status = current_status(self._run_dir, self._state.begun_at)
+            doing = ", ".join(str(status[key]) for key in ("phase", "detail") if status.get(key))
+            if doing and doing != told and status.get("phase") not in ("stopped", "finished"):
+                self._say(f"  waiting: {doing}")
+                told = doing
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def wait_now(self) -> None:
+        """Wait for the end of a run that is not to save.
+
+        Raises:
+            UserError: it has not ended.
+        """
+        if self._process is None:
+            if self.wait(_AFAR_S):
+                return
+            raise UserError(
+                f"{self._run_dir.name} has not ended within {format_duration(_AFAR_S)}",
+                where=self.place,
+                fix="it was asked by its directory; look at `isles status`, and stop it there",
+            )
+        if read_fleet(self._attempt) is not None and not wait_for_end(self._process, _FLEET_S):
+            kill_now(self._process)
+        if not wait_for_end(self._process, _KILL_S):
+            raise UserError(
+                f"{self._run_dir.name} has been killed, and the kernel has not let go of it yet",
+                where=f"host {self._process.host}, pid {self._process.pid}",
+                fix="it is waiting for a disk or a driver; look again with `isles status`",
+            )
+
+    def _leave_request(self, kind: StopKind) -> bool:
+        try:
+            request_stop(self._attempt, kind)
+        except OSError as error:
+            if self._process is None and self._job is None:
+                raise UserError(
+                    f"the request to stop cannot be left: {error.strerror}",
+                    where=str(self._attempt.stop_request),
+                    fix="ask as the user who started the run, or on its own machine",
+                ) from error
+            return False
+        return True
+
+    def _has_ended(self, pause_s: float) -> bool:
+        if self._process is not None:
+            return wait_for_end(self._process, pause_s)
+        time.sleep(pause_s)
+        if self._job is not None:
+            refresh(self._run_dir, self._attempt)
+        state = attempt_state(self._run_dir, self._attempt)
+        # Of a run that is only seen by its files the outcome is the last word.
+        return not state.is_alive or (state.outcome is not None and not state.is_queue)
 
 
 def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
@@ -82,37 +221,19 @@ def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
     return True
 
 
-def _stop_now(run_dir: RunDir, process: ProcessId, say: Callable[[str], object]) -> int:
-    kill_now(process)
-    if not wait_for_end(process, _KILL_S):
-        raise UserError(
-            f"{run_dir.name} has been killed, and the kernel has not let go of it yet",
-            where=f"host {process.host}, pid {process.pid}",
-            fix="it is waiting for a disk or a driver; look again with `isles status`",
-        )
-    say(f"{run_dir.name} was ended without saving: {_ended_text(run_dir)}")
+def end_here(run_dir: RunDir, *, say: Say) -> int:
+    """Kill every process of a run that its records name on this host; no other one."""
+    attempt = run_dir.last_attempt()
+    paths = [attempt.launch, *attempt.path.glob("node-*.json")] if attempt else []
+    paths += list(attempt.path.glob("rank-*.json")) if attempt else []
+    killed = 0
+    for path in paths:
+        process = ProcessId.from_record(read_record(path) or {})
+        if process is not None and process.is_here():
+            with suppress(psutil.NoSuchProcess):
+                killed += kill_now(process)
+    say(f"{killed} processes of {run_dir.name} were ended" if killed else "nothing of it runs here")
     return ExitCode.OK
-
-
-def _wait(
-    run_dir: RunDir,
-    process: ProcessId,
-    state: AttemptState,
-    timeout_s: float,
-    say: Callable[[str], object],
-) -> bool:
-    """Wait for the end, telling what the run is doing meanwhile."""
-    deadline = time.monotonic() + timeout_s
-    told = ""
-    while not wait_for_end(process, min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-        status = current_status(run_dir, state.begun_at)
-        doing = ", ".join(str(status[key]) for key in ("phase", "detail") if status.get(key))
-        if doing and doing != told and status.get("phase") not in ("stopped", "finished"):
-            say(f"  waiting: {doing}")
-            told = doing
-        if time.monotonic() >= deadline:
-            return False
-    return True
 
 
 def _ended_text(run_dir: RunDir) -> str:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from rich.table import Table
+from rich.text import Text
 
 from isles.facts.units import format_count, format_duration
 from isles.monitor.collect import RunReport
+from isles.monitor.nodes import NodeReport
 
 _COLOURS = {
+    "queued": "cyan",
     "running": "green",
     "finished": "blue",
     "stopped": "yellow",
@@ -22,12 +25,12 @@ _COLOURS = {
 def runs_table(reports: Sequence[RunReport]) -> Table:
     """One row a run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started"):
+    for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started", "where"):
         table.add_column(column, no_wrap=True)
     for report in reports:
         colour = _COLOURS.get(report.state, "")
         table.add_row(
-            report.name,
+            _label(report),
             f"[{colour}]{report.state}[/]" if colour else report.state,
             steps_text(report.step, report.total_steps),
             _number(report.loss),
@@ -35,6 +38,7 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
             format_duration(report.eta_s) if report.eta_s is not None else "-",
             f"step {report.checkpoint_step}" if report.checkpoint_step is not None else "-",
             _moment(report.begun_at),
+            Text(_short_place(report)),
         )
     return table
 
@@ -57,11 +61,47 @@ def report_lines(report: RunReport) -> list[str]:
         ("started", _moment(report.begun_at)),
         ("where", _where_text(report)),
         ("nodes", f"{report.nodes} of {report.max_nodes}" if report.max_nodes else "-"),
+        *(("", node_text(node)) for node in report.fleet),
         ("restarts", _restarts_text(report)),
-        ("directory", report.path),
+        *(("stuck", text) for text in report.stalls),
+        ("check", report.checked or "-"),
+        ("directory", f"{report.on}:{report.path}" if report.on else report.path),
     ]
-    lines = [report.name, *(f"  {key:<10} {value}" for key, value in rows if value != "-")]
+    lines = [_label(report), *(f"  {key:<10} {value}" for key, value in rows if value != "-")]
     return [*lines, f"  {report.hint}"] if report.hint else lines
+
+
+def node_text(node: NodeReport) -> str:
+    """One node of a run as a line."""
+    place = f"{node.host} ({node.address})" if node.address not in ("", node.host) else node.host
+    parts = [f"node {node.node}  {place}"]
+    if node.ranks is not None:
+        first, last = node.ranks
+        parts.append(f"ranks {first}-{last}" if last > first else f"rank {first}")
+    if node.pid is not None:
+        parts.append(f"pid {node.pid}")
+    if node.heard_s is not None:
+        parts.append(f"heard {format_duration(node.heard_s)} ago")
+    if node.note or not node.is_there:
+        parts.append(node.note or "is not running")
+    return "  ".join(parts)
+
+
+def _label(report: RunReport) -> str:
+    return f"{report.name}@{report.on.rpartition('@')[2]}" if report.on else report.name
+
+
+def _short_place(report: RunReport) -> str:
+    """Where a run is, and what is to be known of it, in one cell."""
+    if report.state == "unreachable":
+        return report.reason
+    if report.job:
+        place = f"{report.launcher} job {report.job}"
+        return f"{place}: {report.queue}" if report.queue else place
+    place = report.host or "-"
+    if report.max_nodes and report.max_nodes > 1:
+        place += f" and {report.max_nodes - 1} more"
+    return f"{place} ({report.launcher})" if report.launcher != "local" else place
 
 
 def steps_text(step: int | None, total: int | None) -> str:
@@ -87,10 +127,14 @@ def _saved_text(report: RunReport) -> str:
 
 
 def _where_text(report: RunReport) -> str:
+    ranks = f"{report.world_size} x {report.device} on " if report.world_size else ""
+    if report.job:
+        queue = f": {report.queue}" if report.queue else ""
+        return f"{ranks}{report.launcher} job {report.job} (attempt {report.attempt}){queue}"
     if report.host is None:
         return "-"
-    ranks = f"{report.world_size} x {report.device} on " if report.world_size else ""
-    return f"{ranks}{report.host} (pid {report.pid}, attempt {report.attempt})"
+    by = f" by {report.launcher}" if report.launcher != "local" else ""
+    return f"{ranks}{report.host}{by} (pid {report.pid}, attempt {report.attempt})"
 
 
 def _restarts_text(report: RunReport) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record, write_text_atomic
+from isles.rundir.refusals import clear_errors
 from isles.rundir.state import AttemptState, Clock, attempt_state, run_state
 
 
@@ -77,7 +77,7 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, now: Clock = 
         UserError: as in `choose_run`, or the directory cannot be written.
     """
     begun = choose_run(resolved, resume, now)
-    with _clear_errors(begun.run_dir.path):
+    with clear_errors(begun.run_dir.path):
         if begun.resumed:
             write_text_atomic(begun.run_dir.resolved, dump_resolved(resolved))
             return begun
@@ -109,7 +109,7 @@ def new_attempt(
         UserError: the run is running, or the folder cannot be written.
     """
     folder = run_dir.path / "attempts"
-    with _clear_errors(folder):
+    with clear_errors(folder):
         folder.mkdir(exist_ok=True)
         while True:
             # One look decides both, so that nobody can start in between.
@@ -127,6 +127,48 @@ def new_attempt(
                     continue  # somebody else took this number just now
                 raise
             return attempt
+
+
+def write_job_launch(
+    attempt: Attempt,
+    *,
+    launcher: str,
+    job_id: str,
+    world_size: int,
+    device: str,
+    command: tuple[str, ...],
+    resumed_from: Path | None = None,
+    bin_path: str | None = None,
+    now: Clock = time.time,
+) -> None:
+    """Record that a queue runs an attempt: there is no process to look for, but a job to ask for.
+
+    Args:
+        attempt: the attempt.
+        launcher: slurm or pbs.
+        job_id: the job, as the queue's commands take it.
+        world_size: number of ranks.
+        device: cpu or cuda.
+        command: the command line that submitted it.
+        resumed_from: the checkpoint that was asked for by name.
+        bin_path: the folder of the queue's commands; None: on PATH.
+        now: the clock, for an attempt that `new_attempt` did not make.
+    """
+    claimed = read_record(attempt.launch) or {}
+    record: dict[str, Any] = {
+        "attempt": attempt.number,
+        "launcher": launcher,
+        "job_id": job_id,
+        "bin_path": bin_path,
+        "submitted_on": socket.gethostname(),
+        "world_size": world_size,
+        "device": device,
+        "command": list(command),
+        "begun_at": claimed.get("begun_at", now()),
+        "resumed_from": str(resumed_from) if resumed_from else None,
+    }
+    with clear_errors(attempt.path):
+        write_record(attempt.launch, record)
 
 
 def write_launch(
@@ -163,7 +205,7 @@ def write_launch(
         "resumed_from": str(resumed_from) if resumed_from else None,
         **({"agents": agents} if agents else {}),
     }
-    with _clear_errors(attempt.path):
+    with clear_errors(attempt.path):
         write_record(attempt.launch, record)
 
 
@@ -182,7 +224,7 @@ def _output_dir(resolved: Resolved) -> Path:
 
 def _next_run(resolved: Resolved) -> RunDir:
     output_dir, name = _output_dir(resolved), resolved.config.name
-    with _clear_errors(output_dir):
+    with clear_errors(output_dir):
         taken = numbered_runs(output_dir, name)
     return RunDir(output_dir / f"{name}-{taken[-1][0] + 1 if taken else 1}")
 
@@ -201,7 +243,7 @@ def _make_run_dir(resolved: Resolved) -> RunDir:
 def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     output_dir, name = _output_dir(resolved), resolved.config.name
     fresh = _next_run(resolved)
-    with _clear_errors(output_dir):
+    with clear_errors(output_dir):
         # A directory without an attempt was never started, or is being made at this instant.
         started = [
             run
@@ -281,9 +323,11 @@ def _lines(changes: list[Change]) -> str:
 
 
 def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
-    if not state.is_alive or state.process is None:
+    if not state.is_alive:
         return
     age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
+    if state.process is None:
+        raise _in_queue(run_dir, age)
     doing = "is running" if state.state == "running" else "is just ending"
     raise UserError(
         f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
@@ -292,22 +336,19 @@ def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
     )
 
 
-@contextmanager
-def _clear_errors(path: Path) -> Iterator[None]:
-    """Say what the operating system's refusal to write under `path` means."""
-    try:
-        yield
-    except OSError as error:
-        where = str(error.filename or path)
-        match error.errno:
-            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                what, fix = "there is no space left", "free some, or set another output_dir"
-            case errno.EACCES | errno.EPERM | errno.EROFS:
-                what, fix = "this folder cannot be written", "set output_dir to one that can"
-            case errno.ENOTDIR | errno.EEXIST:
-                what = "a file stands where a folder is needed"
-                fix = "move it away, or set another output_dir"
-            case _:
-                what = f"the run directory cannot be written: {error.strerror or error}"
-                fix = "set another output_dir"
-        raise UserError(what, where=where, fix=fix) from error
+def _in_queue(run_dir: RunDir, age: str) -> UserError:
+    attempt = run_dir.last_attempt()
+    launch = (read_record(attempt.launch) if attempt else None) or {}
+    job = (read_record(attempt.job) if attempt else None) or {}
+    doing = {"pending": "is queued", "requeued": "is queued again"}.get(
+        str(job.get("state")), "is running"
+    )
+    job_id = job.get("job_id") or launch.get("job_id")
+    name = {"slurm": "Slurm", "pbs": "PBS"}.get(str(launch.get("launcher")), "a queue")
+    why = f": {job['reason']}" if job.get("reason") else ""
+    return UserError(
+        f"{run_dir.name} {doing} as {name} job {job_id}{age}{why}",
+        where=str(run_dir.path),
+        fix=f"`isles stop {run_dir.name}` saves and stops it, or takes it out of the queue; "
+        "`--resume no` starts a second run",
+    )

@@ -9,6 +9,11 @@ from pathlib import Path
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
+RESTART = "ISLES_RESTART"
+"""Set by job scripts alone."""
+
+SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+"""What torchrun's ranks inherit and an agent of isles has otherwise for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,7 @@ class RankEnv:
         meeting: host and port of the store through which the ranks of several nodes find one
             another; None: `store` or env://.
         agent_store: host and port of the store that a torchrun typed by hand shares.
+        in_job: whether a job script of ours has started it, which decides what follows its end.
     """
 
     rank: int
@@ -35,6 +41,7 @@ class RankEnv:
     restart: int = 0
     meeting: tuple[str, int] | None = None
     agent_store: tuple[str, int] | None = None
+    in_job: bool = False
 
 
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
@@ -51,7 +58,25 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         attempt=int(environ.get(ATTEMPT, "0")),
         store=None,
         agent_store=shared,
+        restart=int(environ.get(RESTART, "0")),
+        in_job=RESTART in environ,
     )
+
+
+def allocation(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The Slurm job that this process is a part of; None: it is in none."""
+    return environ.get("SLURM_JOB_ID") or None
+
+
+def run_dir_of_script(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The run directory of the script that calls this; None where isles has not started it."""
+    value = environ.get(RUN_DIR)
+    return Path(value) if value else None
+
+
+def restarts_of_script(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the ranks of the script that calls this were started again before."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
@@ -80,3 +105,40 @@ def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
 def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether MLflow's own variable says where its server is."""
     return bool(environ.get("MLFLOW_TRACKING_URI"))
+
+
+def pbs_job(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The PBS job that this process is a part of; None outside of one."""
+    return environ.get("PBS_JOBID")
+
+
+def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What a process that is started from here inherits."""
+    return dict(environ)
+
+
+def rank_defaults(
+    *, device: str, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables that make a good start of ranks, where the user has set none.
+
+    Args:
+        device: cpu or cuda.
+        nproc: ranks on this machine.
+        interface: the network interface over which they reach the others; None: not known.
+        environ: what is set already.
+    """
+    added = {}
+    if device == "cpu":
+        # Without it every rank starts a thread per core, and they fight for the cores.
+        added["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
+    if interface is not None:
+        added["GLOO_SOCKET_IFNAME"] = interface
+        added["NCCL_SOCKET_IFNAME"] = interface
+    return {key: value for key, value in added.items() if key not in environ}
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.rundir.paths import RunDir
+from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
+from isles.rundir.remote import RemoteRun, list_remotes
+from isles.rundir.state import QUEUES
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
 _LISTED = 8
@@ -65,6 +68,83 @@ def find_run(name_or_path: str | None, output_dir: Path) -> RunDir:
     if named:
         return named[-1]
     raise _not_found(name_or_path, output_dir, runs)
+
+
+def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
+    """The run that a command means, here or on another machine.
+
+    Args:
+        given: as in `find_run`; also NAME@HOST, a run whose directory is on another machine.
+        output_dir: where runs are looked for by name, and remembered.
+
+    Raises:
+        UserError: there is none, or there are several of this name.
+    """
+    remotes = remote_runs(output_dir)
+    if given is None:
+        return _newest(remotes, output_dir)
+    if is_run_dir(Path(given).expanduser()):
+        return RunDir(Path(given).expanduser())
+    exact = [run for run in remotes if given in (run.name, run.label)]
+    here = [RunDir(output_dir / given)] if is_run_dir(output_dir / given) else []
+    if len(exact) + len(here) > 1:
+        raise _ambiguous(given, here, exact)
+    stems = [run for run in remotes if given in (_stem(run.name), _stem(run.label))]
+    found = exact or here or _by_stem(given, output_dir, stems)
+    return found[-1]
+
+
+def _newest(remotes: list[RemoteRun], output_dir: Path) -> RunDir | RemoteRun:
+    here = list_runs(output_dir)
+    if not remotes or (here and _started_at(here[-1]) > remotes[-1].started_at):
+        return find_run(None, output_dir)
+    return remotes[-1]
+
+
+def _by_stem(given: str, output_dir: Path, stems: list[RemoteRun]) -> list[RunDir | RemoteRun]:
+    """The newest run of a name in a run file, at the end."""
+    try:
+        found = find_run(given, output_dir)
+    except UserError as error:
+        if stems:
+            return [stems[-1]]
+        others = ", ".join(run.label for run in reversed(remote_runs(output_dir)[-_LISTED:]))
+        more = f"; on other machines: {others}" if others else ""
+        raise UserError(error.what, where=error.where, fix=error.fix + more) from None
+    if stems and stems[-1].started_at > _started_at(found):
+        return [stems[-1]]
+    return [found]
+
+
+def remote_runs(output_dir: Path) -> list[RemoteRun]:
+    """Remembered runs that are not among those of the folder itself, the oldest first."""
+    return [run for run in list_remotes(output_dir) if not _is_in(output_dir, run)]
+
+
+def _is_in(output_dir: Path, run: RemoteRun) -> bool:
+    """Whether the folder is shared with the run's machine, so that the run is found in it anyhow.
+
+    A run of this machine may have the same path; it was launched here, though.
+    """
+    path = output_dir / run.name
+    attempt = RunDir(path).last_attempt() if is_run_dir(path) else None
+    launch = read_record(attempt.launch) if attempt else None
+    if launch is None or path.absolute() != Path(run.path):
+        return False
+    process = ProcessId.from_record(launch)
+    return launch.get("launcher") in QUEUES or (process is not None and not process.is_here())
+
+
+def _stem(label: str) -> str:
+    """`quickstart` of `quickstart-3`, and `quickstart@a1` of `quickstart-3@a1`."""
+    name, at, host = label.partition("@")
+    match = _NUMBERED.fullmatch(name)
+    return f"{match['name']}{at}{host}" if match else label
+
+
+def _ambiguous(given: str, here: list[RunDir], remotes: list[RemoteRun]) -> UserError:
+    ways = [f"{run.path} (here)" for run in here] + [run.label for run in remotes]
+    return UserError(f"{given} may mean {len(ways)} runs", fix=f"say which: {', '.join(ways)}")
 
 
 def _not_found(given: str, output_dir: Path, runs: list[RunDir]) -> UserError:

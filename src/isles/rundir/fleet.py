@@ -29,13 +29,19 @@ class FleetNode:
     nproc: int
     interface: str | None = None
 
+    @property
+    def label(self) -> str:
+        """As messages call it."""
+        known = self.name if self.address in (self.name, "") else f"{self.name}, {self.address}"
+        return f"node {self.node} ({known})"
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """All nodes of one start; the same file on every node, written before anything runs there.
 
     Args:
-        launcher: ssh or manual.
+        launcher: ssh or manual; local where the nodes are processes of one machine.
         nodes: in the order of their numbers; the first leads, and keeps the run directory.
         port: where the first node's supervisor listens, for the others to meet.
         min_nodes: the run goes on while so many are there.
@@ -58,6 +64,11 @@ class Fleet:
     def head(self) -> FleetNode:
         """The node that leads."""
         return self.nodes[0]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on without some of its nodes."""
+        return self.min_nodes < len(self.nodes)
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""The nodes of a run that may have several: where they meet, and which are there."""
+"""The nodes of a run that has several on one machine: where they meet, and which are there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
+from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record
@@ -23,12 +24,13 @@ class Meeting:
     """What an agent must know to join a run.
 
     Args:
-        address, port: where the supervisor's store listens.
+        address, port: where the supervisor listens.
         min_nodes, max_nodes: how many nodes the run may have.
         nproc_per_node: ranks on each.
         device: cpu or cuda.
         resume_from: the checkpoint that was asked for by name.
-        supervisor: the process that holds the store, as a record.
+        supervisor: the process at which the nodes meet, as a record.
+        start_timeout_s: longest wait for all nodes at the start.
     """
 
     address: str
@@ -39,10 +41,27 @@ class Meeting:
     device: str
     resume_from: str | None
     supervisor: dict[str, Any]
+    start_timeout_s: float = 120.0
+
+    def fleet(self) -> Fleet:
+        """The same, as agents on several hosts take it."""
+        return Fleet(
+            launcher="local",
+            nodes=tuple(
+                FleetNode(node, os.uname().nodename, None, self.address, self.nproc_per_node)
+                for node in range(self.max_nodes)
+            ),
+            port=self.port,
+            min_nodes=self.min_nodes,
+            device=self.device,
+            start_timeout_s=self.start_timeout_s,
+            digest="",
+            resume_from=self.resume_from,
+        )
 
     @property
     def supervisor_process(self) -> ProcessId:
-        """The process that holds the store: the run ends with it."""
+        """The process at which the nodes meet: the run ends with it."""
         process = ProcessId.from_record(self.supervisor)
         assert process is not None
         return process

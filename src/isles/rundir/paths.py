@@ -82,6 +82,11 @@ class Attempt:
         return self.path / "job.json"
 
     @property
+    def stopped(self) -> Path:
+        """That the ranks of a job have saved and stopped, until its script decides what follows."""
+        return self.path / "stopped.json"
+
+    @property
     def findings(self) -> Path:
         """What was found wrong with the machines before this start."""
         return self.path / "check.json"
@@ -90,6 +95,11 @@ class Attempt:
     def stalls(self) -> Path:
         """Stacks of all ranks at steps that took far too long."""
         return self.path / "stalls"
+
+    @property
+    def nodes(self) -> Path:
+        """All nodes of a start on several: who is there, and when it was last heard of."""
+        return self.path / "nodes.json"
 
     def node_record(self, node: int) -> Path:
         """The agent of one node: host, pid and start time."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from isles.rundir.records import read_record, write_record
+from isles.rundir.refusals import clear_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +36,34 @@ class RemoteRun:
     hosts: tuple[str, ...]
     started_at: float
 
+    @property
+    def host(self) -> str:
+        """The machine that has the run directory, without the user's name."""
+        return self.ssh.rpartition("@")[2]
+
+    @property
+    def label(self) -> str:
+        """The name by which every verb finds exactly this run."""
+        return f"{self.name}@{self.host}"
+
 
 def _folder(output_dir: Path) -> Path:
     return output_dir / ".remote"
 
 
+def _file(output_dir: Path, run: RemoteRun) -> Path:
+    return _folder(output_dir) / f"{run.label.replace('/', '_')}.json"
+
+
 def write_remote(output_dir: Path, run: RemoteRun) -> None:
-    """Remember a run; a second start of it replaces the record."""
-    folder = _folder(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    host = run.ssh.rpartition("@")[2].replace("/", "_")
-    write_record(folder / f"{run.name}@{host}.json", asdict(run))
+    """Remember a run; a second start of it replaces the record.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    with clear_errors(_folder(output_dir)):
+        _folder(output_dir).mkdir(parents=True, exist_ok=True)
+        write_record(_file(output_dir, run), asdict(run))
 
 
 def list_remotes(output_dir: Path) -> list[RemoteRun]:
@@ -56,3 +77,28 @@ def list_remotes(output_dir: Path) -> list[RemoteRun]:
         except (KeyError, TypeError):
             continue  # of another version
     return sorted(found, key=lambda run: run.started_at)
+
+
+def forget_remote(output_dir: Path, run: RemoteRun) -> None:
+    """Remember a run no longer: its directory is gone."""
+    for path in (_file(output_dir, run), _last_known(output_dir, run)):
+        path.unlink(missing_ok=True)
+
+
+def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> None:
+    """Keep what a run's machine has said of it, for when it cannot be reached."""
+    path = _last_known(output_dir, run)
+    with suppress(OSError):  # without it one only knows less
+        path.parent.mkdir(exist_ok=True)
+        write_record(path, {"at": time.time(), "report": report}, durable=False)
+
+
+def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]] | None:
+    """When a run's machine was last asked, and what it said; None: never."""
+    record = read_record(_last_known(output_dir, run)) or {}
+    at, report = record.get("at"), record.get("report")
+    return (at, report) if isinstance(at, float) and isinstance(report, dict) else None
+
+
+def _last_known(output_dir: Path, run: RemoteRun) -> Path:
+    return _folder(output_dir) / "last" / _file(output_dir, run).name

@@ -111,6 +111,17 @@ def newest_step(run_dir: RunDir) -> int | None:
     return checkpoints[-1].step if checkpoints else None
 
 
+def checkpoint_to_load(
+    run_dir: RunDir, attempt: Attempt, asked: Path | None, restart: int
+) -> Path | None:
+    """A checkpoint asked for by name, until this start has saved one of its own."""
+    if asked is None or restart == 0:
+        return asked
+    begun_at = float((read_record(attempt.launch) or {}).get("begun_at", 0.0))
+    is_ours = any(info.created_at >= begun_at for info in list_checkpoints(run_dir))
+    return None if is_ours else asked
+
+
 class LastStep:
     """Notes each step that rank 0 has done, so that a death can be told in steps.
 

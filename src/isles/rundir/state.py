@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,12 +12,17 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
 
-State = Literal["new", "running", "finished", "stopped", "failed", "killed", "unknown"]
-"""new: never started. killed: no outcome, and its process is gone. unknown: it was started on
-another host, and nothing has been heard from there lately."""
+State = Literal["new", "queued", "running", "finished", "stopped", "failed", "killed", "unknown"]
+"""new: never started. queued: its job waits for its turn, also to go on. killed: no outcome, and
+its process is gone. unknown: it runs on another host, and nothing has been heard from there
+lately."""
 
-FRESH_S = 60.0
-"""A run on another host counts as running while its status is younger than this."""
+FRESH_S = 40.0
+"""A run on another host counts as running while its last sign of life is younger than this. Rank 0
+gives one every 5 s; a network file system may show it half a minute late."""
+
+QUEUES = ("slurm", "pbs")
+"""Launchers whose jobs wait in a queue."""
 
 Clock = Callable[[], float]
 
@@ -27,11 +33,14 @@ class AttemptState:
 
     Args:
         state: in one word.
-        is_alive: whether its process runs, as far as this host can tell. True beside an outcome
+        is_alive: whether it runs or will run, as far as this host can tell. True beside an outcome
             while the last process is still closing.
-        process: who started the ranks; None where no record names it.
+        process: who started the ranks; None where no record names it, and for a job of a queue.
         begun_at: seconds since the epoch; None where it is not recorded.
         outcome: the outcome record, if there is one.
+        launcher: local, ssh, manual, slurm or pbs.
+        heard_at: its last sign of life, seconds since the epoch; None: there was none.
+        reason: why it waits, in the queue's words.
     """
 
     state: State
@@ -39,11 +48,19 @@ class AttemptState:
     process: ProcessId | None
     begun_at: float | None
     outcome: dict[str, Any] | None
+    launcher: str = "local"
+    heard_at: float | None = None
+    reason: str = ""
 
     @property
     def is_here(self) -> bool:
         """Whether its process belongs to this host."""
         return self.process is not None and self.process.is_here()
+
+    @property
+    def is_queue(self) -> bool:
+        """Whether it is a job of a queue."""
+        return self.launcher in QUEUES
 
 
 NEVER_STARTED = AttemptState("new", False, None, None, None)
@@ -57,26 +74,65 @@ def number_of(record: dict[str, Any] | None, key: str) -> float | None:
 
 
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:
-    """How one attempt stands now."""
+    """How one attempt stands now; right on every machine that sees the directory."""
     launch = read_record(attempt.launch)
-    process = ProcessId.from_record(launch) if launch else None
+    launcher = str((launch or {}).get("launcher") or "local")
     begun_at = number_of(launch, "begun_at")
+    if launcher in QUEUES:
+        return _job_state(run_dir, attempt, launcher, begun_at, now())
+    process = ProcessId.from_record(launch) if launch else None
     # The process first: it writes its outcome and then ends, never the other way round.
     is_alive = process is not None and process.is_here() and process.is_alive()
-    is_fresh = not is_alive and _has_news(run_dir, begun_at, now())
+    heard_at = _heard_at(run_dir, begun_at)
+    newest = max(heard_at or 0.0, begun_at or 0.0)
     outcome = read_record(attempt.outcome)
     state: State
     if outcome is not None:
-        recorded = outcome.get("state")
-        state = recorded if recorded in ("finished", "stopped") else "failed"
+        state = _recorded(outcome)
     elif is_alive:
         state = "running"
     elif process is None or process.is_here():
         state = "killed"
     else:
-        is_alive = is_fresh
-        state = "running" if is_fresh else "unknown"
-    return AttemptState(state, is_alive, process, begun_at, outcome)
+        is_alive = now() - newest < FRESH_S
+        state = "running" if is_alive else "unknown"
+    return AttemptState(state, is_alive, process, begun_at, outcome, launcher, heard_at)
+
+
+def _job_state(
+    run_dir: RunDir, attempt: Attempt, launcher: str, begun_at: float | None, now_s: float
+) -> AttemptState:
+    """How a job of a queue stands: by its ranks' signs of life, then by the queue's last word."""
+    job = read_record(attempt.job) or {}
+    word = job.get("state")
+    heard_at = _heard_at(run_dir, begun_at)
+    outcome = read_record(attempt.outcome)
+    ended_at = number_of(outcome, "at") or 0.0
+    state: State
+    is_alive = True
+    waits = word in ("pending", "requeued") and (number_of(job, "at") or 0.0) > (heard_at or 0.0)
+    is_heard = heard_at is not None and now_s - heard_at < FRESH_S and heard_at > ended_at + 1.0
+    if is_heard and not waits:
+        state = "running"  # an outcome from before is that of an earlier start of the same job
+    elif word in ("pending", "requeued"):
+        state = "queued"
+    elif outcome is not None:
+        state, is_alive = _recorded(outcome), word == "running"
+    elif word == "running":
+        state = "running"
+    elif word == "ended":
+        state, is_alive = "killed", False
+    elif begun_at is not None and now_s - begun_at < FRESH_S:
+        state = "queued"  # just submitted, and nobody has asked the queue yet
+    else:
+        state, is_alive = "unknown", False
+    reason = str(job.get("reason") or "")
+    return AttemptState(state, is_alive, None, begun_at, outcome, launcher, heard_at, reason)
+
+
+def _recorded(outcome: dict[str, Any]) -> State:
+    recorded = outcome.get("state")
+    return recorded if recorded in ("finished", "stopped") else "failed"
 
 
 def run_state(run_dir: RunDir, now: Clock = time.time) -> AttemptState:
@@ -93,7 +149,13 @@ def current_status(run_dir: RunDir, begun_at: float | None) -> dict[str, Any]:
     return {} if is_older else status
 
 
-def _has_news(run_dir: RunDir, begun_at: float | None, now_s: float) -> bool:
-    updated_at = number_of(read_record(run_dir.status), "updated_at")
-    newest = max(updated_at or 0.0, begun_at or 0.0)
-    return now_s - newest < FRESH_S
+def _heard_at(run_dir: RunDir, begun_at: float | None) -> float | None:
+    """The last sign of life since an attempt began.
+
+    By the record's own time and by that of its file, since one of the clocks may be slow.
+    """
+    times = [number_of(read_record(run_dir.status), "updated_at")]
+    with suppress(OSError):
+        times.append(run_dir.status.stat().st_mtime)
+    earliest = (begun_at or 0.0) - 1.0
+    return max((at for at in times if at is not None and at >= earliest), default=None)

@@ -1,6 +1,7 @@
 """One rank under a torchrun typed by hand: `torchrun --nproc-per-node=2 -m isles.train run.yaml`.
 
-Takes a run file with overrides, or a run directory. Rank 0 makes or chooses the run directory.
+Takes a run file with overrides; rank 0 makes or chooses the run directory. Or, with `--attempt`, a
+run directory that a launcher has made: so the script of a job starts it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,16 @@ from isles.config.resolve import Resolved, resolve
 from isles.dist.world import World, join_world
 from isles.errors import UserError
 from isles.rundir.begin import begin_run, new_attempt, write_launch
-from isles.rundir.env import read_rank_env
+from isles.rundir.env import RankEnv, read_rank_env
 from isles.rundir.find import numbered_runs
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
 from isles.rundir.restarts import newest_step, read_last_step
+from isles.train.hosts import own_run_dir
+from isles.train.job import die_with_torchrun, exit_status, log_to_file
+from isles.train.node_log import job_node_log
 from isles.train.verdict import trouble, write_failure
 from isles.train.worker import run_rank
 
@@ -32,11 +37,15 @@ from isles.train.worker import run_rank
 def main() -> int:
     """Train as the rank that the environment names; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m isles.train")
-    parser.add_argument("target", type=Path, help="a run file")
+    parser.add_argument("target", type=Path, help="a run file; with --attempt a run directory")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
     parser.add_argument("--resume", default="auto", help="auto, no, or a path")
+    parser.add_argument("--attempt", type=int, help="a start of this run, made by a launcher")
+    parser.add_argument("--resume-from", type=Path, help="with --attempt: a checkpoint")
     options = parser.parse_args()
     env = read_rank_env()
+    if options.attempt is not None:
+        return _train_for_launcher(options.target, options.attempt, options.resume_from, env)
     try:
         loaded = load_run_file(options.target, options.overrides)
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -54,6 +63,20 @@ def main() -> int:
             sys.stderr.write(f"error: {error}\n")
         return int(error.exit_code)
     return run_rank(run_dir, attempt, env, resume_from, world)
+
+
+def _train_for_launcher(target: Path, number: int, resume_from: Path | None, env: RankEnv) -> int:
+    """Train in a run directory that is there; returns what torchrun is to be told."""
+    die_with_torchrun()
+    run_dir = RunDir(target.absolute())
+    attempt, env = run_dir.attempt(number), replace(env, attempt=number)
+    log_to_file(attempt, env)
+    if env.restart and resume_from is not None:
+        begun_at = float((read_record(attempt.launch) or {}).get("begun_at", 0.0))
+        if any(info.created_at >= begun_at for info in list_checkpoints(run_dir)):
+            resume_from = None  # this start has saved one of its own
+    with job_node_log(run_dir, attempt, env):
+        return exit_status(attempt, env, run_rank(run_dir, attempt, env, resume_from))
 
 
 def _agree_on_run(
@@ -78,7 +101,8 @@ def _agree_on_run(
         sys.stderr.write(f"{begun.note or 'a new run'}: {begun.run_dir.path}\n")
         return begun.run_dir, attempt, begun.resume_from
 
-    return world.main_first(begin)
+    run_dir, attempt, resume_from = world.main_first(begin)
+    return *own_run_dir(run_dir, attempt, world), resume_from
 
 
 def _after_restart(resolved: Resolved, agents: list[dict[str, Any]]) -> str | None:

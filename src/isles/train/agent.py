@@ -1,28 +1,38 @@
 """Starts the ranks of one node: `python -m isles.train.agent RUN_DIR …`.
 
-On one machine the local launcher runs it, with `--nproc-per-node`. Where a run may have several
-nodes, one agent on each of them joins the run that is on its way: `RUN_DIR` is then enough, also
-typed by hand, to bring a node back. SIGINT and SIGTERM are handed to the ranks, which save and
-stop.
+On one machine the local launcher runs it, with `--nproc-per-node`. Where a run has several nodes,
+one agent on each of them meets the others at the supervisor; `RUN_DIR` is enough to bring back a
+node of one machine, also typed by hand. SIGINT and SIGTERM let the ranks save and stop.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
 import os
 import signal
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
-from isles.errors import UserError
-from isles.rundir.env import ATTEMPT, RUN_DIR, visible_devices
+import psutil
+
+from isles import __version__
+from isles.errors import ExitCode, UserError
+from isles.rundir.env import ATTEMPT, RUN_DIR, rank_defaults, visible_devices
+from isles.rundir.fleet import Fleet, FleetNode, read_fleet
 from isles.rundir.nodes import Meeting, claim_node, read_meeting
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.stop_request import read_stop_request
+from isles.train.contact import Contact, Head
+from isles.train.node_log import NodeLog
 from isles.train.relay import SignalRelay
 
 _LOOK_S = 0.5
@@ -38,52 +48,83 @@ def main() -> int:
     parser.add_argument("--resume-from", type=Path)
     options = parser.parse_args()
     try:
-        return _run(options)
+        run_dir = RunDir(options.run_dir.absolute())
+        attempt = _attempt(run_dir, options.attempt)
+        if options.nproc_per_node is not None:
+            return _run_alone(run_dir, attempt, options.nproc_per_node, options.resume_from)
+        return _run_member(run_dir, attempt, options.node)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return int(error.exit_code)
 
 
-def _run(options: argparse.Namespace) -> int:
-    run_dir = RunDir(options.run_dir.absolute())
-    attempt = _attempt(run_dir, options.attempt)
+def _run_alone(run_dir: RunDir, attempt: Attempt, nproc: int, resume_from: Path | None) -> int:
+    """The one node of a run."""
     relay = SignalRelay(attempt)
     relay.install()
-    node, meeting = 0, None
-    if options.nproc_per_node is None:
-        node, meeting = _join(attempt, options.node)
+    threading.Thread(target=_obey_requests, args=(attempt, relay), daemon=True).start()
+    log = NodeLog(run_dir, attempt, 0, lambda: relay.ranks, attempt.agent_log)
+    with log, _ready_to_fork(run_dir, attempt) as scratch:
+        from isles.config.resolve import load_resolved
+        from isles.train.alone import Alone
+        from isles.train.crew import Gang
+
+        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        is_script = config.training.script is not None
+        gang = Gang(run_dir, attempt, nproc, "127.0.0.1", is_script)
+        alone = Alone(gang, config.clusters[0].max_restarts, resume_from, scratch)
+        return alone.run(relay)
+
+
+def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
+    """One of several nodes."""
+    relay = SignalRelay(attempt)
+    relay.install(is_member=True)
+    fleet = read_fleet(attempt)
+    if fleet is not None:
+        place = _place_in_fleet(attempt, fleet, wanted)
+    else:
+        fleet, place = _place_here(attempt, wanted)
+    head = Head(fleet.head.name, fleet.head.address, fleet.port)
+    # First of all: the others wait for this node, and not for what it must import.
+    contact = Contact(
+        head,
+        _hello(run_dir, attempt, place),
+        start_timeout_s=fleet.start_timeout_s,
+        may_return=fleet.is_elastic and (place.node > 0 or fleet.launcher == "local"),
+    )
+    added = rank_defaults(device=fleet.device, nproc=place.nproc, interface=_interface(place))
+    os.environ.update(added)
+    node_log = attempt.node_log(place.node)
+    log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, node_log)
+    with log, _ready_to_fork(run_dir, attempt):
+        from isles.config.resolve import load_resolved
+        from isles.train.crew import Crew, Gang
+        from isles.train.member import Member
+
+        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        is_script = config.training.script is not None
+        gang = Gang(run_dir, attempt, place.nproc, place.address, is_script)
+        member = Member(contact, Crew(gang, relay), relay)
+        code = member.run()
+    if contact.state == "cut off" and place.node == 0 and fleet.launcher != "local":
+        _conclude(attempt, contact)
+    return code
+
+
+@contextmanager
+def _ready_to_fork(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
+    """The server from which the ranks are forked; gives a folder for their files."""
     with tempfile.TemporaryDirectory(prefix="isles-") as scratch:
         os.environ[RUN_DIR] = str(run_dir.path)
         os.environ[ATTEMPT] = str(attempt.number)
-        # Else the agent opens a store to the whole network, which no rank here uses.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # Every node has as many ranks: their numbers need no exchange.
-        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+        # INT and TERM are ours: torch would kill the ranks before they have saved.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         # The fork server imports torch and the model's code once for all ranks, of all restarts.
         # It starts before anything heavy is imported here, which this process does beside it.
         forkserver.set_forkserver_preload(["isles.train.preload"])
         forkserver.ensure_running()
-
-        from isles.config.resolve import load_resolved
-        from isles.train.elastic import Gang
-        from isles.train.gang import run_gang
-
-        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-        cluster = config.clusters[0]
-        asked = Path(meeting.resume_from) if meeting and meeting.resume_from else None
-        gang = Gang(
-            run_dir=run_dir,
-            attempt=attempt,
-            node=node,
-            nproc_per_node=meeting.nproc_per_node if meeting else options.nproc_per_node,
-            max_restarts=cluster.max_restarts,
-            timeout_s=cluster.comm_timeout,
-            save_timeout_s=config.checkpoint.timeout,
-            resume_from=options.resume_from or asked,
-            scratch=Path(scratch),
-            meeting=meeting,
-        )
-        return run_gang(gang, relay)
+        yield Path(scratch)
 
 
 def _attempt(run_dir: RunDir, number: int | None) -> Attempt:
@@ -95,8 +136,18 @@ def _attempt(run_dir: RunDir, number: int | None) -> Attempt:
     return attempt
 
 
-def _join(attempt: Attempt, wanted: int | None) -> tuple[int, Meeting]:
-    """Take a place among the nodes of a run that is on its way."""
+def _place_in_fleet(attempt: Attempt, fleet: Fleet, wanted: int | None) -> FleetNode:
+    if wanted is None or not 0 <= wanted < len(fleet.nodes):
+        raise UserError(
+            f"this run has {len(fleet.nodes)} nodes, and none of them is {wanted}",
+            where=str(attempt.fleet),
+            fix=f"give --node, 0 to {len(fleet.nodes) - 1}",
+        )
+    return fleet.nodes[wanted]
+
+
+def _place_here(attempt: Attempt, wanted: int | None) -> tuple[Fleet, FleetNode]:
+    """Take a place among the nodes of a run that is on its way on this machine."""
     meeting = read_meeting(attempt)
     if meeting is None or attempt.outcome.exists():
         is_over = "is over" if meeting else "has one node only"
@@ -114,11 +165,10 @@ def _join(attempt: Attempt, wanted: int | None) -> tuple[int, Meeting]:
             fix="`isles train` with its run file starts the run again",
         )
     node = claim_node(attempt, meeting, wanted)
-    if supervisor.is_here():
-        threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     if meeting.device == "cuda":
         _take_gpus(node, meeting)
-    return node, meeting
+    fleet = meeting.fleet()
+    return fleet, fleet.nodes[node]
 
 
 def _take_gpus(node: int, meeting: Meeting) -> None:
@@ -135,13 +185,73 @@ def _take_gpus(node: int, meeting: Meeting) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
 
-def _end_with(supervisor: ProcessId) -> None:
-    """A node whose supervisor was killed must not go on alone."""
-    while supervisor.is_alive():
-        time.sleep(_LOOK_S)
-    sys.stderr.write(f"agent: the supervisor (pid {supervisor.pid}) is gone; ending with it\n")
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+def _hello(run_dir: RunDir, attempt: Attempt, place: FleetNode) -> dict[str, Any]:
+    """Who this node is, for the supervisor to compare."""
+    return {
+        "run": run_dir.name,
+        "attempt": attempt.number,
+        "digest": hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
+        "node": place.node,
+        "process": ProcessId.of(os.getpid()).record(),
+        "versions": versions(),
+        "python": sys.executable,
+    }
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes; found out without importing it."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return {"isles": __version__, "torch": torch}
+
+
+def _interface(place: FleetNode) -> str | None:
+    """The network interface that has this node's address."""
+    if place.interface is not None:
+        return place.interface
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == place.address for address in addresses):
+            return name
+    return None
+
+
+def _obey_requests(attempt: Attempt, relay: SignalRelay) -> None:
+    """A wish to stop that was left in the attempt is as good as a signal."""
+    pause = threading.Event()
+    told = 0
+    while not pause.wait(_LOOK_S):
+        request = read_stop_request(attempt)
+        if request is None:
+            continue
+        if request.kind == "now":
+            _end_at_once(attempt)
+        number = signal.SIGINT if request.kind == "interrupt" else signal.SIGTERM
+        if number != told:
+            told = number
+            os.kill(os.getpid(), number)
+
+
+def _end_at_once(attempt: Attempt) -> None:
+    """End the ranks without saving; this process, whose end they follow, too."""
+    from isles.rundir.restarts import newest_step
+    from isles.train.verdict import write_stop
+
+    write_stop(attempt, ExitCode.INTERRUPTED, newest_step(RunDir(attempt.path.parent.parent)))
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.kill()
+    os._exit(ExitCode.INTERRUPTED)
+
+
+def _conclude(attempt: Attempt, contact: Contact) -> None:
+    """The supervisor is gone and cannot say how the run ended: the head's own node does."""
+    from isles.train.verdict import trouble, write_failure
+
+    if not attempt.outcome.exists():
+        fix = "it was killed, or the machine ran out of memory: see `dmesg | tail`"
+        write_failure(attempt, trouble(contact.why, fix))
 
 
 if __name__ == "__main__":

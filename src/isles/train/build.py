@@ -15,6 +15,7 @@ from torch import nn
 from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.rng import restore_rng
 from isles.checkpoint.store import load_tensors
+from isles.checkpoint.travel import Travel
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
 from isles.config.run import RunConfig
@@ -23,9 +24,12 @@ from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.stream import StreamStart
+from isles.dist.disks import Disks
 from isles.dist.mesh import Mesh
+from isles.dist.place import on_every_rank
 from isles.dist.world import World
 from isles.errors import ConfigError, ConfigErrors, DataError, UserError
+from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
 from isles.rundir.env import cache_home
@@ -34,6 +38,7 @@ from isles.rundir.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.adapter import agree_on_base
 from isles.train.balance import make_balancer, watch_speed
+from isles.train.hosts import check_model_folder
 from isles.train.metrics import Speed, StepMeter
 from isles.train.model import count_parameters, empty_model, flops_per_token, whole_model
 from isles.train.optimizer import make_optimizers
@@ -65,11 +70,14 @@ def build(
     recorder: Recorder,
     signals: StopSignals,
     resume_from: CheckpointInfo | None,
+    travel: Travel,
 ) -> Parts:
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_attention(config.model.attn_implementation, world.device)
-    tokenizer, training, validation = _make_data(config, run_dir, world, recorder, resume_from)
+    tokenizer, training, validation = _make_data(
+        config, run_dir, world, recorder, resume_from, travel.disks
+    )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
@@ -88,11 +96,9 @@ def build(
         # With the weights that the run begins with, so before any checkpoint is taken over.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
         reference.score_all(training, validation, config.training, total_steps, run_dir)
-    progress = _take_over(engine, resume_from, config, world)
-    checkpoints = CheckpointManager(run_dir, world, config.checkpoint)
-    if world.is_main:
-        checkpoints.clean()
-        checkpoints.forget_after(progress.step)
+    progress = _take_over(engine, resume_from, config, world, travel, recorder)
+    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel)
+    checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
     return Parts(
@@ -125,11 +131,14 @@ def _make_data(
     world: World,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
+    disks: Disks,
 ) -> tuple[Any, Dataset, Dataset | None]:
     """Tokenizer, training and validation data. All ranks must call this."""
     recorder.phase("preparing data")
-    hf_config = load_model_config(config.model)  # first: its errors say more than a tokenizer's
-    tokenizer = make_tokenizer(config, run_dir, world)
+    # First: its errors say more than a tokenizer's.
+    check_model_folder(config.model, world)
+    hf_config = on_every_rank(world, lambda: load_model_config(config.model))
+    tokenizer = make_tokenizer(config, run_dir, world, disks)
     _check_shape(config, hf_config.to_dict())
     # A tokenizer that is trained for the run decides how many tokens the model knows.
     trained = config.tokenizer.train_vocab_size is not None
@@ -250,23 +259,32 @@ def _check_data(training: Dataset, checkpoint: CheckpointInfo) -> None:
 
 
 def _take_over(
-    engine: Engine, checkpoint: CheckpointInfo | None, config: RunConfig, world: World
+    engine: Engine,
+    checkpoint: CheckpointInfo | None,
+    config: RunConfig,
+    world: World,
+    travel: Travel,
+    recorder: Recorder,
 ) -> Progress:
     """The state of a checkpoint, or that of a run's beginning. All ranks must call this."""
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if checkpoint is None:
         return Progress.fresh()
     state = engine.state_dict()
-    load_tensors(state, checkpoint.path)
-    engine.load_state_dict(state)
     progress = Progress.from_manifest(checkpoint.manifest)
     saved_world_size = int(checkpoint.manifest["world_size"])
-    if not restore_rng(
-        checkpoint.path,
-        world.rank,
-        saved_world_size=saved_world_size,
-        world_size=world.world_size,
-    ):
+
+    def say(done: int, total: int) -> None:
+        moved = f"{format_bytes(done)} of {format_bytes(total)}"
+        recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
+
+    with travel.brought(checkpoint, state, say) as folder:
+        load_tensors(state, folder)
+        engine.load_state_dict(state)
+        is_restored = restore_rng(
+            folder, world.rank, saved_world_size=saved_world_size, world_size=world.world_size
+        )
+    if not is_restored:
         torch.manual_seed(_rank_seed(config.seed, world.rank) + 7_919 * progress.step)
     log.info(
         "resumed step=%d samples=%d ranks=%d saved_with=%d checkpoint=%s",

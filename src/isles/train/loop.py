@@ -19,6 +19,7 @@ def train(parts: Parts) -> ExitCode:
     while parts.total_steps is None or progress.step < parts.total_steps:
         step = progress.step + 1
         is_recorded = step % config.logging_steps == 0 or step in (1, parts.total_steps)
+        parts.meter.clock.step(step)
         parts.agreement.ask()
 
         # The inner step.

@@ -1,150 +1,164 @@
-"""The nodes that have met: who is missing, who is new, and what that means."""
+"""The nodes that train together now: their ranks, their reports, and who of them is lost."""
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from dataclasses import asdict, dataclass
-from types import TracebackType
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from isles.rundir.nodes import Meeting, living_nodes, node_process
+from isles.rundir.fleet import Fleet
 from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
+from isles.rundir.records import write_record
 from isles.rundir.restarts import (
     Restart,
     list_restarts,
     newest_step,
     read_last_step,
-    read_restart,
     write_restart,
 )
-from isles.train.verdict import judge, trouble
+from isles.train.lobby import Lobby, Seat
+from isles.train.verdict import trouble
 
-_FIRST_LINE_S = 5.0
-_LINE_EVERY_S = 15.0
+Reports = dict[int, dict[str, Any]]
+
+_QUIET_S = 2.5
+"""A node says something every second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
-    """Those who have met.
+class Terms:
+    """What the run file says of losses and waits.
 
     Args:
-        nodes: the places of the nodes, in the order of their ranks.
-        world_size: ranks on all of them.
-    """
-
-    nodes: tuple[int, ...]
-    world_size: int
-
-    @classmethod
-    def of(cls, record: dict[str, Any]) -> Members:
-        """From `members.json`."""
-        return cls(tuple(int(node) for node in record["nodes"]), int(record["world_size"]))
-
-    def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
-
-def judge_members(
-    run_dir: RunDir,
-    attempt: Attempt,
-    before: Members,
-    now: Members,
-    number: int,
-    max_restarts: int,
-) -> Restart:
-    """Why the nodes have met again. Only the first of them calls this.
-
-    Args:
-        run_dir: the run.
-        attempt: this start of it.
-        before: who was there until now.
-        now: who has met.
-        number: of the restart that follows.
         max_restarts: how often ranks that were lost are started again.
+        save_timeout_s: longest wait for ranks that save before they hand over.
+        needs_head: whether the run directory is only on the first node.
     """
-    settled = read_restart(attempt, number)
-    if settled is not None:
-        return settled
-    gone = [node for node in before.nodes if node not in now.nodes]
-    come = [node for node in now.nodes if node not in before.nodes]
-    reached = read_last_step(attempt, number - 1)
-    if not gone and not come:
-        errors = [read_record(path) for path in attempt.rank_errors(number - 1)]
-        found = sorted((error for error in errors if error), key=lambda error: float(error["at"]))
-        fix = "look at the logs of the ranks that are missing: `isles logs`"
-        culprit = found[0] if found else trouble("the ranks have lost one another", fix)
-        return judge(run_dir, attempt, number - 1, culprit, max_restarts=max_restarts)
-    words = [f"{_names(attempt, gone)} {_is(gone)} gone"] if gone else []
-    words += [f"{_names(attempt, come)} {_has(come)} come"] if come else []
-    restart = Restart(
-        number=number,
-        at=time.time(),
-        verdict="restart",
-        culprit=None,
-        why=" and ".join(words),
-        reached=reached,
-        saved=newest_step(run_dir),
-        count=sum(entry.is_counted for entry in list_restarts(attempt)),
-        max_restarts=max_restarts,
-        is_counted=False,
-    )
-    return write_restart(attempt, restart)
+
+    max_restarts: int
+    save_timeout_s: float
+    needs_head: bool
 
 
-def _names(attempt: Attempt, nodes: list[int]) -> str:
-    words = []
-    for node in nodes:
-        process = node_process(attempt, node)
-        words.append(
-            f"node {node}" + (f" ({process.host}, agent {process.pid})" if process else "")
-        )
-    return ", ".join(words)
+class Members:
+    """Who has begun the present restart.
 
+    Args:
+        run_dir: the run, on this host.
+        attempt: this start of it.
+        fleet: all its nodes.
+        lobby: who is there.
+    """
 
-def _is(nodes: list[int]) -> str:
-    return "is" if len(nodes) == 1 else "are"
-
-
-def _has(nodes: list[int]) -> str:
-    return "has" if len(nodes) == 1 else "have"
-
-
-class Waiting:
-    """While nodes wait for others, says for whom: in the log and in status.json."""
-
-    def __init__(self, run_dir: RunDir, attempt: Attempt, meeting: Meeting | None) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, fleet: Fleet, lobby: Lobby) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
-        self._meeting = meeting
-        self._is_over = threading.Event()
+        self._fleet = fleet
+        self._lobby = lobby
+        self._tokens: dict[int, str] = {}
+        self.restart = 0
+        self.ranks: dict[int, tuple[int, int]] = {}
+        """First rank and number of ranks of each."""
 
-    def __enter__(self) -> None:
-        if self._meeting is not None:
-            threading.Thread(target=self._say_so, args=(self._meeting,), daemon=True).start()
+    @property
+    def nodes(self) -> list[int]:
+        """Their numbers, which are in the order of their ranks; none before the first start."""
+        return sorted(self._tokens)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._is_over.set()
+    @property
+    def world_size(self) -> int:
+        """Ranks on all of them."""
+        return sum(count for _, count in self.ranks.values())
 
-    def _say_so(self, meeting: Meeting) -> None:
-        pause_s = _FIRST_LINE_S
-        while not self._is_over.wait(pause_s):
-            there = living_nodes(self._attempt, meeting.max_nodes)
-            wanted = max(meeting.min_nodes, len(there))
-            names = ", ".join(map(str, (n for n in range(meeting.max_nodes) if n not in there)))
-            line = f"waiting for {wanted} nodes: {len(there)} of {meeting.max_nodes} are there"
-            line += f", missing: {names}" if names else ""
-            sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {line}\n")
-            sys.stderr.flush()
-            status = read_record(self._run_dir.status) or {}
-            status |= {"phase": "waiting for nodes", "detail": line, "updated_at": time.time()}
-            write_record(self._run_dir.status, status, durable=False)
-            pause_s = _LINE_EVERY_S
+    def begin(self, nodes: list[int]) -> None:
+        """These are the members from now on."""
+        self.restart += bool(self._tokens)
+        seats = self._lobby.seats()
+        self._tokens = {node: seats[node].token for node in nodes}
+        self.ranks, first = {}, 0
+        for node in nodes:
+            nproc = self._fleet.nodes[node].nproc
+            self.ranks[node] = (first, nproc)
+            first += nproc
+        record = {"restart": self.restart, "nodes": nodes, "world_size": first}
+        write_record(self._attempt.path / "members.json", record)
+
+    def is_there(self, node: int) -> bool:
+        """Whether a member is the one that has begun, and not lost."""
+        seat = self._lobby.seats().get(node)
+        return seat is not None and not seat.lost and seat.token == self._tokens[node]
+
+    def lost(self) -> list[int]:
+        """Members that are gone."""
+        return [node for node in self._tokens if not self.is_there(node)]
+
+    def newcomers(self) -> list[int]:
+        """Nodes that are there, no members, and ready to start ranks at once."""
+        seats = self._lobby.seats()
+        there = (node for node in self._lobby.there() if node not in self._tokens)
+        return [node for node in there if seats[node].report.get("state") == "idle"]
+
+    def reports(self) -> Reports:
+        """What the members have said of the ranks of this restart."""
+        said = {seat.node: seat.report for seat in self._seats()}
+        return {node: r for node, r in said.items() if r.get("restart") == self.restart}
+
+    def said(self) -> list[tuple[dict[str, Any], Seat]]:
+        """The same, with who has said it."""
+        seats = self._lobby.seats()
+        return [(report, seats[node]) for node, report in self.reports().items()]
+
+    def busy(self) -> list[Seat]:
+        """Members that have not ended their ranks."""
+        return [seat for seat in self._seats() if seat.report.get("state") != "idle"]
+
+    def is_anybody_quiet(self) -> bool:
+        """Whether a member may be lost, and it is too early to say."""
+        return any(s.wire is None or s.silence.seconds > _QUIET_S for s in self._seats())
+
+    def labels(self, nodes: Iterable[int]) -> str:
+        """Nodes as messages call them."""
+        return ", ".join(self._lobby.label(node) for node in nodes)
+
+    def lost_culprit(self, node: int) -> dict[str, Any]:
+        """The error record of a node that is lost."""
+        seat, place = self._lobby.seats().get(node), self._fleet.nodes[node]
+        why = (seat.lost if seat is not None else "") or "it is gone"
+        fix = (
+            f"see whether {place.name} is switched on and its network is up, and the last words "
+            f"of its agent there: attempts/{self._attempt.path.name}/node-{node}.log"
+        )
+        found = trouble(f"{self._lobby.label(node)} is lost: {why}", fix)
+        return {**found, "host": place.name, "where": f"host {place.name}"}
+
+    def changed(self, now: Iterable[int], max_restarts: int) -> Restart:
+        """Put on record that the ranks start again because nodes have come or gone.
+
+        Args:
+            now: who goes on.
+            max_restarts: of the run file; this one does not count.
+        """
+        before, after = set(self._tokens), set(now)
+        # A node that was lost and is back already is another one: it has nothing of the old ranks.
+        gone = sorted({*(before - after), *(n for n in before & after if not self.is_there(n))})
+        come = sorted(after - before)
+        words = [f"{self.labels(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
+        words += [f"{self.labels(come)} {'has' if len(come) == 1 else 'have'} come"] if come else []
+        restart = Restart(
+            number=self.restart + 1,
+            at=time.time(),
+            verdict="restart",
+            culprit=None,
+            why=" and ".join(words) or "the nodes have met again",
+            reached=read_last_step(self._attempt, self.restart),
+            saved=newest_step(self._run_dir),
+            count=sum(entry.is_counted for entry in list_restarts(self._attempt)),
+            max_restarts=max_restarts,
+            is_counted=False,
+        )
+        return write_restart(self._attempt, restart)
+
+    def _seats(self) -> list[Seat]:
+        seats = self._lobby.seats()
+        return [seats[node] for node in self._tokens if self.is_there(node)]

@@ -14,8 +14,14 @@ import torch.distributed as dist
 
 from isles.dist.world import World
 from isles.facts.gpus import find_gpu
+from isles.train.watchdog_clock import StepClock
 
 PHASES = ("data", "forward_backward", "optimizer")
+_STAGE_AFTER = {
+    "data": "forward and backward",
+    "forward_backward": "optimizer step",
+    "optimizer": "agreeing",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class StepMeter:
     """
 
     def __init__(self, world: World, speed: Speed) -> None:
+        self.clock = StepClock()
+        """Where this rank is in its step, for the watchdog."""
         self._world = world
         self._speed = speed
         self._cuda = world.device.type == "cuda"
@@ -60,7 +68,8 @@ class StepMeter:
         self._timing = False
 
     def begin(self, *, is_recorded: bool) -> None:
-        """A step begins."""
+        """A step begins, with its data."""
+        self.clock.at("data loading")
         self._timing = is_recorded or not self._cuda
         if self._timing:
             self._timed += 1
@@ -68,6 +77,7 @@ class StepMeter:
 
     def mark(self, phase: str) -> None:
         """A phase of the step is over."""
+        self.clock.at(_STAGE_AFTER[phase])
         if self._timing:
             now = self._now()
             self._parts[phase] += now - self._mark_at
@@ -90,12 +100,14 @@ class StepMeter:
         self._padding += padding_share
         self._steps += 1
 
-    def pause(self) -> float:
-        """Time from now to `resume` (evaluating, saving) is not a step's. Returns now."""
+    def pause(self, phase: str) -> float:
+        """Time from now to `resume` is not a step's but this phase's. Returns now."""
+        self.clock.begin(phase)
         return time.perf_counter()
 
     def resume(self, paused_at: float) -> None:
         """Steps go on."""
+        self.clock.end()
         self._since += time.perf_counter() - paused_at
 
     def row(

@@ -101,7 +101,7 @@ class Parts:
         """Evaluate on the validation text, if there is any. All ranks must call this."""
         if self.validation is None:
             return
-        paused = self.meter.pause()
+        paused = self.meter.pause("evaluating")
         self.recorder.phase("evaluating", f"step {self.progress.step}")
         batches = evaluation_batches(
             self.validation,
@@ -127,7 +127,7 @@ class Parts:
 
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint of this step. All ranks must call this."""
-        paused = self.meter.pause()
+        paused = self.meter.pause("saving")
         self.checkpoints.save(
             self.engine.state_dict(), self._manifest(), replicas=self.engine.replicas, wait=wait
         )

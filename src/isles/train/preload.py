@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 def preload() -> None:
@@ -20,20 +23,34 @@ def preload() -> None:
     # A signal to the whole process group is for the ranks, which save; this server must live.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    _die_with_agent()
     with contextlib.suppress(Exception), _without("torchao"):
-        import transformers
-
-        importlib.import_module("isles.train.worker")
         from isles.config.resolve import load_resolved
-        from isles.models.build import load_model_config
         from isles.rundir.env import RUN_DIR
         from isles.rundir.paths import RunDir
 
         run_dir = RunDir(Path(os.environ[RUN_DIR]))
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        if resolved.config.training.script is not None:
+            importlib.import_module("torch.distributed.elastic.multiprocessing")
+            return
+        import transformers
+
+        importlib.import_module("isles.train.worker")
+        from isles.models.build import load_model_config
+
         if not resolved.config.model.trust_remote_code:
             config = load_model_config(resolved.config.model)
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def _die_with_agent() -> None:
+    """End this server with the agent that has started it, also in the middle of its imports.
+
+    By itself it looks for the agent's end only afterwards. Linux only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

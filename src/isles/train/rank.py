@@ -39,7 +39,7 @@ def rank_process(
     run_path: Path, attempt_number: int, resume_from: Path | None, start: RankStart
 ) -> int:
     """Train as the rank that the environment names, with a log of its own; the exit code."""
-    _die_with_agent()
+    die_with_agent()
     env = replace(read_rank_env(), restart=start.restart, store=start.store, meeting=start.meeting)
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(attempt_number)
@@ -69,7 +69,7 @@ def rank_process(
     return code
 
 
-def _die_with_agent() -> None:
+def die_with_agent() -> None:
     """A rank whose agent was killed must not go on alone.
 
     The agent is not the parent process, the fork server is, and that one lives as long as any rank

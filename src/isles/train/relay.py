@@ -1,4 +1,4 @@
-"""Signals to the agent, handed on to the ranks of the moment."""
+"""Signals to the agent, handed on to the ranks of the moment, or to the head of the run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ class SignalRelay:
     """Hands SIGINT, SIGTERM and SIGUSR1 to every rank, also to one that is still starting."""
 
     def __init__(self, attempt: Attempt) -> None:
+        self.ranks: tuple[int, ...] = ()
+        """The ranks of this node now, or those that it had last."""
         self._attempt = attempt
         self._restart = 0
         self._waiting: set[int] = set()
         self._number = 0
         self._is_between = False
+        self._is_member = False
+        self._wish = 0
 
     @property
     def requested(self) -> ExitCode | None:
@@ -37,17 +41,34 @@ class SignalRelay:
             return None
         return ExitCode.INTERRUPTED if self._number == signal.SIGINT else ExitCode.REQUEUE
 
-    def install(self) -> None:
-        """Take over the signals. Main thread only."""
+    @property
+    def wish(self) -> int:
+        """The signal that has come to the agent of one node of several; SIGKILL: stop at once."""
+        return self._wish
+
+    @property
+    def wish_code(self) -> ExitCode:
+        """The exit code of an agent that stops before the run has begun for it."""
+        return ExitCode.REQUEUE if self._wish == signal.SIGTERM else ExitCode.INTERRUPTED
+
+    def install(self, *, is_member: bool = False) -> None:
+        """Take over the signals. Main thread only.
+
+        Args:
+            is_member: of a run on several nodes: a signal is a wish then, which the head takes to
+                all nodes; else the ranks here get it.
+        """
+        self._is_member = is_member
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
     def expect(self, restart: int, ranks: Iterable[int]) -> None:
         """These ranks are being started; records from before this restart are not theirs."""
         # The set last: the thread below looks at the records only for what it holds.
+        self.ranks = tuple(ranks)
         self._waiting = set()
         self._restart = restart
-        self._waiting = set(ranks)
+        self._waiting = set(self.ranks)
 
     @contextmanager
     def between_ranks(self) -> Iterator[None]:
@@ -62,6 +83,14 @@ class SignalRelay:
             self._is_between = False
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_member:
+            again = number == signal.SIGINT and self._wish == signal.SIGINT
+            self._wish = int(signal.SIGKILL) if again else number
+            return
+        self.hand_on(number)
+
+    def hand_on(self, number: int) -> None:
+        """Let every rank have this signal, also one that is still starting."""
         is_first = self._number == 0
         self._number = number
         if is_first:

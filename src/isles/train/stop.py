@@ -14,8 +14,16 @@ import torch.distributed as dist
 
 from isles.dist.world import World
 from isles.errors import ExitCode
+from isles.rundir.paths import Attempt
+from isles.rundir.stop_request import StopKind, read_stop_request
 
 _STUCK_S = 3.0
+_LOOK_S = 0.5
+_NOW_S = 10.0
+"""How long a step may go on that is to be ended without saving."""
+
+NOW = 1000
+"""Not an exit code: end at this step, without saving."""
 
 TIME_IS_UP = 1
 """Not an exit code: the run's length is a time, and it is over."""
@@ -29,22 +37,37 @@ _CODES = {
 }
 
 
-class StopBeforeTraining(BaseException):
-    """A stop was asked for before the first step: there is nothing to save."""
+_KIND_SIGNALS: dict[StopKind, signal.Signals] = {
+    "save": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+    "now": signal.SIGINT,
+}
 
-    def __init__(self, code: ExitCode) -> None:
+
+class StopBeforeTraining(BaseException):
+    """A stop was asked for while there is nothing to save: before the first step, or at once."""
+
+    def __init__(
+        self, code: ExitCode, reason: str = "stopped before the first step; nothing was lost"
+    ) -> None:
         super().__init__(code)
         self.code = code
+        self.reason = reason
 
 
 class StopSignals:
     """SIGINT asks to save and stop with 130, SIGTERM and SIGUSR1 with 85, SIGUSR2 with 84.
 
+    So does a request that is left in the attempt's folder, by `isles stop` on whatever machine.
     Main thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: Attempt | None = None) -> None:
+        """`attempt`: where requests are looked for; None: nowhere."""
         self.requested = 0
+        self.was_requested = False
+        """Whether the stop came by a request in the attempt's folder."""
+        self._is_now = False
         self._training = False
         self._before = {number: signal.signal(number, self._handle) for number in _CODES}
         # A rank that waits for another inside of torch runs no handler: a thread notices for it.
@@ -52,6 +75,14 @@ class StopSignals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+        self._is_over = threading.Event()
+        if attempt is not None:
+            threading.Thread(target=self._look, args=(attempt,), daemon=True).start()
+
+    @property
+    def wish(self) -> int:
+        """What this rank wants at the end of the step: an exit code, NOW, or 0."""
+        return NOW if self._is_now else self.requested
 
     def training_begins(self) -> None:
         """From now on a signal waits for the end of a step."""
@@ -59,6 +90,7 @@ class StopSignals:
 
     def restore(self) -> None:
         """Give the signals back."""
+        self._is_over.set()
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -69,6 +101,20 @@ class StopSignals:
         time.sleep(_STUCK_S)
         if not self._training and not self.requested:
             os._exit(_CODES[signal.Signals(number)])
+
+    def _look(self, attempt: Attempt) -> None:
+        """Turn a request in the attempt's folder into the signal that means the same."""
+        told: StopKind | None = None
+        while not self._is_over.wait(_LOOK_S):
+            request = read_stop_request(attempt) if attempt.stop_request.exists() else None
+            if request is None or request.kind == told:
+                continue
+            told = request.kind
+            self.was_requested = True
+            self._is_now = told == "now"
+            os.kill(os.getpid(), _KIND_SIGNALS[told])
+            if self._is_now and not self._is_over.wait(_NOW_S):
+                os._exit(ExitCode.INTERRUPTED)  # the step does not end by itself
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         code = _CODES[signal.Signals(number)]
@@ -123,7 +169,7 @@ class Agreement:
 
     def ask(self) -> None:
         """Send this rank's wishes; called at a step's start. All ranks must call this."""
-        stop, save = self._signals.requested, 0
+        stop, save = self._signals.wish, 0
         if self._world.is_main:
             now = time.monotonic()
             if self._stop_at is not None and now >= self._stop_at:
@@ -137,10 +183,16 @@ class Agreement:
             )
 
     def decide(self) -> Decision:
-        """What was agreed; called at the same step's end. All ranks must call this."""
+        """What was agreed; called at the same step's end. All ranks must call this.
+
+        Raises:
+            StopBeforeTraining: the run is to end at once, without saving.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if int(self._wishes[0]) >= NOW:
+            raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped at once, without saving")
         return Decision(stop=int(self._wishes[0]), save=bool(self._wishes[1]))
 
     def saved(self) -> None:

@@ -1,34 +1,43 @@
 """Holds a run of several nodes together: `python -m isles.train.supervisor RUN_DIR …`.
 
-It is the process that `isles status` and `isles stop` know. It keeps the store through which the
-nodes meet, so that no node is the one that must not die; starts their agents on this machine;
-hands signals to them; and ends when they have ended. Were it killed, the agents would end too.
+It is the process that `isles status` and `isles stop` know. The nodes meet at it; it decides what
+they do, and keeps the records of the run. On one machine, and for the first node of a run that is
+started by hand, it starts the agents itself. Were it killed, the agents would end too.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from isles.config.resolve import load_resolved
 from isles.errors import ExitCode
-from isles.rundir.nodes import Meeting, living_nodes, node_process, start_node
+from isles.rundir.fleet import Fleet, read_fleet
+from isles.rundir.nodes import Meeting, start_node
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
-from isles.rundir.signals import kill_now, send_signal
+from isles.train.agent import versions
+from isles.train.conductor import Conductor
+from isles.train.lobby import Identity, Lobby, say
+from isles.train.members import Terms
+from isles.train.presence import Presence
+from isles.train.verdict import trouble, write_failure
 
-_LOOK_S = 0.1
-_CLOSING_S = 60.0
-"""How long agents may take to end once the run has its outcome."""
+_LOOK_S = 0.05
+_END_S = 10.0
 
 
 def main() -> int:
@@ -36,119 +45,165 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m isles.train.supervisor")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--nodes", required=True, help="MIN:MAX")
-    parser.add_argument("--nproc-per-node", type=int, required=True)
+    parser.add_argument("--nodes", help="MIN:MAX, where all are processes of this machine")
+    parser.add_argument("--nproc-per-node", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--resume-from", type=Path)
     options = parser.parse_args()
     run_dir = RunDir(options.run_dir.absolute())
     attempt = run_dir.attempt(options.attempt)
+    fleet = read_fleet(attempt)
+    try:
+        if fleet is not None:
+            listener = socket.create_server((fleet.head.address, fleet.port))
+        else:
+            listener = socket.create_server(("127.0.0.1", 0))
+            fleet = _meet_here(attempt, options, int(listener.getsockname()[1]))
+    except OSError as error:
+        assert fleet is not None
+        return _cannot_listen(attempt, fleet, error)
+    return Supervisor(run_dir, attempt, fleet, listener).run()
+
+
+def _meet_here(attempt: Attempt, options: argparse.Namespace, port: int) -> Fleet:
+    """The nodes of a run of which all are processes of this machine."""
     least, _, most = options.nodes.partition(":")
-    listener = socket.create_server(("127.0.0.1", 0))
+    cluster = load_resolved(
+        RunDir(options.run_dir.absolute()).resolved.read_text(encoding="utf-8")
+    ).config.clusters[0]
     meeting = Meeting(
         address="127.0.0.1",
-        port=int(listener.getsockname()[1]),
+        port=port,
         min_nodes=int(least),
         max_nodes=int(most),
         nproc_per_node=options.nproc_per_node,
         device=options.device,
         resume_from=str(options.resume_from) if options.resume_from else None,
         supervisor=ProcessId.of(os.getpid()).record(),
+        start_timeout_s=cluster.start_timeout,
     )
-    return Supervisor(run_dir, attempt, meeting).run(listener)
+    meeting.write(attempt)
+    return meeting.fleet()
+
+
+def _cannot_listen(attempt: Attempt, fleet: Fleet, error: OSError) -> int:
+    head = fleet.head
+    at = f"{head.address}:{fleet.port}"
+    if error.errno == errno.EADDRINUSE:
+        what = f"the port {fleet.port} of {head.name} ({head.address}) is taken"
+        fix = f"`ss -ltnp | grep {fleet.port}` there says by whom; set clusters[0].network.port"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        what = f"{head.name} has no address {head.address}, at which the other nodes should meet it"
+        fix = "`ip -brief address` there lists those it has; correct the first of launcher.hosts"
+    else:
+        what, fix = f"cannot listen at {at}: {error.strerror}", "set clusters[0].network.port"
+    say(what)
+    write_failure(attempt, trouble(what, fix))
+    return int(ExitCode.COMMUNICATION)
 
 
 class Supervisor:
-    """One run's store, agents and signals."""
+    """One run's meeting place, agents and signals."""
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, meeting: Meeting) -> None:
+    def __init__(
+        self, run_dir: RunDir, attempt: Attempt, fleet: Fleet, listener: socket.socket
+    ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
-        self._meeting = meeting
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._signal = 0
-        self._told: set[ProcessId] = set()
+        self._fleet = fleet
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._store: Any = None
+        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        digest = hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
+        identity = Identity(run_dir.name, attempt.number, digest, versions())
+        self._lobby = Lobby(listener, fleet, identity, self._files)
+        ranks_listener = socket.create_server((fleet.head.address, 0))
+        terms = Terms(
+            max_restarts=config.clusters[0].max_restarts,
+            save_timeout_s=config.checkpoint.timeout,
+            needs_head=fleet.launcher != "local",
+        )
+        # Ranks knock before the store is there: what they say waits until it is.
+        store = (fleet.head.address, int(ranks_listener.getsockname()[1]))
+        self._conductor = Conductor(run_dir, attempt, fleet, terms, self._lobby, store)
+        self._presence = Presence(attempt, fleet, self._lobby)
+        threading.Thread(target=self._serve, args=(ranks_listener,), daemon=True).start()
 
-    def run(self, listener: socket.socket) -> int:
-        """Start the nodes, and wait for their end; returns the run's exit code."""
+    def run(self) -> int:
+        """Bring the nodes together, and wait for their end; returns the run's exit code."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
-        self._meeting.write(self._attempt)
-        for node in range(self._meeting.max_nodes):
-            self._children.append(start_node(self._run_dir, self._attempt, node))
-        # The agents knock already: what they say waits until the store is there.
-        store = _serve(listener)
-        self._wait()
-        del store
+        nodes = {"local": range(len(self._fleet.nodes)), "manual": range(1)}
+        for node in nodes.get(self._fleet.launcher, ()):
+            self._children[node] = start_node(self._run_dir, self._attempt, node)
+        pause = threading.Event()
+        while not self._conductor.has_ended():
+            self._conductor.look()
+            self._presence.note(self._conductor.places())
+            self._miss_children()
+            pause.wait(_LOOK_S)
+        self._presence.note(self._conductor.places(), now=True)
+        self._lobby.close()
+        self._end_children()
         outcome = read_record(self._attempt.outcome) or {}
         return int(outcome.get("exit_code", ExitCode.TRAINING))
 
-    def _wait(self) -> None:
-        over_since: float | None = None
-        while True:
-            for child in self._children:
-                child.poll()
-            living = self._living()
-            for process in living:
-                self._hand_on(process)
-            starting = any(child.returncode is None for child in self._children)
-            if not living and not starting:
-                break
-            if self._attempt.outcome.exists():
-                over_since = over_since or time.monotonic()
-                if time.monotonic() - over_since > _CLOSING_S:
-                    self._kill(living)
-                    break
-            time.sleep(_LOOK_S)
-        self._conclude()
-
-    def _living(self) -> list[ProcessId]:
-        nodes = living_nodes(self._attempt, self._meeting.max_nodes)
-        return [process for node in nodes if (process := node_process(self._attempt, node))]
-
-    def _hand_on(self, process: ProcessId) -> None:
-        """An agent writes its record once it can take a signal; each is told once."""
-        if self._signal and process not in self._told:
-            self._told.add(process)
-            send_signal(process, signal.Signals(self._signal))
+    def _miss_children(self) -> None:
+        """An agent that was started here and has ended before it came will not come."""
+        if self._conductor.is_over:
+            return
+        seats = self._lobby.seats()
+        codes = {node: child.poll() for node, child in self._children.items()}
+        ended = {n: code for n, code in codes.items() if code is not None and n not in seats}
+        if not ended or (self._fleet.is_elastic and len(ended) < len(self._children)):
+            return
+        words = ", ".join(f"node {node} ended with {code}" for node, code in ended.items())
+        logs = ", ".join(str(self._attempt.node_log(node)) for node in ended)
+        what = f"nodes of this run have ended before it began: {words}"
+        self._conductor.give_up(what, f"their last words: {logs}", ExitCode.TRAINING)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._signal = number
+        self._conductor.ask_to_stop(number)
 
-    def _kill(self, living: list[ProcessId]) -> None:
-        for process in living:
-            sys.stderr.write(f"supervisor: agent {process.pid} has not ended; it is killed\n")
-            kill_now(process)
+    def _end_children(self) -> None:
+        deadline = time.monotonic() + _END_S
+        for node, child in self._children.items():
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                say(f"the agent of node {node} ({child.pid}) has not ended; it is killed")
+                child.kill()
 
-    def _conclude(self) -> None:
-        """All agents are gone; if none has said how the run ended, this is how."""
-        if self._attempt.outcome.exists():
-            return
-        from isles.train.verdict import trouble, write_failure
+    def _files(self) -> dict[str, Any]:
+        """What a node that is started by hand gets from here."""
+        launch = read_record(self._attempt.launch) or {}
+        attempts = self._run_dir.attempts()
+        first = read_record(attempts[0].launch) or {} if attempts else {}
+        return {
+            "run": self._run_dir.name,
+            "run_dir": str(self._run_dir.path),
+            "attempt": self._attempt.number,
+            "resolved": self._run_dir.resolved.read_text(encoding="utf-8"),
+            "text": self._run_dir.run_file.read_text(encoding="utf-8"),
+            "fleet": self._fleet.record(),
+            "begun_at": launch.get("begun_at"),
+            "born_at": first.get("begun_at"),
+        }
 
-        ended = [f"node {n} ended with {c.returncode}" for n, c in enumerate(self._children)]
-        culprit = trouble(
-            f"all {self._meeting.max_nodes} nodes of this run are gone: {', '.join(ended)}",
-            f"their last words are in {self._attempt.path}/node-*.log",
-            ExitCode.TRAINING,
+    def _serve(self, listener: socket.socket) -> None:
+        """The store through which the ranks meet, at the head's address only."""
+        import torch.distributed  # noqa: F401  # the library that the next line is a part of
+        from torch._C._distributed_c10d import TCPStore
+
+        # torch would listen on every interface; a socket that is bound already it takes as it is.
+        self._store = TCPStore(
+            self._fleet.head.address,
+            int(listener.getsockname()[1]),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+            master_listen_fd=listener.detach(),
         )
-        write_failure(self._attempt, culprit)
-
-
-def _serve(listener: socket.socket) -> Any:
-    """The store through which the nodes meet, on a socket of this machine only."""
-    import torch.distributed  # noqa: F401  # the library that the next line is a part of
-    from torch._C._distributed_c10d import TCPStore
-
-    # torch would listen on every interface; a socket that is bound already it takes as it is.
-    return TCPStore(
-        "127.0.0.1",
-        int(listener.getsockname()[1]),
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
 
 
 if __name__ == "__main__":

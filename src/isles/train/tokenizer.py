@@ -14,22 +14,29 @@ from isles.data.encode import TEMPLATED
 from isles.data.template_choice import stop_at_turns, use_template
 from isles.data.tokenizer import load_tokenizer, train_tokenizer
 from isles.data.transfer import rank_with_data
+from isles.dist.disks import Disks, spread_folder
 from isles.dist.world import World
 from isles.rundir.paths import RunDir
 
 log = logging.getLogger(__name__)
 
 
-def make_tokenizer(config: RunConfig, run_dir: RunDir, world: World) -> Any:
+def make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Disks) -> Any:
     """Load or train the tokenizer; None for fake data. All ranks must call this."""
     if all(source.type == "fake" for source in config.data.sources):
         return None
-    # Where the data lies on one machine only, a tokenizer is trained there.
     trains = config.tokenizer.train_vocab_size is not None
-    rank = rank_with_data(config.data, world) if trains else 0
-    world.main_first(
-        lambda: write_tokenizer(config, run_dir.tokenizer), group=world.work, rank=rank
-    )
+    is_there = world.main_first(run_dir.tokenizer.is_dir)
+    # Where the data lies on one machine only, a tokenizer is trained there.
+    rank = rank_with_data(config.data, world) if trains and not is_there else 0
+
+    def write() -> None:
+        if disks.is_apart[rank]:  # another run's, or an earlier one's of this name
+            shutil.rmtree(run_dir.tokenizer, ignore_errors=True)
+        write_tokenizer(config, run_dir.tokenizer)
+
+    world.main_first(write, group=world.work, rank=rank)
+    spread_folder(run_dir.tokenizer, rank, world, disks)
     return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
 
 

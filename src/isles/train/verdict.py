@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from isles.errors import ExitCode
 from isles.rundir.paths import Attempt, RunDir
@@ -27,7 +25,7 @@ _END = "`isles train` again goes on from the last checkpoint"
 
 def find_culprit(
     errors: list[dict[str, Any]],
-    failures: dict[int, ProcessFailure],
+    failures: Mapping[int, int],
     ranks: Sequence[int],
     *,
     are_all: bool = True,
@@ -36,7 +34,7 @@ def find_culprit(
 
     Args:
         errors: the error records that these ranks have left.
-        failures: what the elastic agent saw end first, by rank.
+        failures: exit codes of the ranks that the elastic agent saw end first.
         ranks: the ranks of this node.
         are_all: whether there are no others: then one of these is to blame.
 
@@ -48,7 +46,7 @@ def find_culprit(
     own = [error for error in errors if not error["is_communication"]]
     if own:
         return min(own, key=lambda error: float(error["at"]))
-    silent = {rank: f.exitcode for rank, f in failures.items() if f.exitcode < 0}
+    silent = {rank: code for rank, code in failures.items() if code < 0}
     left_word = {int(error["rank"]) for error in errors}
     if not silent and are_all:
         gone = [rank for rank in ranks if rank not in left_word]
@@ -60,8 +58,7 @@ def find_culprit(
         return min(errors, key=lambda error: float(error["at"])) if are_all else None
     if not failures:
         return _death(ranks[0], 0)
-    rank, failure = next(iter(failures.items()))
-    return _death(rank, failure.exitcode)
+    return _death(*next(iter(failures.items())))
 
 
 def judge(
@@ -89,7 +86,11 @@ def judge(
     note, verdict = "", _first_verdict(stop)
     if culprit.get("will_recur"):
         verdict = "fail"  # a wrong run file, a loss that is not finite: it would come again
-    elif last is not None and _furthest(reached, saved) <= _furthest(last.reached, last.saved):
+    elif (
+        last is not None
+        and _furthest(reached, saved) <= _furthest(last.reached, last.saved)
+        and not (culprit.get("is_script") and reached is None)  # it tells nobody how far it is
+    ):
         verdict = "fail"
         note = (
             f"it is the second loss of a rank without progress: {_at(last.reached)} before, "
@@ -131,7 +132,15 @@ def write_stop(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = 
     if read_record(attempt.outcome) is None:
         kept = "nothing" if saved is None else f"everything up to step {saved}"
         reason = f"asked to stop{lost}; {kept} is saved"
+        # A script of the user's own saves by itself; its starter says how it took the stop.
+        reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
         _write_outcome(attempt, "stopped", int(code), saved, reason, None)
+
+
+def write_finished(attempt: Attempt) -> None:
+    """The run has come to its end, and no rank has said so."""
+    if read_record(attempt.outcome) is None:
+        _write_outcome(attempt, "finished", int(ExitCode.OK), None, "finished", None)
 
 
 def trouble(what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> dict[str, Any]:

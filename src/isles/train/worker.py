@@ -16,7 +16,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from isles.checkpoint.manager import latest_good
+from isles.checkpoint.travel import Travel, refuse_other_run
 from isles.config.resolve import Resolved, digest, load_resolved
+from isles.dist.disks import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
 from isles.errors import (
     CommunicationError,
@@ -30,14 +32,16 @@ from isles.rundir.manifest import CheckpointInfo, read_checkpoint, verify_checkp
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import write_record
-from isles.rundir.restarts import LastStep, read_restart
+from isles.rundir.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
+from isles.train.job import ending_record
 from isles.train.loop import train
 from isles.train.quiet import hush_libraries
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals
 from isles.train.trackers import check_outside
+from isles.train.watchdog import watching
 
 log = logging.getLogger(__name__)
 
@@ -62,22 +66,22 @@ def run_rank(
         The exit code.
     """
     _start_logging(env)
-    signals = StopSignals()
-    # After the handlers: whoever reads this record may send a signal.
-    place = {"rank": env.rank, "restart": env.restart}
-    write_record(attempt.rank_record(env.rank), {**place, **ProcessId.of(os.getpid()).record()})
-    restart = read_restart(attempt, env.restart) if env.restart and env.rank == 0 else None
-    if restart is not None:
-        log.warning("%s", restart.text)
+    signals = StopSignals(attempt if env.rank == 0 else None)
     try:
+        # After the handlers: whoever reads this record may send a signal.
+        place = {"rank": env.rank, "restart": env.restart}
+        write_record(attempt.rank_record(env.rank), {**place, **ProcessId.of(os.getpid()).record()})
+        restart = read_restart(attempt, env.restart) if env.restart and env.rank == 0 else None
+        if restart is not None:
+            log.warning("%s", restart.text)
         code = int(_train(run_dir, attempt, env, signals, resume_from, world))
         leave_world()
         return code
     except StopBeforeTraining as stop:
-        # An agent of ours knows whether a user has asked for it, or another rank was lost.
-        if env.rank == 0 and env.attempt == 0:
-            reason = "stopped before the first step; nothing was lost"
-            _write_outcome(attempt, "stopped", stop.code, step=None, reason=reason)
+        # Else an agent of ours knows whether a user has asked for it, or another rank was lost.
+        if env.rank == 0 and (env.attempt == 0 or signals.was_requested):
+            step = read_last_step(attempt, env.restart)
+            _write_outcome(attempt, env, "stopped", stop.code, step=step, reason=stop.reason)
         return int(stop.code)
     except Exception as error:  # the process' edge: everything is put on record
         if signals.requested and is_communication_error(error):
@@ -101,7 +105,7 @@ def _train(
     recorder = Recorder(
         run_dir, is_main=env.rank == 0, world_size=env.world_size, last_step=last_step
     )
-    recorder.phase("starting", f"waiting for {env.world_size} ranks")
+    recorder.phase("starting", f"waiting for {env.world_size} ranks" if env.world_size > 1 else "")
     if world is None:
         world = join_world(
             env,
@@ -110,16 +114,23 @@ def _train(
             work_timeout_s=resolved.config.checkpoint.timeout,
         )
     _compare_configs(resolved, world)
+    disks = find_disks(world, run_dir.path)
+    if disks.apart_leaders:
+        log.info("disks of their own: %s; checkpoints travel to rank 0", disks.apart_names)
+    refuse_other_run(run_dir, world, disks)
     check_outside(resolved, run_dir, recorder, world)
     checkpoint = _find_checkpoint(run_dir, world, resume_from)
-    parts = build(resolved, run_dir, world, recorder, signals, checkpoint)
+    parts = build(
+        resolved, run_dir, world, recorder, signals, checkpoint, Travel(run_dir, world, disks)
+    )
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")
-    try:
-        code = train(parts)
-    finally:
-        parts.loader.close()
+    with watching(parts.meter.clock, resolved.config, attempt, env, world, recorder):
+        try:
+            code = train(parts)
+        finally:
+            parts.loader.close()
     parts.checkpoints.close()
     if code is ExitCode.OK:
         finish(parts)
@@ -134,7 +145,7 @@ def _train(
     recorder.close()
     if world.is_main:
         state = "finished" if code is ExitCode.OK else "stopped"
-        _write_outcome(attempt, state, code, step=parts.progress.step, reason=reason)
+        _write_outcome(attempt, env, state, code, step=parts.progress.step, reason=reason)
     log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
     return code
 
@@ -259,10 +270,10 @@ def _as_user_error(error: Exception) -> UserError | None:
 
 
 def _write_outcome(
-    attempt: Attempt, state: str, code: ExitCode, *, step: int | None, reason: str
+    attempt: Attempt, env: RankEnv, state: str, code: ExitCode, *, step: int | None, reason: str
 ) -> None:
     write_record(
-        attempt.outcome,
+        ending_record(attempt, env, code),
         {
             "state": state,
             "exit_code": int(code),

@@ -51,7 +51,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmctldTimeout=10
 SlurmdTimeout=20
 InactiveLimit=0
-KillWait=5
+KillWait=20
 MinJobAge=600
 MaxJobCount=1000
 JobRequeue=1
@@ -107,6 +107,6 @@ else
   for n in "${NODES[@]}"; do for _ in $(seq 50); do [ -f "$ST/slurmd.$n.pid" ] && break; sleep .1; done; echo "slurmd $(cat "$ST/slurmd.$n.pid")" >> "$ST/pids"; done
   S=""
 fi
-ok=0; for _ in $(seq 150); do [ "$($S sinfo -h -N -o '%T' -p main 2>/dev/null | grep -c '^idle$')" = "${#NODES[@]}" ] && { ok=1; break; }; sleep .2; done
+ok=0; for _ in $(seq 300); do [ "$($S sinfo -h -N -o '%T' -p main 2>/dev/null | grep -c '^idle$')" = "${#NODES[@]}" ] && { ok=1; break; }; sleep .2; done
 $S sinfo -N -l -p main || true
 echo "export SLURM_CONF=$ST/slurm.conf"; [ $ok = 1 ] || { echo "nodes not idle; logs in $ST/log" >&2; for f in "$ST"/log/*.log; do echo "== $f"; tail -n 5 "$f"; done >&2; exit 1; }

@@ -1,0 +1,200 @@
+"""Which nodes see the run directory of rank 0, and which have a disk of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from isles.dist.parcels import Parcel, raise_first, send_parcels, whole
+from isles.dist.place import Place, place_of
+from isles.dist.world import World
+from isles.errors import TrainingError, UserError
+from isles.rundir.manifest import PARTIAL_PREFIX, hash_file
+
+_LOOK_S, _LOOK_EVERY_S = 5.0, 0.05
+"""A file system of the network may show a new file a moment later than it was written."""
+
+_LOCAL = frozenset(
+    (
+        *("apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs"),
+        *("ntfs", "ntfs3", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"),
+    )
+)
+"""File systems of one machine: one look is enough there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """The disks of a world: that of rank 0, and those of nodes that do not see it.
+
+    Args:
+        places: of every rank, by rank.
+        is_apart: by rank, whether its node has a run directory of its own.
+    """
+
+    places: tuple[Place, ...]
+    is_apart: tuple[bool, ...]
+
+    @property
+    def apart_leaders(self) -> tuple[int, ...]:
+        """The first rank of each node that has a run directory of its own."""
+        ranks = range(len(self.places))
+        return tuple(r for r in ranks if self.is_apart[r] and self.places[r].is_leader)
+
+    @property
+    def apart_names(self) -> str:
+        """These nodes, for messages."""
+        return ", ".join(str(self.places[rank]) for rank in self.apart_leaders)
+
+    def keeper(self, rank: int) -> int:
+        """The rank that acts for the disk of another: 0, or the first of its node."""
+        return self.places[rank].leader if self.is_apart[rank] else 0
+
+
+def find_disks(world: World, folder: Path) -> Disks:
+    """Find out who sees rank 0's folder. All ranks must call this.
+
+    Rank 0 writes a file with a random word, under a name that was never there; the first rank of
+    every other node looks for it.
+
+    Args:
+        world: the ranks.
+        folder: the run directory, as this rank knows it.
+
+    Raises:
+        TrainingError: rank 0 cannot write there.
+    """
+    me = place_of(world)
+    word = uuid.uuid4().hex
+    probe = folder / f".probe-{word[:8]}"
+
+    def write() -> tuple[str, str]:
+        try:
+            probe.write_text(word, encoding="ascii")
+        except OSError as error:
+            raise _disk_fault(error, folder, world) from error
+        return probe.name, word
+
+    name, word = world.main_first(write)
+    try:
+        sees = world.rank == 0 or (me.is_leader and _sees(folder / name, word))
+        found = world.gather((me, sees))
+    finally:
+        if world.is_main:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    places = tuple(place for place, _ in found)
+    seen = [sees for _, sees in found]
+    return Disks(places, tuple(not seen[place.leader] for place in places))
+
+
+def spread_folder(
+    folder: Path,
+    sender: int,
+    world: World,
+    disks: Disks,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Give every disk the folder that one of them has. All ranks must call this.
+
+    Args:
+        folder: where it lies, as this rank knows it; what other disks have there is replaced.
+        sender: a rank on whose disk it is.
+        world: the ranks.
+        disks: theirs.
+        progress: as for `send_parcels`.
+
+    Raises:
+        UserError: it cannot be read, or a disk cannot take it.
+    """
+    keepers = sorted({0, *disks.apart_leaders})
+    if len(keepers) == 1:
+        return
+    mine: dict[str, tuple[int, str]] = {}
+    fault: UserError | None = None
+    try:
+        mine = _contents(folder) if world.rank in (sender, *keepers) else {}
+    except OSError as error:
+        fault = _disk_fault(error, folder, world)
+    found = world.gather((mine, fault), group=world.work)
+    raise_first([other for _, other in found])
+    wanted = found[sender][0]
+    source = disks.keeper(sender)
+    takers = tuple(r for r in keepers if r != source and found[r][0] != wanted)
+    parcels = [
+        Parcel(name, whole(size), sender, takers, sha256) for name, (size, sha256) in wanted.items()
+    ]
+    if not takers or not parcels:
+        return
+    partial = folder.with_name(f"{PARTIAL_PREFIX}{folder.name}-{world.rank}")
+    takes = world.rank in takers
+    if takes:
+        shutil.rmtree(partial, ignore_errors=True)
+    try:
+        send_parcels(parcels, partial if takes else folder, world, world.work, progress=progress)
+        # The other ranks of a node read it from now on.
+        raise_first(world.gather(_publish(partial, folder, world) if takes else None))
+    finally:
+        if takes:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, folder: Path, world: World) -> UserError | None:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.replace(folder)
+    except OSError as error:
+        return _disk_fault(error, folder, world)
+    return None
+
+
+def _disk_fault(error: OSError, folder: Path, world: World) -> TrainingError:
+    return TrainingError(
+        f"this disk fails: {error.strerror or error}",
+        where=f"{folder}, rank {world.rank} on {world.host}",
+        fix="free some space there, look after the disk (dmesg), or set another output_dir",
+    )
+
+
+def _contents(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and hash of every file, by its name within the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, hash_file(path))
+        for path in files
+    }
+
+
+def _sees(probe: Path, word: str) -> bool:
+    """Whether the file is there, and says this."""
+    end = time.monotonic() + (0 if _kind(probe.parent) in _LOCAL else _LOOK_S)
+    while True:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if probe.read_text(encoding="ascii") == word:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _kind(folder: Path) -> str:
+    """The kind of file system that a folder is on; "" where it is not known."""
+    mounts: Sequence[tuple[str, str]] = [
+        (str(part.mountpoint), str(part.fstype)) for part in psutil.disk_partitions(all=True)
+    ]
+    path = folder.absolute()
+    best = max(
+        (mount for mount in mounts if path.is_relative_to(mount[0])),
+        key=lambda mount: len(mount[0]),
+        default=("", ""),
+    )
+    return best[1].lower()

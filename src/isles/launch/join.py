@@ -1,0 +1,142 @@
+"""Joining a run by hand: a node that knows only where the first one is, and the run's digest."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.config.resolve import load_resolved
+from isles.errors import CommunicationError, ExitCode, PreflightError, UserError
+from isles.launch.manual import node_environ
+from isles.launch.node_place import make_place
+from isles.rundir.fleet import Fleet
+from isles.rundir.pace import HELLO_S
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.wire import NotOurs, Wire
+
+_CONNECT_S = 2.0
+_LOOK_S = 0.2
+_SAY_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node that was started here.
+
+    Args:
+        run_dir, attempt: its folder on this host.
+        process: its agent.
+        log: what the agent prints.
+    """
+
+    run_dir: RunDir
+    attempt: Attempt
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def join(
+    target: str, node: int, digest: str, *, output_dir: Path | None, timeout_s: float, say: Any
+) -> Joined:
+    """Get a run's files from its first node, and start the agent of one node here.
+
+    Args:
+        target: HOST:PORT of the first node.
+        node: this node's number.
+        digest: how the digest of the run's values begins; nobody else's can be taken.
+        output_dir: where the folder of the run is made; None: as the run file says.
+        timeout_s: longest wait for the first node.
+        say: takes lines for the user.
+
+    Raises:
+        UserError: the first node does not answer in time, has another run, or this host cannot
+            take part.
+    """
+    files = _fetch(target, digest, timeout_s, say)
+    if not hashlib.sha256(files["resolved"].encode()).hexdigest().startswith(digest):
+        raise PreflightError(
+            f"what {target} has sent is not the run whose digest begins with {digest}",
+            where=f"host {socket.gethostname()}",
+            fix="type the command again as `isles train` has printed it",
+        )
+    fleet = Fleet.of(files["fleet"])
+    if not 0 < node < len(fleet.nodes):
+        raise UserError(
+            f"there is no node {node} to join",
+            where="--node",
+            fix=f"the others have the numbers 1 to {len(fleet.nodes) - 1}",
+        )
+    config = load_resolved(files["resolved"]).config
+    folder = (output_dir or Path(config.output_dir)).expanduser().absolute()
+    run_dir = RunDir(folder / files["run"])
+    attempt = run_dir.attempt(int(files["attempt"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    make_place(run_dir, attempt, files)
+    command = [sys.executable, "-m", "isles.train.agent", str(run_dir.path)]
+    command += ["--attempt", str(attempt.number), "--node", str(node)]
+    log = attempt.node_log(node)
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            command,
+            env=node_environ(run_dir, fleet, node),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Joined(run_dir, attempt, process, log)
+
+
+def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, Any]:
+    """The files of a run from its supervisor."""
+    address, _, port = target.rpartition(":")
+    if not address or not port.isdigit():
+        raise UserError(
+            f"{target} is neither a run directory nor HOST:PORT",
+            where="isles join-node",
+            fix="type the command as `isles train` has printed it",
+        )
+    began = said_at = time.monotonic()
+    while True:
+        try:
+            return _ask(address, int(port), digest)
+        except (OSError, NotOurs) as error:
+            last = error
+        now = time.monotonic()
+        if now - began > timeout_s:
+            break
+        if now - said_at > _SAY_EVERY_S:
+            said_at = now
+            say(f"waiting for the first node at {target}: {last} ({timeout_s - now + began:.0f} s)")
+        time.sleep(_LOOK_S)
+    raise CommunicationError(
+        f"the first node has not answered at {target} within {timeout_s:.0f} s: {last}",
+        where=f"host {socket.gethostname()}",
+        fix=f"type its command there, and see that its port is open: nc -vz {address} {port}",
+    )
+
+
+def _ask(address: str, port: int, digest: str) -> dict[str, Any]:
+    wire = Wire(socket.create_connection((address, port), timeout=_CONNECT_S))
+    try:
+        wire.send({"fetch": digest})
+        answer = wire.receive(HELLO_S)
+    finally:
+        wire.close()
+    if answer is None:
+        raise NotOurs("it is there and says nothing: has another program this port?")
+    if "refused" in answer:
+        told = answer["refused"]
+        error = PreflightError(told["what"], where=told["where"], fix=told["fix"])
+        error.exit_code = ExitCode(int(told["exit_code"]))
+        raise error
+    files = answer.get("files")
+    if not isinstance(files, dict):
+        raise NotOurs("it does not talk as isles does: has another program this port?")
+    return files

@@ -1,0 +1,209 @@
+"""Starting from elsewhere: isles on the login node does the work, this machine passes text on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from isles import __version__
+from isles.config.launcher import QueueSection
+from isles.config.load import Loaded
+from isles.errors import PreflightError, UserError
+from isles.launch.passing import SSH_FAILED, STARTED, lost_python
+from isles.launch.setting import python_of, setting_lines
+from isles.launch.shell import Shell
+from isles.rundir.paths import RunDir
+from isles.rundir.remote import RemoteRun, write_remote
+
+if TYPE_CHECKING:
+    from isles.launch.start import Started, StartOptions
+
+_START_S = 600.0
+"""Longest wait for isles on the login node to have submitted the job."""
+
+
+class LoginError(UserError):
+    """What isles on the login node has said, word for word."""
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
+    """Start a run by isles on the login node of its launcher; called where `login` is given.
+
+    Args:
+        loaded: the run file.
+        options: how `isles train` was typed here.
+
+    Returns:
+        The started run, whose directory is there; in a dry run the text to print.
+
+    Raises:
+        UserError: what isles there refuses, with the names of the files here.
+        PreflightError: the login node cannot be reached, or has no isles.
+    """
+    from isles.launch.start import Started
+
+    launcher = loaded.config.clusters[0].launcher
+    assert isinstance(launcher, QueueSection)
+    assert launcher.login is not None
+    there = f"/tmp/isles-login-{secrets.token_hex(16)}/{loaded.path.name}"
+    lines, python = _setting(loaded)
+    said = _Said(Shell(launcher.login), there, str(loaded.path))
+    script = _script(there, lines, python, options)
+    code = said.listen(["bash", "-c", script], loaded.text, options)
+    if code:
+        said.raise_for(code, python)
+    if options.dry_run:
+        return "\n".join(said.lines)
+    begun = said.started
+    if begun is None:
+        raise PreflightError(
+            "isles there ended well, and has not said which run it started",
+            where=f"host {launcher.login}",
+            fix=f"install the same isles there as here ({__version__})",
+        )
+    if begun["version"] != __version__:
+        options.warn(f"isles is {begun['version']} on {launcher.login}, and {__version__} here")
+    path = Path(begun["path"])
+    remote = RemoteRun(
+        name=path.name,
+        ssh=launcher.login,
+        path=str(path),
+        lines=tuple(lines),
+        python=python,
+        launcher=loaded.config.clusters[0].launcher.kind,
+        hosts=(launcher.login,),
+        started_at=time.time(),
+    )
+    write_remote(Path(loaded.config.output_dir).expanduser(), remote)
+    run_dir = RunDir(path)
+    return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
+
+
+def _setting(loaded: Loaded) -> tuple[list[str], str]:
+    """What comes before Python on the login node, and its Python."""
+    cluster = loaded.config.clusters[0]
+    lines = setting_lines(cluster, cluster.workdir or ".")
+    if cluster.workdir is None:
+        # The folder of this machine where the login node has it too; else its home.
+        lines[0] = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null || cd || exit 1"
+    return lines, python_of(cluster.environment)
+
+
+def _script(there: str, lines: list[str], python: str, options: StartOptions) -> str:
+    """The bash that takes the run file from stdin and starts it there."""
+    folder, file = there.rpartition("/")[0], shlex.quote(there)
+    words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]
+    words += [f"--resume={options.resume}", "--dry-run" if options.dry_run else "--announce"]
+    return "\n".join(
+        [
+            f"mkdir -m 700 {folder} && trap 'rm -rf {folder}' EXIT && cat >{file} || exit 1",
+            *lines,
+            f"{shlex.quote(python)} -m isles {shlex.join(words)} </dev/null",
+        ]
+    )
+
+
+def started_line(started: Started) -> str:
+    """The line by which isles says to isles elsewhere which run it has started."""
+    record = {
+        "version": __version__,
+        "path": str(started.run_dir.path.absolute()),
+        "attempt": started.attempt.number,
+    }
+    return STARTED + json.dumps(record)
+
+
+class _Said:
+    """What isles on the login node says, as it says it, with this machine's name of the file."""
+
+    def __init__(self, shell: Shell, there: str, here: str) -> None:
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self.started: dict[str, Any] | None = None
+        self._shell = shell
+        self._there, self._here = there, here
+
+    def listen(self, command: list[str], text: str, options: StartOptions) -> int:
+        """Run a command there to its end; its exit status.
+
+        Raises:
+            PreflightError: it has not ended in time, or the login node cannot be reached.
+        """
+        process = subprocess.Popen(
+            self._shell.argv(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # Ctrl+C is for the run, once it is there: half a submission helps nobody.
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        alarm = threading.Timer(_START_S, process.kill)
+        alarm.daemon = True
+        alarm.start()
+        reader = threading.Thread(target=self._read_errors, args=(process.stderr,), daemon=True)
+        reader.start()
+        try:
+            process.stdin.write(text)
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # the end of the process says why
+        for raw in process.stdout:
+            line = raw.rstrip("\n").replace(self._there, self._here)
+            if line.startswith(STARTED):
+                self.started = json.loads(line.removeprefix(STARTED))
+            elif options.dry_run:
+                self.lines.append(line)
+            else:
+                options.say(line)
+        code = process.wait()
+        reader.join(timeout=5)
+        if alarm.finished.is_set():
+            raise PreflightError(
+                f"isles there has not started the run within {_START_S:.0f} s",
+                where=f"host {self._shell.name}",
+                fix=f"try it by hand: ssh {self._shell.name}",
+            )
+        alarm.cancel()
+        if not code:
+            for line in self.errors:
+                sys.stderr.write(f"{line}\n")
+        return code
+
+    def raise_for(self, code: int, python: str) -> None:
+        """Say why it failed as isles there has said it."""
+        text = "\n".join(self.errors)
+        if code == SSH_FAILED:
+            raise self._shell.fault(text)
+        if (fault := lost_python(self._shell.name, python, text, code)) is not None:
+            raise fault
+        if not text.startswith(("error: ", "warning: ")):
+            # Not isles has said this, but the shell: a folder that is not there, a module.
+            words = self.errors[-1] if self.errors else f"exit status {code}"
+            raise PreflightError(
+                f"isles could not be started there: {words}",
+                where=f"host {self._shell.name}",
+                fix="correct workdir and environment in clusters[0]; by hand: "
+                f"ssh {self._shell.name}",
+            )
+        error = LoginError(text.removeprefix("error: "))
+        error.exit_code = code  # type: ignore[assignment]
+        raise error
+
+    def _read_errors(self, stream: IO[str]) -> None:
+        for raw in stream:
+            self.errors.append(raw.rstrip("\n").replace(self._there, self._here))

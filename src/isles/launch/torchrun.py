@@ -1,0 +1,50 @@
+"""torchrun's own command line, and what nodes need before it: by hand or in a queue's script."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from isles.config.cluster import ClusterConfig
+from isles.config.load import Loaded
+from isles.launch.network import network_variables
+from isles.launch.rank_command import script_command
+from isles.launch.setting import python_of, setting_lines
+
+
+def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:
+    """Lines of bash after which `torchrun` is that of the run file's Python.
+
+    Args:
+        cluster: the cluster.
+        workdir: the folder in which the ranks run.
+        nodes: how many.
+        device: cpu or cuda.
+    """
+    lines = setting_lines(cluster, workdir)
+    environment = cluster.environment
+    python = PurePath(python_of(environment))
+    if environment.venv is None and environment.conda is None and python.is_absolute():
+        lines.append(f'export PATH={shlex.quote(str(python.parent))}:"$PATH"')
+    variables = network_variables(cluster.network, None, device)
+    if nodes == 1:
+        variables = {"GLOO_SOCKET_IFNAME": "lo"}
+        variables |= {"NCCL_SOCKET_IFNAME": "lo"} if device == "cuda" else {}
+    return [*lines, *(f'export {key}="${{{key}:-{text}}}"' for key, text in variables.items())]
+
+
+def alone_command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
+    """What follows torchrun's own options where nothing of isles but its trainer is needed.
+
+    Args:
+        loaded: the run file.
+        overrides: of the command line, which the trainer is given too.
+    """
+    config = loaded.config
+    if config.training.script is not None:
+        return script_command(config)
+    # On other machines the run file lies in workdir, under the name that was typed here.
+    is_here = config.clusters[0].workdir is None
+    path = loaded.path.absolute() if is_here else loaded.path
+    return ["-m", "isles.train", str(path), *overrides]

@@ -1,0 +1,116 @@
+"""How runs stand on all machines: those that are seen here, and those that ssh must ask about."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from isles import __version__
+from isles.errors import PreflightError, UserError
+from isles.facts.units import format_duration
+from isles.launch.passing import lost_python, remote_script
+from isles.launch.shell import Shell, on_all
+from isles.monitor.collect import RunReport, collect
+from isles.rundir.find import is_run_dir, list_runs, remote_runs
+from isles.rundir.paths import RunDir
+from isles.rundir.remote import RemoteRun, forget_remote, keep_report, last_report
+
+ANSWER = "ISLES-REPORT "
+"""Begins the line with the answer; what a login prints before it is skipped."""
+
+_CONNECT_S = 5.0
+_ANSWER_S = 15.0
+"""Longest wait for a machine; all of them are asked at once."""
+
+
+def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
+    """How one run stands.
+
+    Args:
+        found: the run, of `find_any`.
+        output_dir: where runs of other machines are remembered.
+
+    Raises:
+        PreflightError: its machine cannot be reached, and has never told anything.
+    """
+    if isinstance(found, RunDir):
+        return collect(found)
+    report = _ask([found], output_dir)[0]
+    if report.state == "unreachable" and report.begun_at is None:
+        raise PreflightError(
+            report.reason, where=f"host {found.host}", fix=f"try it by hand: ssh {found.ssh}"
+        )
+    return report
+
+
+def reports_of_all(output_dir: Path) -> list[RunReport]:
+    """How every run stands, the newest first; a machine that cannot be reached is said so."""
+    groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
+    for run in remote_runs(output_dir):
+        groups[run.ssh, run.lines, run.python].append(run)
+    answers, _ = on_all(list(groups.values()), lambda runs: _ask(runs, output_dir))
+    reports = [collect(run_dir) for run_dir in list_runs(output_dir)]
+    reports += [report for answer in answers for report in answer or ()]
+    return sorted(reports, key=lambda report: report.begun_at or 0.0, reverse=True)
+
+
+def records_of(paths: Sequence[Path]) -> str:
+    """The answer of the machine that has these run directories, as one line."""
+    records = [
+        collect(RunDir(path)).record() if is_run_dir(path) else {"gone": True} for path in paths
+    ]
+    return ANSWER + json.dumps({"version": __version__, "reports": records})
+
+
+def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
+    """Ask one machine about its runs."""
+    first = runs[0]
+    shell = Shell(first.ssh, _CONNECT_S)
+    script = remote_script(first, ["report", *(run.path for run in runs)])
+    try:
+        done = shell.run(["bash", "-c", script], timeout_s=_ANSWER_S)
+        said = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+        if not said:
+            fault = lost_python(first.host, first.python, done.stderr, done.returncode)
+            words = done.stderr.strip().splitlines()
+            raise fault or PreflightError(words[-1] if words else "no answer", where=first.host)
+        answer = json.loads(said[-1].removeprefix(ANSWER))
+    except UserError as error:
+        return [_last_known(run, output_dir, error) for run in runs]
+    reports = []
+    for run, record in zip(runs, answer["reports"], strict=True):
+        if record.get("gone"):
+            forget_remote(output_dir, run)
+            hint = "its directory is no longer there; it will not be shown again"
+            reports.append(_bare(run, "gone", "", hint))
+            continue
+        keep_report(output_dir, run, record)
+        reports.append(RunReport.of(record, on=run.ssh))
+    return reports
+
+
+def _last_known(run: RemoteRun, output_dir: Path, error: UserError) -> RunReport:
+    known = last_report(output_dir, run)
+    what = f"{run.host} cannot be asked: {error.what}"
+    if known is None:
+        return _bare(run, "unreachable", what, error.fix)
+    at, record = known
+    state = str(record.get("state", ""))
+    changes: dict[str, Any] = {"on": run.ssh}
+    if state != "finished":
+        # What is over for good is as it was.
+        age = format_duration(time.time() - at)
+        hint = (
+            f"{age} ago it was {state}; {error.fix}" if error.fix else f"{age} ago it was {state}"
+        )
+        changes |= {"state": "unreachable", "reason": what, "hint": hint, "phase": None}
+    return RunReport.of(record, **changes)
+
+
+def _bare(run: RemoteRun, state: str, reason: str, hint: str) -> RunReport:
+    record = {"name": run.name, "path": run.path, "launcher": run.launcher, "host": run.host}
+    return RunReport.of(record, state=state, reason=reason, hint=hint, on=run.ssh)

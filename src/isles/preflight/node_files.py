@@ -1,0 +1,176 @@
+"""What a node says of files: folders of the run, its model and data, and the hub."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.load import Loaded
+from isles.config.run import RunConfig
+from isles.errors import UserError
+from isles.rundir.env import cache_home, hub_cache
+
+_HUB_S = 5.0
+
+
+def files(args: dict[str, Any]) -> dict[str, Any]:
+    """The folders of a run, seen from here.
+
+    Args:
+        args: `workdir`: where it should run; `output_dir`; `loaded`: config, origins, text and
+            path of the run file (optional).
+
+    Returns:
+        workdir_is_there; output, cache and hub_cache (what `_folder` says); faults of the run
+        file that this machine finds: what, where, fix of each.
+    """
+    workdir = Path(args["workdir"]).expanduser()
+    facts: dict[str, Any] = {
+        "workdir_is_there": workdir.is_dir(),
+        "output": _folder(Path(args["output_dir"]).expanduser()),
+        "cache": _folder(cache_home()),
+        "hub_cache": _folder(hub_cache()),
+        "faults": [],
+    }
+    if args.get("loaded") is not None:
+        loaded = _loaded(args["loaded"])
+        found = [
+            *data_faults(loaded),
+            *shape_faults(loaded, hub_cache()),
+            *deepspeed_faults(loaded),
+        ]
+        facts["faults"] = [{"what": f.what, "where": f.where, "fix": f.fix} for f in found]
+    return facts
+
+
+def hub(args: dict[str, Any]) -> dict[str, Any]:
+    """Whether this machine can read repositories of the hub.
+
+    Args:
+        args: `repos`: pairs of kind (model or dataset) and id.
+
+    Returns:
+        answers: for each a state (ok, cached, licence, missing, unreachable, offline, unknown),
+        what the hub said, and the page to visit.
+    """
+    return {"answers": [_ask_hub(kind, name) for kind, name in args["repos"]]}
+
+
+def probe_write(args: dict[str, Any]) -> dict[str, Any]:
+    """Leave a file with a random name where the run directory will be; its path and content,
+    empty where it cannot be written."""
+    folder = _existing(Path(args["output_dir"]).expanduser())
+    word = os.urandom(8).hex()
+    path = folder / f".isles-check-{word}"
+    try:
+        path.write_text(word, encoding="ascii")
+    except OSError:
+        path.unlink(missing_ok=True)
+        return {"path": "", "word": ""}  # `files` says why
+    return {"path": str(path.absolute()), "word": word}
+
+
+def probe_read(args: dict[str, Any]) -> dict[str, Any]:
+    """Whether that file is here too."""
+    try:
+        return {"is_shared": Path(args["path"]).read_text(encoding="ascii") == args["word"]}
+    except OSError:
+        return {"is_shared": False}
+
+
+def probe_remove(args: dict[str, Any]) -> dict[str, Any]:
+    """Take it away again."""
+    path = Path(args["path"])
+    if path.name.startswith(".isles-check-"):
+        path.unlink(missing_ok=True)
+    return {}
+
+
+def _existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    """Where a folder is or would be made: space, inodes, and whether it can be written."""
+    folder = _existing(path)
+    facts: dict[str, Any] = {"path": str(path.absolute()), "existing": str(folder), "fault": ""}
+    try:
+        usage, inodes = shutil.disk_usage(folder), os.statvfs(folder)
+        facts |= {"free": usage.free, "total": usage.total}
+        facts |= {"free_inodes": inodes.f_favail, "total_inodes": inodes.f_files}
+        if not folder.is_dir():
+            facts["fault"] = "a file stands where a folder is needed"
+            return facts
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".isles-check-") as stream:
+            stream.write(b"x" * 4096)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        facts["fault"] = "there is no space left" if full else error.strerror or str(error)
+    return facts
+
+
+def _loaded(record: dict[str, Any]) -> Loaded:
+    try:
+        config = RunConfig.model_validate(record["config"])
+    except ValueError as error:
+        raise UserError(
+            f"this isles refuses the run file: {_line(error)}",
+            fix="install the same isles on all hosts: isles setup",
+        ) from None
+    return Loaded(config, record["origins"], record["text"], Path(record["path"]))
+
+
+def _ask_hub(kind: str, name: str) -> dict[str, str]:
+    answer = {"kind": kind, "name": name, "said": "", "page": f"huggingface.co/{name}"}
+    if kind == "dataset":
+        answer["page"] = f"huggingface.co/datasets/{name}"
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        return {**answer, "state": "unknown", "said": "the package huggingface_hub is missing"}
+    file = "config.json" if kind == "model" else "README.md"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_HUB_S)
+        state, said = "ok", ""
+    except EntryNotFoundError:
+        state, said = "ok", ""  # the repository answers
+    except GatedRepoError as error:
+        state, said = "licence", _line(error)
+    except RepositoryNotFoundError as error:
+        state, said = "missing", _line(error)
+    except OfflineModeIsEnabled:
+        state, said = "offline", "HF_HUB_OFFLINE is set"
+    except Exception as error:  # a library's many errors: no network, proxy, TLS, time
+        state, said = "unreachable", f"{type(error).__name__}: {_line(error)}"
+    with suppress(OSError):
+        if state != "ok" and _is_cached(kind, name):
+            state = "cached"
+    return {**answer, "state": state, "said": said}
+
+
+def _is_cached(kind: str, name: str) -> bool:
+    """Whether huggingface_hub has it from before."""
+    folder = hub_cache() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]

@@ -1,0 +1,75 @@
+"""Lines of JSON over one TCP connection, both ways: how the supervisor and the agents talk."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+_SEND_S = 5.0
+_LONGEST_BYTES = 64 * 2**20
+
+
+class NotOurs(ValueError):
+    """The other end does not talk as isles does."""
+
+
+class Wire:
+    """One connection; any thread may send, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(_SEND_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._read = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Say something.
+
+        Raises:
+            OSError: the other end is gone, or has taken nothing for seconds.
+        """
+        line = json.dumps(message, default=str).encode() + b"\n"
+        with self._lock:
+            self._connection.sendall(line)
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message; None where none has come in time.
+
+        Raises:
+            OSError: the other end has closed the connection.
+            NotOurs: what came is no message of isles.
+        """
+        while b"\n" not in self._read:
+            try:
+                poll = select.poll()  # unlike select, for any number of connections
+                poll.register(self._connection, select.POLLIN)
+                is_ready = poll.poll(timeout_s * 1000)
+            except ValueError:
+                raise ConnectionResetError("the connection was closed here") from None
+            if not is_ready:
+                return None
+            part = self._connection.recv(1 << 16)
+            if not part:
+                raise ConnectionResetError("the connection was closed")
+            self._read += part
+            if len(self._read) > _LONGEST_BYTES:
+                raise NotOurs("a line without an end")
+        line, _, self._read = self._read.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise NotOurs(f"not a message: {line[:80]!r}") from error
+        if not isinstance(message, dict):
+            raise NotOurs(f"not a message: {line[:80]!r}")
+        return message
+
+    def close(self) -> None:
+        """End the connection; a thread that receives from it wakes up."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()

@@ -1,0 +1,398 @@
+"""What the nodes of a run do, decided at one place: start, restart, end. The supervisor's part."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from isles.errors import ExitCode
+from isles.rundir.fleet import Fleet
+from isles.rundir.pace import CLOSING_S, END_GRACE_S, LOST_AFTER_S, WAITING_EVERY_S
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import read_record, write_record
+from isles.rundir.restarts import (
+    Restart,
+    checkpoint_to_load,
+    newest_step,
+    read_last_step,
+    read_restart,
+    update_restart,
+)
+from isles.rundir.stop_request import read_stop_request
+from isles.train.lobby import Lobby, say
+from isles.train.members import Members, Terms
+from isles.train.reports import keep_errors, own_time
+from isles.train.script_end import write_end
+from isles.train.verdict import judge, trouble, write_failure, write_stop
+
+Phase = Literal["wait", "run", "settle", "halt", "over"]
+
+_SETTLE_S = 0.5
+"""How long the reports of other nodes may take to name an earlier cause."""
+_GRACE_S = 30.0
+"""How long ranks may take to end once the run has its outcome."""
+_HALT_S = END_GRACE_S + 45.0
+"""A node that has not ended its ranks by then is given up."""
+
+
+class Conductor:
+    """Decides, from the reports of the nodes, what each of them is to do.
+
+    Args:
+        run_dir: the run, on this host.
+        attempt: this start of it.
+        fleet: its nodes.
+        terms: of the run file.
+        lobby: who is there.
+        store: host and port of the ranks' store.
+        clock: seconds that only ever grow.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        fleet: Fleet,
+        terms: Terms,
+        lobby: Lobby,
+        store: tuple[str, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._fleet = fleet
+        self._terms = terms
+        self._lobby = lobby
+        self._store = store
+        self._clock = clock
+        self._phase: Phase = "wait"
+        self._since = self._waits_since = clock()
+        self._said_at = clock()
+        self._waiting = ""
+        self._members = Members(run_dir, attempt, fleet, lobby)
+        self._common: dict[str, Any] = {}
+        self._signal = 0
+        self._is_now = False
+        self._asked_at: float | None = None
+        self._outcome_at: float | None = None
+        self._told_stop = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has its outcome, and the nodes are only to end."""
+        return self._phase == "over"
+
+    def ask_to_stop(self, number: int) -> None:
+        """A signal has come: save and stop."""
+        self._signal = number
+
+    def look(self) -> None:
+        """One look at everything; called ten times a second or so."""
+        self._lobby.look(self._clock())
+        if not self.is_over:
+            self._hear_wishes()
+        match self._phase:
+            case "wait":
+                self._gather()
+            case "run":
+                self._watch()
+            case "settle":
+                self._settle()
+            case "halt":
+                self._halt()
+            case "over":
+                pass
+        for node in self._lobby.there():
+            self._lobby.order(node, self._order(node), self._clock())
+
+    def has_ended(self) -> bool:
+        """Whether all nodes have gone, or have had their time to."""
+        seats = self._lobby.seats().values()
+        is_late = self._clock() - self._since > CLOSING_S
+        return self.is_over and (is_late or all(seat.is_done or seat.lost for seat in seats))
+
+    def give_up(self, what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> None:
+        """The run ends with this error, unless it has its outcome."""
+        if not self._attempt.outcome.exists():
+            say(what)
+            write_failure(self._attempt, trouble(what, fix, code))
+        self._enter("over")
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """First rank and number of ranks of each node that is a part of the run."""
+        return dict(self._members.ranks)
+
+    # What the user wants.
+
+    def _hear_wishes(self) -> None:
+        request = read_stop_request(self._attempt)
+        if request is not None:
+            self._is_now = self._is_now or request.kind == "now"
+            asked = signal.SIGINT if request.kind == "interrupt" else signal.SIGTERM
+            self._signal = self._signal or asked
+            if self._told_stop != len(request.kind):
+                self._told_stop = len(request.kind)
+                say(f"asked to stop ({request.kind}) by {request.by}")
+        for node, seat in self._lobby.seats().items():
+            wish = 0 if seat.lost else int(seat.report.get("wish", 0))
+            if wish == signal.SIGKILL:
+                self._is_now = True
+            elif wish and not self._signal:
+                say(f"{self._lobby.label(node)} was asked to stop: all nodes save and stop")
+                self._signal = wish
+        if self._is_now:
+            self._stop("asked to stop at once", ExitCode.INTERRUPTED)
+
+    @property
+    def _stop_code(self) -> ExitCode | None:
+        if not self._signal:
+            return None
+        return ExitCode.INTERRUPTED if self._signal == signal.SIGINT else ExitCode.REQUEUE
+
+    def _stop(self, why: str, code: ExitCode) -> None:
+        """No rank is there to save: the run is stopped."""
+        say(why)
+        write_stop(self._attempt, code, newest_step(self._run_dir))
+        self._enter("over")
+
+    # Before the ranks.
+
+    def _gather(self) -> None:
+        """Wait for nodes, and begin with them."""
+        if self._stop_code is not None:
+            self._stop("asked to stop while no rank was there", self._stop_code)
+            return
+        for _, refusal in self._lobby.refused:
+            if refusal.ends_run:
+                self.give_up(refusal.what, refusal.fix, ExitCode.PREFLIGHT)
+                return
+        lost = self._members.lost()
+        if lost and not self._fleet.is_elastic:
+            self._fail(self._members.lost_culprit(lost[0]))
+            return
+        there = self._lobby.there()
+        is_first = not self._members.nodes
+        has_head = 0 in there or not self._terms.needs_head
+        waited_s = self._clock() - self._waits_since
+        is_late = waited_s > self._fleet.start_timeout_s
+        wanted = len(self._fleet.nodes) if is_first and not is_late else self._fleet.min_nodes
+        if len(there) >= wanted and has_head:
+            self._begin(there)
+        elif is_late:
+            self._give_up_waiting(there)
+        elif self._clock() - self._said_at > WAITING_EVERY_S:
+            self._say_waiting(there, waited_s)
+
+    def _missing(self, there: list[int]) -> str:
+        return self._members.labels(n.node for n in self._fleet.nodes if n.node not in there)
+
+    def _say_waiting(self, there: list[int], waited_s: float) -> None:
+        self._said_at = self._clock()
+        left_s = self._fleet.start_timeout_s - waited_s
+        self._waiting = (
+            f"waiting for {self._missing(there)}: {len(there)} of {len(self._fleet.nodes)} nodes "
+            f"are there; {left_s:.0f} s left"
+        )
+        if self._lobby.refused:
+            self._waiting += f"; refused: {self._lobby.refused[-1][1].what}"
+        say(self._waiting)
+        status = read_record(self._run_dir.status) or {}
+        status |= {"phase": "waiting for nodes", "detail": self._waiting}
+        write_record(self._run_dir.status, {**status, "updated_at": time.time()}, durable=False)
+
+    def _give_up_waiting(self, there: list[int]) -> None:
+        names = self._members.labels(there) or "none"
+        what = (
+            f"{self._missing(there)} did not come within {self._fleet.start_timeout_s:.0f} s; "
+            f"there: {names}"
+        )
+        if self._lobby.refused:
+            what += f"; refused: {self._lobby.refused[-1][1].what}"
+        head = self._fleet.head
+        self.give_up(
+            what,
+            "are they switched on, and can they reach the first node? try there: "
+            f"nc -vz {head.address} {self._fleet.port}; clusters[0].start_timeout waits longer",
+        )
+
+    def _begin(self, there: list[int]) -> None:
+        """Start the ranks on these nodes."""
+        members, fleet = self._members, self._fleet
+        restart: Restart | None = None
+        if members.nodes:
+            number = members.restart + 1
+            restart = read_restart(self._attempt, number) or self._changed(there)
+        elif len(there) < len(fleet.nodes):
+            say(f"beginning without {self._missing(there)}")
+        members.begin(there)
+        if restart is not None:
+            saved, ranks = newest_step(self._run_dir), members.world_size
+            restart = replace(restart, saved=saved, nodes=tuple(there), world_size=ranks)
+            update_restart(self._attempt, restart)
+            say(restart.text)
+        asked = Path(fleet.resume_from) if fleet.resume_from else None
+        checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
+        first = self._lobby.seats()[there[0]]
+        self._common = {
+            "world_size": members.world_size,
+            "store": list(self._store),
+            "master": [fleet.nodes[there[0]].address, first.report.get("port", 0)],
+            "resume_from": str(checkpoint) if checkpoint is not None else None,
+        }
+        self._waiting = ""
+        self._enter("run")
+
+    def _changed(self, now: list[int]) -> Restart:
+        return self._members.changed(now, self._terms.max_restarts)
+
+    # While the ranks run.
+
+    def _watch(self) -> None:
+        """The ranks run: until one is lost, all have ended, or others come."""
+        reports = self._members.reports()
+        states = [report["state"] for report in reports.values()]
+        has_all = len(reports) == len(self._members.nodes)
+        if self._attempt.outcome.exists():
+            self._outcome_at = self._outcome_at or self._clock()
+            is_late = self._clock() - self._outcome_at > _GRACE_S
+            if is_late or (has_all and "running" not in states) or self._members.lost():
+                self._enter("over")
+        elif self._members.lost() or "failed" in states:
+            self._enter("settle")
+        elif has_all and set(states) == {"succeeded"}:
+            self._all_ended(reports)
+        elif self._asked_at is not None:
+            if self._clock() - self._asked_at > self._terms.save_timeout_s:
+                self._enter("halt")
+        elif self._members.newcomers() and not self._signal and self._has_stepped():
+            names = self._members.labels(self._members.newcomers())
+            say(f"{names} waits to join: the ranks save and restart")
+            self._asked_at = self._clock()
+
+    def _has_stepped(self) -> bool:
+        return read_last_step(self._attempt, self._members.restart) is not None
+
+    def _all_ended(self, reports: dict[int, dict[str, Any]]) -> None:
+        codes = {int(code) for report in reports.values() for code in report["codes"].values()}
+        if ExitCode.HANDOVER in codes:
+            self._enter("wait")
+        elif self._stop_code is not None:
+            self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
+        elif codes <= {ExitCode.OK}:
+            # Ranks of a script of the user's own leave no outcome.
+            write_end(self._attempt, "finished", ExitCode.OK, "finished")
+            self._enter("over")
+        else:
+            self.give_up(
+                f"the ranks ended with {sorted(codes)}, and nobody has asked them to",
+                "their logs may say why: `isles logs`",
+                ExitCode.TRAINING,
+            )
+
+    def _settle(self) -> None:
+        """A rank or a node was lost: find out what came first, then judge."""
+        waited_s = self._clock() - self._since
+        reports = self._members.reports()
+        culprits = [own_time(r["culprit"], s) for r, s in self._members.said() if r.get("culprit")]
+        if self._members.lost():
+            # Its death is the cause of what the others say of their connections.
+            if waited_s >= _SETTLE_S:
+                self._judge_lost(culprits)
+            return
+        codes = {c for r in reports.values() if r["state"] == "failed" for c in r["codes"].values()}
+        if self._stop_code is not None and codes <= {ExitCode.REQUEUE, ExitCode.INTERRUPTED}:
+            self._stop("stopped while ranks were stuck before the first step", self._stop_code)
+            return
+        if culprits and waited_s >= _SETTLE_S:
+            self._judge(min(culprits, key=lambda error: float(error["at"])))
+            return
+        has_all = len(reports) == len(self._members.nodes)
+        if has_all and all(report["state"] == "succeeded" for report in reports.values()):
+            self._enter("run")
+            return
+        # Each says only that it has lost another one: who is silent will be missed soon.
+        are_done = has_all and all(report["state"] != "running" for report in reports.values())
+        if waited_s > LOST_AFTER_S + 5.0 or (are_done and not self._members.is_anybody_quiet()):
+            errors = [own_time(e, s) for r, s in self._members.said() for e in r.get("errors", ())]
+            fix = "look at the logs of the ranks that are missing: `isles logs`"
+            unknown = trouble("the ranks have lost one another", fix)
+            self._judge(min(errors, key=lambda error: float(error["at"]), default=unknown))
+
+    def _judge_lost(self, culprits: list[dict[str, Any]]) -> None:
+        lost = self._members.lost()
+        remaining = [node for node in self._members.nodes if node not in lost]
+        has_head = 0 in remaining or not self._terms.needs_head
+        if self._fleet.is_elastic and has_head:
+            if culprits:
+                say(f"meanwhile: {culprits[0]['what']}")
+            self._changed(remaining)
+            self._enter("halt")
+            return
+        self._judge({**self._members.lost_culprit(lost[0]), "will_recur": True})
+
+    def _fail(self, culprit: dict[str, Any]) -> None:
+        say(str(culprit["what"]))
+        reached = read_last_step(self._attempt, self._members.restart)
+        write_failure(self._attempt, culprit, step=reached)
+        self._enter("over")
+
+    def _judge(self, culprit: dict[str, Any]) -> None:
+        keep_errors(self._attempt, self._members.restart, self._members.said())
+        judge(
+            self._run_dir,
+            self._attempt,
+            self._members.restart,
+            culprit,
+            max_restarts=self._terms.max_restarts,
+            stop=self._stop_code,
+        )
+        self._enter("halt")
+
+    def _halt(self) -> None:
+        """Until all members have ended their ranks."""
+        busy = self._members.busy()
+        if self._attempt.outcome.exists():
+            self._enter("over")
+        elif not busy:
+            self._enter("wait")
+        elif self._clock() - self._since > _HALT_S:
+            for seat in busy:
+                self._lobby.drop(seat, f"it has not ended its ranks within {_HALT_S:.0f} s")
+
+    # What the nodes are told.
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._since = self._clock()
+        if phase in ("wait", "halt", "over"):
+            self._asked_at = None
+        if phase == "wait":
+            self._waits_since = self._said_at = self._clock()
+
+    def _order(self, node: int) -> dict[str, Any]:
+        """What a node is to do now."""
+        order: dict[str, Any] = {
+            "phase": {"settle": "run"}.get(self._phase, self._phase),
+            "restart": self._members.restart,
+            "waiting": self._waiting,
+        }
+        if self.is_over:
+            outcome = read_record(self._attempt.outcome) or {}
+            code = int(outcome.get("exit_code", ExitCode.OK))
+            error = outcome.get("error") or {}
+            words = str(error.get("what") or outcome.get("reason") or "")
+            return {**order, "exit_code": code, "reason": words, "now": self._is_now}
+        if node not in self._members.nodes or self._phase not in ("run", "settle"):
+            return {**order, "phase": "wait" if node not in self._members.nodes else order["phase"]}
+        return {
+            **order,
+            **self._common,
+            "ranks": list(self._members.ranks[node]),
+            "group": [self._members.nodes.index(node), len(self._members.nodes)],
+            "signal": self._signal,
+            "handover": self._asked_at is not None,
+        }

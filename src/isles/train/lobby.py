@@ -1,0 +1,280 @@
+"""Where the nodes of a run meet: the supervisor's door, and who has come through it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from isles.errors import ExitCode
+from isles.rundir.fleet import Fleet, FleetNode
+from isles.rundir.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
+from isles.rundir.process import ProcessId
+from isles.rundir.wire import NotOurs, Wire
+
+
+@dataclass(slots=True)
+class Seat:
+    """One node that has come.
+
+    Args:
+        node: its number.
+        token: a word that the agent has made up: another agent has another.
+        process: the agent.
+        silence: since it was last heard.
+        report: what it said last about its ranks.
+        wire: the connection; None while there is none.
+    """
+
+    node: int
+    token: str
+    process: ProcessId
+    silence: Silence
+    wire: Wire | None
+    report: dict[str, Any] = field(default_factory=dict)
+    skew_s: float = 0.0
+    """How far its clock is behind the head's."""
+    lost: str = ""
+    """Why it is taken for lost; empty while it is there."""
+    is_done: bool = False
+    """Whether it has said goodbye."""
+    sent: dict[str, Any] = field(default_factory=dict)
+    sent_at: float = 0.0
+
+
+class Refusal(Exception):
+    """A newcomer that cannot be taken in, and why."""
+
+    def __init__(self, what: str, fix: str, *, ends_run: bool = False) -> None:
+        super().__init__(what)
+        self.what = what
+        self.fix = fix
+        self.ends_run = ends_run
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What all nodes of a start must have in common.
+
+    Args:
+        run: the run's name.
+        attempt: which start of it.
+        digest: of resolved.yaml.
+        versions: of isles and torch, on the head.
+    """
+
+    run: str
+    attempt: int
+    digest: str
+    versions: dict[str, str]
+
+
+class Lobby:
+    """Takes in the nodes of one start and hears their reports.
+
+    Args:
+        listener: a socket that listens.
+        fleet: who is to come.
+        identity: of this start.
+        files: what a node that has nothing yet is given: its name and content.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        fleet: Fleet,
+        identity: Identity,
+        files: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._listener = listener
+        self._fleet = fleet
+        self._identity = identity
+        self._files = files
+        self._lock = threading.Lock()
+        self._seats: dict[int, Seat] = {}
+        self._dropped: set[str] = set()
+        self.refused: list[tuple[str, Refusal]] = []
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
+
+    def seats(self) -> dict[int, Seat]:
+        """Who has come, by node; also those that are lost."""
+        with self._lock:
+            return dict(self._seats)
+
+    def there(self) -> list[int]:
+        """The nodes that are here now."""
+        return sorted(node for node, seat in self.seats().items() if not seat.lost)
+
+    def label(self, node: int) -> str:
+        """A node as messages call it."""
+        seat = self.seats().get(node)
+        if self._fleet.launcher == "local" and seat is not None:
+            return f"node {node} ({seat.process.host}, agent {seat.process.pid})"
+        return self._node(node).label
+
+    def look(self, now_s: float) -> None:
+        """Take for lost whoever has been silent for too long."""
+        for seat in self.seats().values():
+            silent_s = seat.silence.look(now_s)
+            if seat.lost or seat.is_done:
+                continue
+            if seat.wire is None and silent_s > GONE_AFTER_S:
+                self.drop(seat, "its agent has ended without a word")
+            elif silent_s > LOST_AFTER_S:
+                self.drop(seat, f"it has not been heard of for {silent_s:.0f} s")
+
+    def drop(self, seat: Seat, why: str) -> None:
+        """This node is lost; its agent is told so, should it still be there."""
+        with self._lock:
+            seat.lost = why
+            self._dropped.add(seat.token)
+        say(f"{self.label(seat.node)} is lost: {why}")
+        self._part(seat, seat.wire)
+
+    def order(self, node: int, order: dict[str, Any], now_s: float) -> None:
+        """Tell a node what it is to do; said again every second, as a sign of life."""
+        seat = self.seats().get(node)
+        if seat is None or seat.wire is None:
+            return
+        if order == seat.sent and now_s - seat.sent_at < SIGN_EVERY_S:
+            return
+        try:
+            seat.wire.send({"order": order})
+        except OSError:
+            self._part(seat, seat.wire)
+            return
+        seat.sent, seat.sent_at = order, now_s
+
+    def close(self) -> None:
+        """Take in nobody more, and end all connections."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for seat in self.seats().values():
+            self._part(seat, seat.wire)
+
+    def _node(self, number: int) -> FleetNode:
+        return self._fleet.nodes[number]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, (address, *_) = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+
+    def _serve(self, connection: socket.socket, address: str) -> None:
+        wire = Wire(connection)
+        try:
+            first = wire.receive(HELLO_S) or {}
+            if "fetch" in first:
+                self._check_digest(str(first["fetch"]))
+                wire.send({"files": self._files()})
+            elif "hello" in first:
+                self._hear(self._take_in(first["hello"], wire), wire)
+        except Refusal as refusal:
+            say(f"refused {address}: {refusal.what}")
+            self.refused.append((address, refusal))
+            with suppress(OSError):
+                where = f"{self._fleet.head.name} port {self._fleet.port}"
+                told = {"what": refusal.what, "where": where, "fix": refusal.fix}
+                wire.send({"refused": {**told, "exit_code": int(ExitCode.PREFLIGHT)}})
+        except (OSError, NotOurs, KeyError, TypeError, ValueError):
+            pass  # somebody who knocks at every port
+        finally:
+            wire.close()
+
+    def _hear(self, seat: Seat, wire: Wire) -> None:
+        try:
+            while True:
+                message = wire.receive(LOST_AFTER_S)
+                if message is None or seat.wire is not wire:
+                    return
+                seat.silence.heard()
+                seat.report = message.get("report", seat.report)
+                seat.skew_s = time.time() - float(message.get("clock", time.time()))
+                if message.get("bye"):
+                    seat.is_done = True
+                    return
+        finally:
+            self._part(seat, wire)
+
+    def _part(self, seat: Seat, wire: Wire | None) -> None:
+        if wire is not None:
+            wire.close()
+        with self._lock:
+            if seat.wire is wire and wire is not None:
+                seat.wire = None
+                # A process that has ended closes its connection: its silence begins here.
+                seat.silence.heard()
+
+    def _take_in(self, hello: dict[str, Any], wire: Wire) -> Seat:
+        self._check(hello)
+        process = ProcessId.from_record(hello["process"])
+        assert process is not None
+        token, node = str(hello["token"]), int(hello["node"])
+        with self._lock:
+            if token in self._dropped:
+                raise Refusal("this node was taken for lost", "it can join again as a new one")
+            seat = self._seats.get(node)
+            if seat is not None and seat.token != token and not seat.lost:
+                if seat.wire is not None:
+                    raise Refusal(
+                        f"node {node} is there already: {seat.process.host}, process "
+                        f"{seat.process.pid}",
+                        "start each node once, each with its own number",
+                    )
+                seat.lost = "another agent has taken its place"
+            if seat is None or seat.token != token:
+                seat = Seat(node, token, process, Silence(time.monotonic()), wire)
+                self._seats[node] = seat
+            old, seat.wire, seat.sent = seat.wire, wire, {}
+            seat.silence.heard()
+        if old is not None and old is not wire:
+            old.close()
+        wire.send({"welcome": {"pid": os.getpid()}})
+        return seat
+
+    def _check(self, hello: dict[str, Any]) -> None:
+        mine, node = self._identity, int(hello["node"])
+        if (hello["run"], hello["attempt"]) != (mine.run, mine.attempt):
+            raise Refusal(
+                f"here meets {mine.run}, start {mine.attempt}, and not {hello['run']}, start "
+                f"{hello['attempt']}",
+                "another run has this port: stop it, or set clusters[0].network.port",
+            )
+        self._check_digest(str(hello["digest"]))
+        if not 0 <= node < len(self._fleet.nodes):
+            last = len(self._fleet.nodes) - 1
+            raise Refusal(f"there is no node {node}", f"the nodes have the numbers 0 to {last}")
+        for package, version in mine.versions.items():
+            other = hello["versions"].get(package, "no version")
+            if other != version:
+                label = self._node(node).label
+                raise Refusal(
+                    f"{label} has {package} {other}, {self._fleet.head.name} has {version}",
+                    f"install {package} {version} there, in {hello.get('python', 'its Python')}",
+                    ends_run=self._fleet.launcher == "ssh",
+                )
+
+    def _check_digest(self, digest: str) -> None:
+        # Of what a person types, a part is enough.
+        if len(digest) < 12 or not self._identity.digest.startswith(digest):
+            raise Refusal(
+                f"another run file: its digest begins with {digest[:12]}, here with "
+                f"{self._identity.digest[:12]}",
+                "start all nodes from the same run",
+            )
+
+
+def say(line: str) -> None:
+    """One line for the supervisor's log."""
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,115 @@
+"""The agent of one node of several: does what the supervisor says, and ends when it is cut off."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.errors import ExitCode
+from isles.train.contact import Contact, say
+from isles.train.crew import Crew, Part
+from isles.train.relay import SignalRelay
+
+_LOOK_S = 0.05
+
+
+@dataclass(slots=True)
+class Member:
+    """One node's part in a run.
+
+    Args:
+        contact: the line to the supervisor.
+        crew: the ranks of this node.
+        relay: signals that have come, and the way to hand one to the ranks.
+    """
+
+    contact: Contact
+    crew: Crew
+    relay: SignalRelay
+    signalled: int = 0
+
+    def run(self) -> int:
+        """Until the run is over; returns its exit code."""
+        while True:
+            self._report()
+            match self.contact.state:
+                case "refused":
+                    self.crew.end(at_once=True)
+                    assert self.contact.fault is not None
+                    raise self.contact.fault
+                case "cut off":
+                    self._cut_off()
+                    if not self.contact.may_return or self.relay.wish:
+                        self.contact.leave()
+                        return int(ExitCode.COMMUNICATION)
+                    self.contact.come_anew()
+                case "seeking" if self.relay.wish:
+                    return int(self.relay.wish_code)
+                case "there":
+                    code = self._obey(self.contact.order)
+                    if code is not None:
+                        return code
+            time.sleep(_LOOK_S)
+
+    def _report(self) -> None:
+        self.crew.look()
+        report = self.crew.report
+        self.contact.report({**report, "wish": self.relay.wish} if self.relay.wish else report)
+
+    def _obey(self, order: dict[str, Any]) -> int | None:
+        """Do what the supervisor says; the exit code where the run is over."""
+        match order.get("phase"):
+            case "run":
+                self._run(order)
+            case "halt" if self.crew.report["state"] != "idle":
+                say("a rank was lost: the ranks of this node end with it")
+                self.crew.end(at_once=False)
+            case "over":
+                return self._close(order)
+        return None
+
+    def _run(self, order: dict[str, Any]) -> None:
+        if order["restart"] > self.crew.restart:
+            if self.crew.report["state"] == "failed" or self.crew.is_running:
+                self.crew.end(at_once=True)
+            first, count = order["ranks"]
+            ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
+            say(f"starting {ranks} of {order['world_size']}, restart {order['restart']}")
+            self.crew.begin(_part(order))
+        if order["signal"] and order["signal"] != self.signalled:
+            self.signalled = order["signal"]
+            say(f"asked to save and stop ({signal.Signals(self.signalled).name})")
+            self.relay.hand_on(self.signalled)
+        if order["handover"] and self.crew.hand_over():
+            say("other nodes are waiting to join: the ranks save and meet again")
+
+    def _close(self, order: dict[str, Any]) -> int:
+        self.crew.end(at_once=bool(order["now"]))
+        self._report()
+        code = int(order["exit_code"])
+        say(f"the run has ended with {code}" + (f": {order['reason']}" if order["reason"] else ""))
+        self.contact.leave()
+        return code
+
+    def _cut_off(self) -> None:
+        say(f"{self.contact.why}; ending the ranks of this node")
+        self.crew.end(at_once=True)
+        self._report()
+
+
+def _part(order: dict[str, Any]) -> Part:
+    asked = order["resume_from"]
+    host, port = order["store"]
+    return Part(
+        restart=order["restart"],
+        first=order["ranks"][0],
+        world_size=order["world_size"],
+        group=(order["group"][0], order["group"][1]),
+        master=(order["master"][0], order["master"][1]),
+        store=None,
+        meeting=(str(host), int(port)),
+        resume_from=Path(asked) if asked else None,
+    )

@@ -1,0 +1,66 @@
+"""Who of a run's nodes is there, on record: nodes.json and node-K.json on the head."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from isles.rundir.fleet import Fleet
+from isles.rundir.paths import Attempt
+from isles.rundir.records import write_record
+from isles.train.lobby import Lobby
+
+_EVERY_S = 5.0
+
+
+class Presence:
+    """Keeps the records of the nodes: at every change, and every few seconds."""
+
+    def __init__(self, attempt: Attempt, fleet: Fleet, lobby: Lobby) -> None:
+        self._attempt = attempt
+        self._fleet = fleet
+        self._lobby = lobby
+        self._noted: list[dict[str, Any]] = []
+        self._noted_at = 0.0
+
+    def note(self, places: dict[int, tuple[int, int]], *, now: bool = False) -> None:
+        """Write what has changed.
+
+        Args:
+            places: first rank and number of ranks of the nodes that train.
+            now: also if nothing has.
+        """
+        nodes = [self._node(node, places) for node in range(len(self._fleet.nodes))]
+        is_late = time.monotonic() - self._noted_at > _EVERY_S
+        if nodes == self._noted and not is_late and not now:
+            return
+        old = {node["node"]: node for node in self._noted}
+        with suppress(OSError):  # a full disk: the run itself finds that out
+            for node in nodes:
+                if node.get("pid") and node != old.get(node["node"]):
+                    write_record(self._attempt.node_record(node["node"]), node, durable=False)
+            seats = self._lobby.seats()
+            heard = {node: time.time() - seat.silence.seconds for node, seat in seats.items()}
+            full = [{**node, "heard_at": heard.get(node["node"])} for node in nodes]
+            record = {"at": time.time(), "launcher": self._fleet.launcher, "nodes": full}
+            write_record(self._attempt.nodes, record, durable=False)
+            self._noted, self._noted_at = nodes, time.monotonic()
+
+    def _node(self, number: int, places: dict[int, tuple[int, int]]) -> dict[str, Any]:
+        place, seat = self._fleet.nodes[number], self._lobby.seats().get(number)
+        first, count = places.get(number, (None, place.nproc))
+        node: dict[str, Any] = {
+            "node": number,
+            "name": place.name,
+            "address": place.address,
+            "ssh": place.ssh,
+            "first_rank": first,
+            "ranks": count,
+            "state": "missing",
+            "why": "",
+        }
+        if seat is not None:
+            state = "lost" if seat.lost else "ended" if seat.is_done else "there"
+            node |= {**seat.process.record(), "state": state, "why": seat.lost}
+        return node

@@ -1,0 +1,289 @@
+"""One rank of a user's own script: starts it, hands it signals, and records how it ended.
+
+An agent of isles calls `script_process` in place of the built-in trainer. Under a torchrun it is
+`python -m isles.train.script RUN_DIR --attempt N`. This file needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from isles.config.resolve import load_resolved
+from isles.config.run import RunConfig
+from isles.errors import ExitCode
+from isles.rundir.env import (
+    ATTEMPT,
+    RUN_DIR,
+    SET_BY_TORCHRUN,
+    RankEnv,
+    read_rank_env,
+    restarts_of_script,
+)
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import write_record
+from isles.rundir.stop_request import read_stop_request
+from isles.train.job import ending_record, exit_status
+from isles.train.node_log import job_node_log
+from isles.train.script_end import (
+    Ended,
+    error_record,
+    missing_record,
+    wait_for_others,
+    write_end,
+    write_error,
+)
+from isles.train.script_status import ScriptStatus
+
+_LOOK_S = 0.2
+
+GRACE_S = 60.0
+"""How long a script may take to end after SIGTERM, where checkpoint.timeout does not say."""
+
+_CAUSE_FIRST_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRank:
+    """What the starter of one rank works with.
+
+    Args:
+        run_dir, attempt: where its records lie.
+        env: its place among the ranks, with the number of this restart.
+        config: the run file.
+        by_agent: whether an agent of isles judges how it ends; else the ranks do by themselves.
+    """
+
+    run_dir: RunDir
+    attempt: Attempt
+    env: RankEnv
+    config: RunConfig
+    by_agent: bool
+
+    @property
+    def script(self) -> str:
+        """The script, as the run file names it."""
+        assert self.config.training.script is not None
+        return self.config.training.script
+
+    @property
+    def command(self) -> list[str]:
+        """The script's command line."""
+        arguments = [str(argument) for argument in self.config.training.script_args]
+        return [sys.executable, "-u", self.script, *arguments]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables that torchrun sets, and those that say where the records lie."""
+        return {
+            **os.environ,
+            **SET_BY_TORCHRUN,
+            RUN_DIR: str(self.run_dir.path.absolute()),
+            ATTEMPT: str(self.attempt.number),
+            "TORCHELASTIC_RESTART_COUNT": str(self.env.restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.config.clusters[0].max_restarts),
+        }
+
+    @property
+    def grace_s(self) -> float:
+        """How long it may take to end after SIGTERM."""
+        checkpoint = self.config.checkpoint
+        return checkpoint.timeout if "timeout" in checkpoint.model_fields_set else GRACE_S
+
+
+def script_process(
+    run_path: Path, attempt_number: int, _resume_from: Path | None, start: Any
+) -> int:
+    """Run the script as the rank that the environment names, under an agent; the exit code."""
+    from isles.train.rank import die_with_agent
+
+    die_with_agent()
+    env = replace(read_rank_env(), restart=start.restart)
+    rank = _open(RunDir(run_path), attempt_number, env, by_agent=True)
+    code = run_script(rank)
+    # Where another rank has failed, it was the agent that ended this one, and not a user.
+    was_ended = code != ExitCode.OK and rank.attempt.rank_errors(env.restart)
+    if was_ended or code not in (ExitCode.OK, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
+        # Not an exception: the record says more than a traceback through torch.
+        sys.stderr.flush()
+        os._exit(code)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # done: there is nothing left to stop
+    return code
+
+
+def main() -> int:
+    """Run the script as a rank of a torchrun; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m isles.train.script")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    options = parser.parse_args()
+    _die_with_parent()
+    env = read_rank_env()
+    if not env.in_job:
+        env = replace(env, restart=restarts_of_script())
+    # The script of a job judges as an agent does.
+    rank = _open(RunDir(options.run_dir.absolute()), options.attempt, env, by_agent=env.in_job)
+    if env.restart and env.rank == 0:
+        rank.attempt.outcome.unlink(missing_ok=True)  # that of the ranks before
+    with job_node_log(rank.run_dir, rank.attempt, env):
+        code = run_script(rank)
+    return exit_status(rank.attempt, env, code) if env.in_job else code
+
+
+def run_script(rank: ScriptRank) -> int:
+    """Run the script to its end, and leave the records that say how it ended.
+
+    Returns:
+        OK; REQUEUE or INTERRUPTED after a stop; the code of an error otherwise.
+    """
+    attempt, env = rank.attempt, rank.env
+    _redirect(attempt, env)
+    stop = _Stop(rank)
+    status = ScriptStatus(rank.run_dir, attempt, env, rank.script)
+    path = Path(rank.script)
+    if not path.is_file():
+        return _failed(rank, missing_record(env, path))
+    log_start = attempt.rank_log(env.rank).stat().st_size
+    began = time.monotonic()
+    child = subprocess.Popen(
+        rank.command,
+        env=rank.environ,
+        process_group=0,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
+    )
+    place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid}
+    place |= ProcessId.of(os.getpid()).record()
+    # After the handlers: whoever reads this record may send a signal.
+    write_record(attempt.rank_record(env.rank), place)
+    with status.beating():
+        code = stop.wait(child)
+    asked = stop.code or (ExitCode.REQUEUE if code == ExitCode.REQUEUE else None)
+    if asked or code:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)  # what it has started and left behind
+    if asked:
+        reason = stop.reason(code)
+        write_record(attempt.rank_record(env.rank), {**place, "stop_reason": reason})
+        # A stop that an agent has handed on is the agent's to judge: it also ends the others so.
+        if env.rank == 0 and (stop.code is None or env.in_job or not rank.by_agent):
+            write_end(attempt, "stopped", asked, reason, ending_record(attempt, env, asked))
+        return int(asked)
+    if code:
+        ended = Ended(code, path, log_start, time.monotonic() - began)
+        return _failed(rank, error_record(attempt, env, ended))
+    status.phase("finished")
+    write_record(attempt.rank_record(env.rank), {**place, "exit_code": 0})
+    if env.rank == 0 and not rank.by_agent:
+        wait_for_others(attempt, env)
+        write_end(attempt, "finished", ExitCode.OK, "finished")
+    return int(ExitCode.OK)
+
+
+class _Stop:
+    """Hands a wish to stop to the script: SIGTERM, and SIGKILL when it has had time enough."""
+
+    def __init__(self, rank: ScriptRank) -> None:
+        """Take over the signals. Main thread only."""
+        self.code: ExitCode | None = None
+        self._attempt = rank.attempt
+        self._grace_s = rank.grace_s
+        self._is_now = False
+        self._told_at: float | None = None
+        self._killed = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    def wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Until the script has ended; its exit code, negative where a signal has ended it."""
+        while True:
+            try:
+                return child.wait(timeout=_LOOK_S)
+            except subprocess.TimeoutExpired:
+                self._look(child)
+
+    def reason(self, code: int) -> str:
+        """How it came to stop."""
+        if self.code is None:
+            return "the script asked to be started again (exit code 85)"
+        if self._killed and not self._is_now:
+            return (
+                f"asked to stop; the script had not ended {self._grace_s:.0f} s after SIGTERM, and "
+                "was killed"
+            )
+        if self._is_now:
+            return "stopped at once"
+        if code == -signal.SIGTERM:
+            return "asked to stop; the script does not handle SIGTERM, and saved nothing for it"
+        return f"asked to stop; the script ended with exit code {code}"
+
+    def _look(self, child: subprocess.Popen[bytes]) -> None:
+        request = read_stop_request(self._attempt)
+        if request is not None:
+            is_requeue = request.kind == "save"
+            self.code = self.code or (ExitCode.REQUEUE if is_requeue else ExitCode.INTERRUPTED)
+            self._is_now = request.kind == "now"
+        if self.code is None:
+            return
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+            child.terminate()
+        if not self._killed and (self._is_now or now - self._told_at > self._grace_s):
+            self._killed = True
+            child.kill()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        interrupted = number == signal.SIGINT
+        self.code = self.code or (ExitCode.INTERRUPTED if interrupted else ExitCode.REQUEUE)
+
+
+def _open(run_dir: RunDir, attempt: int, env: RankEnv, *, by_agent: bool) -> ScriptRank:
+    config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+    return ScriptRank(run_dir, run_dir.attempt(attempt), env, config, by_agent)
+
+
+def _redirect(attempt: Attempt, env: RankEnv) -> None:
+    """All that this rank prints goes to its log."""
+    handle = os.open(attempt.rank_log(env.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    if env.restart:
+        sys.stderr.write(f"---- restart {env.restart} ----\n")
+        sys.stderr.flush()
+
+
+def _failed(rank: ScriptRank, error: dict[str, Any]) -> int:
+    write_error(rank.attempt, rank.env, error, by_agent=rank.by_agent)
+    if rank.by_agent and error["is_communication"]:
+        # Another rank was lost before; the agent, which ends this process as soon as it sees
+        # that one, must see it first.
+        time.sleep(_CAUSE_FIRST_S)
+    return int(error["exit_code"])
+
+
+def _die_with_parent() -> None:
+    """End this process when the one that has started it is killed. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Where a rank is in its step: put down by the step, read by the watchdog's thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from isles.train.stall_verdict import STAGES
+
+_RECENT_STEPS = 31
+
+
+class Moment(NamedTuple):
+    """Where a rank is.
+
+    Args:
+        phase: step, evaluating or saving; empty: nothing that is watched.
+        step: its number.
+        stage: the part of the step, or the phase.
+        since: time.monotonic() at which the phase began.
+    """
+
+    phase: str
+    step: int
+    stage: str
+    since: float
+
+
+class StepClock:
+    """A clock is read and a value is put down: that is all it costs a step."""
+
+    def __init__(self) -> None:
+        self.moment = Moment("", 0, "", time.monotonic())
+        self.steps: deque[float] = deque(maxlen=_RECENT_STEPS)
+        """Seconds that the last steps have taken."""
+        self.longest_evaluation_s = 0.0
+
+    def step(self, step: int) -> None:
+        """A step begins."""
+        self._leave(Moment("step", step, STAGES[0], time.monotonic()))
+
+    def at(self, stage: str) -> None:
+        """A part of the step begins: one of `STAGES`."""
+        self.moment = Moment(self.moment.phase, self.moment.step, stage, self.moment.since)
+
+    def begin(self, phase: str) -> None:
+        """Something else than a step begins: evaluating, saving."""
+        self._leave(Moment(phase, self.moment.step, phase, time.monotonic()))
+
+    def end(self) -> None:
+        """It is over."""
+        self._leave(Moment("", self.moment.step, "", time.monotonic()))
+
+    def _leave(self, moment: Moment) -> None:
+        before, self.moment = self.moment, moment
+        took_s = moment.since - before.since
+        if before.phase == "step":
+            self.steps.append(took_s)
+        elif before.phase == "evaluating":
+            self.longest_evaluation_s = max(self.longest_evaluation_s, took_s)

@@ -1,0 +1,353 @@
+"""Hosts with disks of their own: a run there is the run that it would be on one shared disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.errors import ExitCode, UserError
+from isles.rundir.begin import begin_run, new_attempt
+from isles.rundir.env import RankEnv
+from isles.rundir.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import read_record
+from tests.dist.test_resume import rows_after_start, same_bits, with_dropout
+from tests.dist.test_strategy_resume import CONSTANT, check_state
+from tests.ranks import Gang, run_ranks, start_ranks, train_to_end
+
+SAVES = ("checkpoint.every_steps=4", "checkpoint.keep=2", "training.logging_steps=1")
+
+
+def host_of(rank: int, counts: tuple[int, ...]) -> tuple[int, int]:
+    """The host of a rank, where hosts have so many, and its number there."""
+    for host, count in enumerate(counts):
+        if rank < count:
+            return host, rank
+        rank -= count
+    raise AssertionError(rank)
+
+
+def there(run: Path, host: int) -> RunDir:
+    """The run directory as a host knows it."""
+    return RunDir(run if host == 0 else run.parents[1] / f"host-{host}" / run.name)
+
+
+def rank_on_host(
+    env: RankEnv, run: Path, attempt: int, resume_from: Path | None, counts: tuple[int, ...]
+) -> int:
+    """One rank, which sees the disk of its host alone."""
+    from isles.train.worker import run_rank
+
+    host, local = host_of(env.rank, counts)
+    env = replace(env, local_rank=local, local_world_size=counts[host])
+    run_dir = there(run, host)
+    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
+
+
+def start_on_hosts(
+    run_file: Path, counts: tuple[int, ...], *overrides: str, resume: str = "auto"
+) -> tuple[RunDir, Attempt, Gang]:
+    """Begin or resume a run on the first host, as a launcher does, and start all ranks."""
+    loaded = load_run_file(run_file, overrides)
+    resolved = resolve(loaded, num_gpus=0, world_size=sum(counts))
+    begun = begin_run(resolved, loaded.text, resume)
+    attempt = new_attempt(begun.run_dir, loaded.text)
+    attempt.launch.unlink()
+    for host in range(1, len(counts)):
+        run_dir = there(begun.run_dir.path, host)
+        run_dir.attempt(attempt.number).path.mkdir(parents=True)
+        shutil.copy(begun.run_dir.resolved, run_dir.resolved)
+    arguments = (begun.run_dir.path, attempt.number, begun.resume_from, counts)
+    gang = start_ranks(rank_on_host, sum(counts), *arguments)
+    return begun.run_dir, attempt, gang
+
+
+def left_on(host: int, run_dir: RunDir) -> list[str]:
+    """What lies in the checkpoint folder of another host."""
+    folder = there(run_dir.path, host).checkpoints
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def log_of(gang: Gang) -> str:
+    return gang.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("{kind: ddp}", ("data.streaming=true", "data.validation_fraction=0")),
+        ("{kind: deepspeed, zero_stage: 2}", ("checkpoint.async_save=false",)),
+    ],
+)
+def test_killed_and_resumed_it_equals_the_run_on_one_disk(
+    run_file: Path, strategy: str, options: tuple[str, ...]
+) -> None:
+    with_dropout(run_file)
+    options = (*SAVES, f"strategy={strategy}", "training.max_steps=12", *options)
+    shared, code = train_to_end(run_file, 2, *options)
+    assert code == 0
+    runs = f"output_dir={run_file.parent / 'apart'}"
+    run_dir, _, gang = start_on_hosts(run_file, (1, 1), *options, runs)
+    while not list_checkpoints(run_dir):
+        assert not gang.wait_or_timeout(0.01), log_of(gang)[-3000:]
+    os.kill(gang.processes[-1].pid or 0, signal.SIGKILL)
+    gang.kill()
+    for info in list_checkpoints(run_dir):
+        assert verify_checkpoint(info.path) == []
+    again, _, gang = start_on_hosts(run_file, (1, 1), *options, runs)
+    codes = gang.wait()
+    assert codes == [0, 0], log_of(gang)[-3000:]
+    assert again.path == run_dir.path
+    assert "disks of their own" in log_of(gang) and "travels bytes=" in log_of(gang)
+    assert same_bits(shared, again)
+    assert left_on(1, run_dir) == []
+    assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]
+
+
+def test_a_host_reads_its_own_parts_again_without_their_travelling(run_file: Path) -> None:
+    with_dropout(run_file)
+    options = (*SAVES, "strategy={kind: fsdp}", "training.max_steps=16")
+    shared, code = train_to_end(run_file, 3, *options)
+    assert code == 0
+    runs = f"output_dir={run_file.parent / 'apart'}"
+    run_dir, _, gang = start_on_hosts(run_file, (1, 2), *options, runs)
+    assert rows_after_start(run_dir, gang, 1), log_of(gang)[-3000:]
+    os.kill(gang.processes[2].pid or 0, signal.SIGTERM)
+    assert gang.wait() == [ExitCode.REQUEUE] * 3
+    last = list_checkpoints(run_dir)[-1]
+    assert left_on(1, run_dir) == [f".kept-{last.path.name}-1"]
+    _, _, gang = start_on_hosts(run_file, (1, 2), *options, runs)
+    assert gang.wait() == [0] * 3, log_of(gang)[-3000:]
+    travelled = sum(map(int, re.findall(r"travels bytes=(\d+)", log_of(gang))))
+    assert 0 < travelled < last.size_bytes / 4, "the index, and numbers that belong to no shard"
+    assert same_bits(shared, run_dir)
+    assert left_on(1, run_dir) == [], "a run that is over keeps nothing there"
+
+
+def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
+    """Two hosts, then one machine, then three hosts, under other strategies each time."""
+    steps = ("checkpoint.every_steps=4", "checkpoint.keep=9")
+    reference, code = train_to_end(run_file, 1, *CONSTANT, *steps, "training.max_steps=12")
+    assert code == 0
+    runs = (*CONSTANT, f"output_dir={run_file.parent / 'apart'}")
+    first = (*runs, "training.max_steps=4", "strategy={kind: fsdp}")
+    run_dir, _, gang = start_on_hosts(run_file, (1, 1), *first)
+    assert gang.wait() == [0, 0], log_of(gang)[-3000:]
+    alone = train_to_end(run_file, 1, *runs, "training.max_steps=8", resume=str(run_dir.path))
+    assert alone == (run_dir, 0)
+    third = (*runs, "training.max_steps=12", "strategy={kind: deepspeed, zero_stage: 1}")
+    _, _, gang = start_on_hosts(run_file, (1, 1, 1), *third, resume=str(run_dir.path))
+    assert gang.wait() == [0, 0, 0], log_of(gang)[-3000:]
+    for step in (4, 8, 12):
+        check_state(reference, run_dir, step, f"step {step}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
+    runs = run_file.parent / "apart"
+    disk = runs.parent / "host-1"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], check=True)
+    try:
+        run_dir, attempt, gang = start_on_hosts(run_file, (1, 1), *SAVES, f"output_dir={runs}")
+        assert set(gang.wait()) == {ExitCode.TRAINING}
+        error = read_record(attempt.rank_error(0)) or {}
+        assert "step 4 could not be saved: No space left" in error["what"], log_of(gang)[-3000:]
+        assert "are free on this disk" in error["what"]
+        assert str(disk) in error["where"] and "rank 1 on " in error["where"]
+        assert list_checkpoints(run_dir) == []
+        assert left_on(1, run_dir) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def by_hand(env: RankEnv, folder: Path, run_file: Path, port: int, words: list[str]) -> Any:
+    """One rank as torchrun starts it, in the folder of its host."""
+    from isles.train.__main__ import main
+
+    os.chdir(folder / f"host-{env.rank}")
+    variables = {"RANK": env.rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"host-{env.rank}" / "cache")
+    sys.argv = ["isles.train", str(run_file), *words]
+    return main()
+
+
+def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, words: Path) -> None:
+    """Rank 0 makes the run directory, the other host trains the tokenizer and sends its tokens."""
+    folder = run_file.parent
+    head, other = folder / "host-0", folder / "host-1"
+    for host in (head, other):
+        host.mkdir()
+    words.rename(other / "words.jsonl")
+    (other / "runs" / "tiny-1").mkdir(parents=True)  # a run of its own, which is let alone
+    keys = ["output_dir=runs", "data.sources=[{path: words.jsonl}]", "training.max_steps=4"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    gang = start_ranks(by_hand, 2, folder, run_file, port, keys)
+    assert gang.wait() == [0, 0], log_of(gang)[-3000:]
+    run_dir = RunDir(head / "runs" / "tiny-1")
+    assert verify_checkpoint(list_checkpoints(run_dir)[-1].path) == []
+    (kept,) = (other / "runs").glob(".of-*/tiny-1")
+    names = sorted(path.name for path in run_dir.tokenizer.iterdir())
+    for name in names:
+        assert (kept / "tokenizer" / name).read_bytes() == (run_dir.tokenizer / name).read_bytes()
+    assert list((other / "runs" / "tiny-1").iterdir()) == []
+
+
+def fault_of(action: Callable[[], object]) -> str:
+    """What an action that must fail says."""
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it went through")
+
+
+def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
+    """What rank 1 and 2 get from rank 0, well and damaged."""
+    import torch.distributed as dist
+
+    from isles.dist.parcels import Parcel, send_parcels, whole
+    from isles.dist.world import join_world, leave_world
+
+    def go(parcels: list[Parcel], mine: Path) -> None:
+        send_parcels(parcels, mine, world, world.work)
+
+    world = join_world(env, device="cpu", timeout_s=60)
+    mine = folder / str(env.rank)
+    found: dict[str, Any] = {}
+    files = sorted(path for path in (folder / "0").rglob("*") if path.is_file())
+    names = [path.relative_to(folder / "0").as_posix() for path in files]
+    sizes = [path.stat().st_size for path in files]
+    parcels = [Parcel(n, whole(size), 0, (1, 2)) for n, size in zip(names, sizes, strict=True)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    go(parcels, mine)
+    found["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    spoilt = mine if env.rank == 0 else folder / f"spoilt-{env.rank}"
+    gone = Parcel("gone", whole(9), 0, (1,))
+    found["gone"] = fault_of(lambda: go([gone, *parcels], spoilt))
+    wrong = replace(parcels[0], sha256="0" * 64)
+    found["wrong"] = fault_of(lambda: go([wrong], spoilt))
+    takes = small if env.rank == 1 else spoilt
+    found["small"] = fault_of(lambda: go(parcels, takes))
+    receive = dist.irecv
+
+    def damaged(piece: Any, *args: Any) -> Any:
+        work = receive(piece, *args)
+        work.wait()
+        piece[0] += 1
+        return Done()
+
+    if env.rank == 2:
+        dist.irecv = damaged
+    found["damaged"] = fault_of(lambda: go([p for p in parcels if p.size_bytes], spoilt))
+    dist.irecv = receive
+    # After all this the ranks still understand one another.
+    parts = [replace(p, spans=((3, 5), (9 * 2**20, 16))) for p in parcels if p.name == "sub/odd"]
+    go(parts, mine if env.rank == 0 else folder / f"parts-{env.rank}")
+    leave_world()
+    return found
+
+
+class Done:
+    """An operation that is over."""
+
+    def wait(self, *_: object) -> None:
+        """At once."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_files_travel_whole_or_not_at_all_in_little_memory(tmp_path: Path) -> None:
+    source = tmp_path / "0"
+    (source / "sub").mkdir(parents=True)
+    contents = {"empty": b"", "sub/odd": os.urandom(9 * 2**20 + 17), "tiny": b"x"}
+    for name, content in contents.items():
+        (source / name).write_bytes(content)
+    with (source / "large").open("wb") as stream:
+        stream.truncate(160 * 2**20)
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], check=True)
+    try:
+        found = run_ranks(send, 3, tmp_path, small)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    for rank in (1, 2):
+        for name, content in contents.items():
+            assert (tmp_path / str(rank) / name).read_bytes() == content
+        odd = (tmp_path / f"parts-{rank}" / "sub" / "odd").read_bytes()
+        assert odd[3:8] == contents["sub/odd"][3:8] and not any(odd[8 : 9 * 2**20])
+        assert odd[9 * 2**20 :] == contents["sub/odd"][9 * 2**20 : -1]
+        assert (tmp_path / str(rank) / "large").stat().st_size == 160 * 2**20
+    assert max(result.pop("grown_mb") for result in found) < 48
+    assert found[0] == found[1] == found[2], "all ranks say the same"
+    assert "gone: No such file" in found[0]["gone"] and "rank 0 on" in found[0]["gone"]
+    assert "empty has changed on the disk that it was read from" in found[0]["wrong"]
+    assert "are free on it" in found[0]["small"] and str(small) in found[0]["small"]
+    assert "has changed on its way" in found[0]["damaged"]
+    assert "rank 2 on" in found[0]["damaged"]
+
+
+def look_around(env: RankEnv, folder: Path) -> list[Any]:
+    """What a rank finds out about the disks, and what it refuses."""
+    from isles.checkpoint.travel import refuse_other_run
+    from isles.config.model import ModelConfig
+    from isles.dist.disks import find_disks
+    from isles.dist.place import on_every_rank
+    from isles.dist.world import join_world, leave_world
+    from isles.train.hosts import check_model_folder
+
+    def fail() -> None:
+        if env.rank == 1:
+            raise UserError("it is missing", where="here")
+
+    env = replace(env, local_rank=env.rank % 2, local_world_size=2)
+    world = join_world(env, device="cpu", timeout_s=60)
+    mine = folder / ("head" if env.rank < 2 else "other")
+    os.chdir(mine)
+    together, apart = find_disks(world, folder), find_disks(world, mine)
+    model = ModelConfig.model_validate({"name_or_path": "./m", "init": "scratch"})
+    found = [
+        together.is_apart,
+        together.apart_leaders,
+        apart.is_apart,
+        apart.apart_leaders,
+        fault_of(lambda: refuse_other_run(RunDir(mine), world, apart)),
+        fault_of(lambda: check_model_folder(model, world)),
+        fault_of(lambda: on_every_rank(world, fail)),
+    ]
+    refuse_other_run(RunDir(mine), world, together)
+    leave_world()
+    return found
+
+
+def test_who_sees_the_run_directory_and_what_a_host_lacks(tmp_path: Path) -> None:
+    (tmp_path / "head" / "m").mkdir(parents=True)
+    (tmp_path / "other" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    found = run_ranks(look_around, 4, tmp_path)
+    assert all(result == found[0] for result in found)
+    together, leaders, apart, apart_leaders, refused, model, missing = found[0]
+    assert (together, leaders) == ((False,) * 4, ())
+    assert (apart, apart_leaders) == ((False, False, True, True), (2,))
+    assert "a run of its own under this name, with step-00000007" in refused
+    assert str(tmp_path / "other") in refused and "rank 2" in refused
+    assert "'./m' is a folder on" in model and "(rank 2) lacks" in model
+    assert f"rsync -a --mkpath {tmp_path}/head/m/" in model
+    assert missing.startswith("here on ") and "(rank 0): it is missing" in missing
+    assert not list(tmp_path.rglob(".probe-*"))

@@ -1,0 +1,180 @@
+"""A step that takes far too long is noticed, and the rank that holds it up is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isles.data.dataset import Dataset
+from isles.errors import ExitCode
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import read_record
+from tests.dist.test_resume import rows_after_start
+from tests.ranks import Gang, start_training
+
+QUICK = ("watchdog.min_time=2s", "watchdog.slow_factor=2", "training.max_steps=1000000")
+DEADLINE_S = 120.0
+
+
+def block_while_told(folder: Path) -> None:
+    """Read from a pipe that nobody writes to, until somebody does."""
+    if (folder / "block").exists():
+        with (folder / "pipe").open("rb", buffering=0) as pipe:
+            pipe.read(1)
+
+
+def spin_while_told(folder: Path) -> None:
+    """Compute without an end, until told."""
+    while (folder / "spin").exists():
+        pass
+
+
+def troubled_rank(env: Any, run: Path, attempt: int, resume_from: Path | None) -> int:
+    """A rank that reads or computes for ever when a file tells it to."""
+    from isles.train.worker import run_rank
+
+    folder = run / f"rank-{env.rank}"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    read = Dataset.rows
+
+    def read_slowly(*args: Any, **kwargs: Any) -> Any:
+        block_while_told(folder)
+        return read(*args, **kwargs)
+
+    Dataset.rows = read_slowly  # type: ignore[method-assign]  # a disk that hangs
+    torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: spin_while_told(folder))
+    run_dir = RunDir(run)
+    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
+
+
+def until(gang: Gang, condition: Callable[[], Any]) -> Any:
+    """Wait until a record says so; fails when a rank ends first."""
+    for _ in range(int(DEADLINE_S / 0.1)):
+        if found := condition():
+            return found
+        if gang.wait_or_timeout(0.1):
+            gang.wait()
+            raise AssertionError("the ranks have ended")
+    gang.kill()
+    raise AssertionError(f"not within {DEADLINE_S} s\n{gang.log.read_text()[-4000:]}")
+
+
+def stalls(attempt: Attempt) -> list[dict[str, Any]]:
+    paths = sorted(attempt.stalls.glob("step-*.json"), key=lambda p: p.stat().st_mtime_ns)
+    return [record for path in paths if (record := read_record(path))]
+
+
+def nth_stall(gang: Gang, attempt: Attempt, number: int) -> dict[str, Any]:
+    return until(gang, lambda: (stalls(attempt)[number:] or [None])[0])  # type: ignore[no-any-return]
+
+
+def nth_went_on(gang: Gang, attempt: Attempt, number: int) -> None:
+    until(gang, lambda: stalls(attempt)[number]["went_on_after_s"] is not None)
+
+
+def stacks(attempt: Attempt, stall: dict[str, Any], rank: int) -> str:
+    return (attempt.stalls / f"step-{stall['step']}-rank-{rank}.txt").read_text()
+
+
+def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
+    run_dir, attempt, gang = start_training(run_file, 3, *QUICK, rank=troubled_rank)
+    assert rows_after_start(run_dir, gang, 2)
+
+    # A disk that hangs, on one rank.
+    (run_dir.path / "rank-2" / "block").touch()
+    stall = nth_stall(gang, attempt, 0)
+    assert stall["culprits"] == [2], stall["text"]
+    assert "rank 2 on" in stall["text"]
+    assert "is behind: in data loading, at dist/test_watchdog.py:" in stall["text"]
+    assert "block_while_told()" in stall["text"]
+    assert "usually" in stall["text"]
+    assert "block_while_told" in stacks(attempt, stall, 2)
+    assert "waiting in" in stacks(attempt, stall, 0).splitlines()[0]
+    (run_dir.path / "rank-2" / "block").unlink()
+    (run_dir.path / "rank-2" / "pipe").write_bytes(b"x")
+    nth_went_on(gang, attempt, 0)
+
+    # Python code without an end, in the model, while the others wait for its gradients.
+    (run_dir.path / "rank-1" / "spin").touch()
+    stall = nth_stall(gang, attempt, 1)
+    assert stall["culprits"] == [1], stall["text"]
+    assert "is behind: in forward and backward, at dist/test_watchdog.py:" in stall["text"]
+    assert "spin_while_told()" in stall["text"]
+    (run_dir.path / "rank-1" / "spin").unlink()
+    nth_went_on(gang, attempt, 1)
+
+    # A process that does not run at all.
+    pid = gang.processes[1].pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    stall = nth_stall(gang, attempt, 2)
+    assert stall["culprits"] == [1], stall["text"]
+    assert "rank 1 on" in stall["text"]
+    assert "has not been heard of for" in stall["text"]
+    os.kill(pid, signal.SIGCONT)
+    nth_went_on(gang, attempt, 2)
+
+    notes = until(gang, lambda: _notes_of(run_dir, 6))
+    assert "is behind: in data loading" in notes[0]
+    assert "went on after" in notes[1]
+    for process in gang.processes:
+        os.kill(process.pid or 0, signal.SIGTERM)
+    assert set(gang.wait()) == {ExitCode.REQUEUE}  # report: nothing has ended it before
+
+
+def test_action_stop_ends_the_run_and_names_who_froze(run_file: Path) -> None:
+    """Here rank 0, which keeps the store of the ranks, so that the others hear nothing at all."""
+    stop = "watchdog.action=stop"
+    run_dir, attempt, gang = start_training(run_file, 2, *QUICK, stop, rank=troubled_rank)
+    assert rows_after_start(run_dir, gang, 2)
+    os.kill(gang.processes[0].pid or 0, signal.SIGSTOP)
+    gang.processes[1].join(DEADLINE_S)
+    assert gang.processes[1].exitcode == ExitCode.COMMUNICATION
+    outcome = read_record(attempt.outcome) or {}
+    assert (outcome["state"], outcome["exit_code"]) == ("failed", ExitCode.COMMUNICATION)
+    assert outcome["error"]["rank"] == 0
+    assert "has not been heard of for" in outcome["reason"]
+    gang.kill()
+
+
+@pytest.mark.parametrize("world_size", [1])
+def test_a_slow_evaluation_is_no_stall(run_file: Path, world_size: int) -> None:
+    """It may take five times min_time, and a step here could not."""
+    run_dir, attempt, gang = start_training(
+        run_file, world_size, *QUICK, "training.eval_steps=20", rank=slow_to_evaluate
+    )
+    until(gang, (run_dir.path / "evaluated").exists)
+    assert not attempt.stalls.exists()
+    gang.kill()
+
+
+def slow_to_evaluate(env: Any, run: Path, attempt: int, resume_from: Path | None) -> int:
+    """A rank whose evaluation takes longer than any step may."""
+    import threading
+
+    from isles.train import parts
+    from isles.train.worker import run_rank
+
+    evaluate = parts.evaluate
+
+    def evaluate_slowly(*args: Any, **kwargs: Any) -> Any:
+        threading.Event().wait(9.0)
+        figures = evaluate(*args, **kwargs)
+        (run / "evaluated").touch()
+        return figures
+
+    parts.evaluate = evaluate_slowly  # a large validation set
+    run_dir = RunDir(run)
+    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
+
+
+def _notes_of(run_dir: RunDir, count: int) -> list[str] | None:
+    notes = json.loads(run_dir.status.read_text()).get("notes", [])
+    return notes if len(notes) >= count else None

@@ -1,0 +1,93 @@
+"""`launcher: manual`: one command typed on each node, late and in any order, and one missing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from isles.errors import ExitCode
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record
+from isles.rundir.restarts import read_last_step
+from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run
+from tests.lab.hosts import Lab, hosts
+
+ADDRESSES = ["10.77.1.1", "10.77.1.2", "10.77.1.3"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with hosts(tmp_path_factory.mktemp("manual"), 3) as lab:
+        yield lab
+
+
+def prepare(lab: Lab, name: str, **options: Any) -> list[list[str]]:
+    """`isles train` on the first host; the words to type on each."""
+    path = write_run(lab, name, output_dir="/root/runs", device="cpu", gpus_per_node=1, **options)
+    content = yaml.safe_load(path.read_text())
+    content["clusters"][0] |= {"launcher": {"kind": "manual", "hosts": ADDRESSES}}
+    del content["clusters"][0]["workdir"]
+    path.write_text(yaml.safe_dump(content))
+    code, text, _ = isles(lab, "train", path.name, host="a1")
+    assert code == 0, text
+    commands = re.findall(r"^ +isles (.*)|^ +\S+ -m isles (.*)", text, re.M)
+    assert len(commands) == 3, text
+    return [(one or other).split() for one, other in commands]
+
+
+def type_on(lab: Lab, host: str, words: list[str]) -> subprocess.Popen[bytes]:
+    return lab.popen(host, ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *words])
+
+
+def end(process: subprocess.Popen[bytes]) -> str:
+    out, _ = process.communicate(timeout=240)
+    return out.decode()
+
+
+def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
+    long = {"training": {"max_steps": 100_000}}
+    first, second, third = prepare(lab, "typed", **long)
+    run_dir = RunDir(lab.root("a1") / "root" / "runs" / "typed-1")
+    attempt = run_dir.attempt(1)
+    on_a2 = type_on(lab, "a2", second)
+    on_a1 = type_on(lab, "a1", first)
+    missing = "waiting for node 2 (10.77.1.3)"
+    until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
+    on_a3 = type_on(lab, "a3", third)
+    until(lambda: (read_last_step(attempt, 0) or 0) >= 3, "all train")
+    sh(lab, "a2", "pkill -INT -f 'join-node .*--node 1'")
+    texts = [end(process) for process in (on_a1, on_a2, on_a3)]
+    codes = [process.returncode for process in (on_a1, on_a2, on_a3)]
+    assert codes == [ExitCode.INTERRUPTED] * 3, texts
+    assert missing in texts[1], "who waits says for whom"
+    assert "rank 2 of 3" in texts[2]
+    outcome = read_record(attempt.outcome) or {}
+    assert list_checkpoints(run_dir)[-1].step == outcome["step"]
+    assert_nothing_left(lab)
+
+
+def test_one_that_never_comes_is_named_on_all_and_others_are_refused(lab: Lab) -> None:
+    first, second, third = prepare(lab, "missing", start_timeout="20s")
+    on_a1, on_a2 = type_on(lab, "a1", first), type_on(lab, "a2", second)
+    attempt = RunDir(lab.root("a1") / "root" / "runs" / "missing-1").attempt(1)
+    until(lambda: read_record(attempt.node_record(1)), "two have met")
+    third[third.index("--digest") + 1] = "0123456789abcdef"
+    on_a3 = type_on(lab, "a3", third)
+    said = end(on_a3)
+    assert on_a3.returncode == ExitCode.PREFLIGHT
+    assert "another run file: its digest begins with 0123456789ab" in said and "fix: " in said
+    code, text, _ = isles(lab, *second, host="a3")
+    assert code == ExitCode.PREFLIGHT and "node 1 is there already: a2, process" in text
+    for process in (on_a1, on_a2):
+        text = end(process)
+        assert process.returncode == ExitCode.COMMUNICATION, text
+        assert "node 2 (10.77.1.3) did not come within 20 s" in text
+    assert_nothing_left(lab)
+    code, text, _ = isles(lab, "train", "missing.yaml", host="a2")
+    assert code == ExitCode.PREFLIGHT and "the first host is 10.77.1.1, and this machine is" in text

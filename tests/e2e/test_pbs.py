@@ -1,0 +1,222 @@
+"""The launcher pbs over pretend hosts, with a stand-in for PBS (tests/lab/pbs): real ssh, real
+nodes, real ranks; the queue itself is a small program of ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+from tests.lab.hosts import Lab, hosts
+from tests.lab.pbs import pbs
+
+pytestmark = pytest.mark.lab
+
+DEADLINE_S = 420.0
+ISLES = f"{sys.executable} -m isles"
+
+RUN = """\
+name: {name}
+model: {{name_or_path: llama-2m, init: scratch}}
+data: {{sources: [{{type: fake}}], seq_length: 32}}
+training:
+  {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 2, precision: 32-true,
+   logging_steps: 1, eval_steps: null, eval_samples: 4}}
+balance: even
+checkpoint: {{export_on_finish: false}}
+track: [jsonl]
+clusters:
+  - launcher: {launcher}
+    nodes: {nodes}
+    gpus_per_node: 1
+    device: cpu
+    max_restarts: 0
+"""
+
+
+@dataclass
+class Site:
+    """A login node and what users do there."""
+
+    lab: Lab
+    flavour: str
+
+    @property
+    def home(self) -> Path:
+        return self.lab.shared / self.flavour
+
+    def run_dir(self, name: str) -> RunDir:
+        return RunDir(self.home / "runs" / f"{name}-1")
+
+    def write(self, name: str, launcher: str, steps: int, nodes: int = 2) -> None:
+        text = RUN.format(name=name, launcher=launcher, steps=steps, nodes=nodes)
+        (self.home / f"{name}.yaml").write_text(text)
+
+    def sh(self, command: str, host: str = "ctl") -> subprocess.CompletedProcess[str]:
+        line = f"cd /shared/{self.flavour} && {command}"
+        return self.lab.run(host, ["sh", "-c", line], timeout_s=DEADLINE_S)
+
+    def isles(self, *words: str, code: int = 0) -> str:
+        done = self.sh(f"{ISLES} {shlex.join(words)}")
+        assert done.returncode == code, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def submit(self, name: str) -> RunDir:
+        self.isles("train", f"{name}.yaml", "--detach")
+        return self.run_dir(name)
+
+    def job(self, run_dir: RunDir) -> dict[str, Any]:
+        """How its job stands, by `isles status`."""
+        self.isles("status", run_dir.name, "--json")
+        attempt = run_dir.last_attempt()
+        assert attempt is not None
+        return read_record(attempt.job) or {}
+
+    def until(self, run_dir: RunDir, condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            self.lab.run("ctl", ["true"])  # half a tenth of a second or so
+        attempt = run_dir.last_attempt()
+        logs = sorted(attempt.path.glob("*.log")) if attempt else []
+        said = "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+        raise AssertionError(f"not within {DEADLINE_S} s\n{said}")
+
+    def end(self, run_dir: RunDir) -> dict[str, Any]:
+        """Its outcome, once its job is over too."""
+        attempt = run_dir.last_attempt()
+        assert attempt is not None
+        self.until(run_dir, lambda: self.job(run_dir).get("state") == "ended")
+        self.until(run_dir, attempt.outcome.exists)
+        for host in ("a1", "a2"):
+            left = self.lab.run(host, ["pgrep", "-fa", f"isles.train.*{run_dir.name}"])
+            assert left.stdout == "", left.stdout
+        return read_record(attempt.outcome) or {}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with hosts(tmp_path_factory.mktemp("pbs"), 2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site(lab: Lab) -> Iterator[Site]:
+    with pbs(lab, ("a1", "a2"), "openpbs"):
+        found = Site(lab, "openpbs")
+        found.home.mkdir()
+        yield found
+
+
+def losses(run_dir: RunDir) -> list[float]:
+    rows = read_rows(run_dir.metrics)
+    return [float(row["loss"]) for row in rows if row["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab: Lab) -> list[float]:
+    """Losses of the same run on one machine."""
+    home = lab.shared / "local"
+    home.mkdir()
+    (home / "run.yaml").write_text(RUN.format(name="r", launcher="{kind: local}", steps=6, nodes=2))
+    subprocess.run(
+        [sys.executable, "-m", "isles", "train", "run.yaml"],
+        cwd=home,
+        check=True,
+        timeout=DEADLINE_S,
+        capture_output=True,
+    )
+    return losses(RunDir(home / "runs" / "r-1"))
+
+
+def test_two_nodes_train_as_one_machine_does(site: Site, uninterrupted: list[float]) -> None:
+    site.write("ddp", "{kind: pbs, time: 1h, save_before: 5m}", steps=6)
+    run_dir = site.submit("ddp")
+    assert site.end(run_dir)["state"] == "finished"
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
+    records = [read_record(run_dir.attempt(1).rank_record(rank)) or {} for rank in (0, 1)]
+    assert [record["host"] for record in records] == ["a1", "a2"]
+    assert "finished" in site.isles("status")
+
+
+def test_time_is_up_and_the_next_job_goes_on(site: Site) -> None:
+    """Twenty seconds a job, or as long as the machine needs for the first steps."""
+    first = read_record(site.run_dir("ddp").attempt(1).launch) or {}
+    rows = read_rows(site.run_dir("ddp").metrics)
+    started_s = rows[0]["at"] - first["begun_at"] if rows else 20.0
+    save_after = max(20, int(1.5 * started_s))
+    site.write("long", f"{{kind: pbs, time: 2h, save_before: {7200 - save_after}s}}", steps=10**6)
+    run_dir = site.submit("long")
+    attempt = run_dir.attempt(1)
+    site.until(run_dir, (attempt.path / "job-id").exists)
+    saved = list_checkpoints(run_dir)[-1].step
+    assert saved > 0
+    # The run is alive all the time, though its first job is over.
+    assert "is running as PBS job" in site.isles("train", "long.yaml", code=1) or "is queued" in (
+        site.isles("train", "long.yaml", code=1)
+    )
+    site.until(run_dir, lambda: len(losses(run_dir)) > saved + 2)
+    assert site.job(run_dir)["job_id"] == (attempt.path / "job-id").read_text().strip()
+    site.isles("stop", "long-1")
+    outcome = site.end(run_dir)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", 85)
+    steps = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert steps == list(range(1, outcome["step"] + 1))
+    assert list_checkpoints(run_dir)[-1].step == outcome["step"]
+
+
+def test_a_rank_that_is_killed_is_named(site: Site) -> None:
+    site.write("killed", "{kind: pbs, time: 1h}", steps=10**6)
+    run_dir = site.submit("killed")
+    site.until(run_dir, lambda: len(losses(run_dir)) > 1)
+    place = read_record(run_dir.attempt(1).rank_record(1)) or {}
+    site.lab.run("a2", ["kill", "-KILL", str(place["pid"])])
+    outcome = site.end(run_dir)
+    assert outcome["state"] == "failed"
+    assert outcome["error"]["rank"] == 1
+    assert "a2" in outcome["error"]["where"]
+
+
+def test_qdel_by_hand_saves(site: Site) -> None:
+    site.write("deleted", "{kind: pbs, time: 1h}", steps=10**6)
+    run_dir = site.submit("deleted")
+    site.until(run_dir, lambda: len(losses(run_dir)) > 1)
+    site.sh(f"qdel {site.job(run_dir)['job_id']}")
+    outcome = site.end(run_dir)
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", 85)
+    assert list_checkpoints(run_dir)[-1].step == outcome["step"] > 0
+
+
+def test_a_job_that_waits_says_why_and_can_be_taken_back(site: Site) -> None:
+    site.write("much", "{kind: pbs, time: 1h, cpus_per_node: 64}", steps=6)
+    run_dir = site.submit("much")
+    job = site.until(run_dir, lambda: (j := site.job(run_dir)).get("reason") and j)
+    text = site.isles("status", run_dir.name)
+    assert "it can never run" in text, job
+    site.isles("stop", run_dir.name)
+    assert site.job(run_dir)["state"] == "ended"
+    report = json.loads(site.isles("status", run_dir.name, "--json"))
+    assert report["state"] == "stopped"
+
+
+def test_the_form_of_torque(lab: Lab, uninterrupted: list[float]) -> None:
+    with pbs(lab, ("a1", "a2"), "torque"):
+        site = Site(lab, "torque")
+        site.home.mkdir()
+        site.write("ppn", "{kind: pbs, time: 1h, cpus_per_node: 2}", steps=6)
+        run_dir = site.submit("ppn")
+        assert "#PBS -l nodes=2:ppn=2\n" in run_dir.attempt(1).script.read_text()
+        assert site.end(run_dir)["state"] == "finished"
+        assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)

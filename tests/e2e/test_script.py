@@ -1,0 +1,243 @@
+"""A script of the user's own in place of the trainer: started, followed, stopped, judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.errors import ExitCode
+from isles.launch.rank_command import rank_command
+from isles.rundir.begin import begin_run, new_attempt
+from isles.rundir.paths import RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record, read_rows
+from tests.e2e.test_train import DEADLINE_S, Command
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_script"
+
+# Each rank leaves its variables and arguments; then it does what its argument says.
+PROBE = """\
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank, here = os.environ["RANK"], Path(os.environ["PROBE_DIR"])
+restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+def leave(name):
+    part = here / f".{name}-{rank}-{restart}"
+    part.write_text(json.dumps({"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd()}))
+    part.rename(here / f"{name}-{rank}-{restart}")
+
+def fail():
+    raise ValueError("the data is odd")
+
+def obey(*_):
+    leave("saved")
+    sys.exit(0)
+
+print("hello from", rank)
+match sys.argv[1]:
+    case "fail" if rank == "1":
+        fail()
+    case "obey":
+        signal.signal(signal.SIGTERM, obey)
+    case "refuse":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+leave("began")
+if sys.argv[1] != "end" and restart == "0":
+    signal.pause()
+    while True:
+        signal.pause()
+"""
+
+
+def write_probe(folder: Path, *arguments: str) -> Path:
+    """A run file of two ranks that run the probe."""
+    (folder / "probe.py").write_text(PROBE)
+    file = folder / "run.yaml"
+    file.write_text(
+        "name: own\n"
+        f"training: {{script: probe.py, script_args: {json.dumps(arguments)}}}\n"
+        "clusters: [{gpus_per_node: 2}]\n"
+    )
+    return file
+
+
+def began(folder: Path, restart: int = 0) -> bool:
+    return all((folder / f"began-{rank}-{restart}").exists() for rank in range(2))
+
+
+def script_pid(run_dir: RunDir, rank: int) -> int:
+    return int((read_record(run_dir.attempt(1).rank_record(rank)) or {})["script_pid"])
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("PROBE_DIR", str(tmp_path))
+    return RunDir(tmp_path / "runs" / "own-1")
+
+
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_script")
+    command = Command("train", "examples/own_script/run.yaml", cwd=tmp_path)
+    assert command.end() == ExitCode.OK, command.err
+    assert "own-script-1 is finished" in command.out
+    assert "isles generate" not in command.out  # there is no model of ours to ask
+    run_dir = RunDir(tmp_path / "runs" / "own-script-1")
+    losses = [row["loss"] for row in read_rows(run_dir.metrics)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] / 20
+    log = run_dir.attempt(1).rank_log(0).read_text()
+    assert "World size: 2, Rank: 0, Device: cpu" in log
+    assert "Training completed successfully!" in log
+    assert torch.load(tmp_path / "model_distributed.pt")["0.weight"].shape == (64, 10)
+    status = Command("status", "own-script-1", "--json", cwd=tmp_path)
+    assert status.end() == ExitCode.OK
+    report = json.loads(status.out)
+    assert (report["state"], report["step"], report["total_steps"]) == ("finished", 10, 10)
+    logs = Command("logs", "own-script-1", "--rank", "1", cwd=tmp_path)
+    assert logs.end() == ExitCode.OK
+    assert "Rank: 1" in logs.out
+
+
+def test_its_environment_is_that_of_torchrun(tmp_path: Path, own: RunDir) -> None:
+    file = write_probe(tmp_path, "end", "--lr", "4e-4")
+    command = Command("train", str(file), cwd=tmp_path)
+    assert command.end() == ExitCode.OK, command.err
+    ours = [json.loads((tmp_path / f"began-{rank}-0").read_text()) for rank in range(2)]
+    subprocess.run(
+        [*TORCHRUN, "--max_restarts=3", "probe.py", "end", "--lr", "4e-4"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": ours[0]["env"]["OMP_NUM_THREADS"]},
+        check=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    theirs = [json.loads((tmp_path / f"began-{rank}-0").read_text()) for rank in range(2)]
+    own_values = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+    own_values |= {"TORCHELASTIC_USE_AGENT_STORE", "_"}
+    for mine, real in zip(ours, theirs, strict=True):
+        assert mine["argv"] == real["argv"] == ["probe.py", "end", "--lr", "4e-4"]
+        assert mine["cwd"] == real["cwd"] == str(tmp_path)
+        added = set(mine["env"]) - set(real["env"])
+        assert added <= {"ISLES_RUN_DIR", "ISLES_ATTEMPT", "GLOO_SOCKET_IFNAME"} | {
+            "NCCL_SOCKET_IFNAME"
+        }
+        assert set(real["env"]) - set(mine["env"]) == set()
+        differ = {k for k, v in real["env"].items() if mine["env"][k] != v} - own_values
+        assert differ == set()
+        assert mine["env"]["ISLES_RUN_DIR"] == str(own.path)
+    assert (read_record(own.attempt(1).outcome) or {})["state"] == "finished"
+
+
+def test_an_error_names_the_rank_and_the_line(tmp_path: Path, own: RunDir) -> None:
+    command = Command("train", str(write_probe(tmp_path, "fail")), cwd=tmp_path)
+    assert command.end() == ExitCode.TRAINING
+    line = PROBE.splitlines().index('    raise ValueError("the data is odd")') + 1
+    assert "error: probe.py failed: ValueError: the data is odd" in command.err
+    assert f"{tmp_path}/probe.py:{line}, rank 1 on" in command.err
+    assert "in fail" in command.err  # the end of its traceback
+    # So soon after its start it would only come again.
+    assert not (tmp_path / "began-0-1").exists()
+    assert not Path(f"/proc/{script_pid(own, 0)}").exists()
+
+
+def test_a_killed_rank_is_started_again(tmp_path: Path, own: RunDir) -> None:
+    command = Command("train", str(write_probe(tmp_path, "wait")), cwd=tmp_path)
+    command.until(lambda: began(tmp_path))
+    os.kill(script_pid(own, 1), signal.SIGKILL)
+    assert command.end() == ExitCode.OK, command.err
+    assert began(tmp_path, restart=1)
+    restart = read_record(own.attempt(1).restart(1)) or {}
+    assert "rank 1 on" in restart["text"]
+    assert "was killed by SIGKILL" in restart["text"]
+    assert "restart 1 of 3" in restart["text"]
+    assert "---- restart 1 ----" in own.attempt(1).rank_log(0).read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("obey", "asked to stop; the script ended with exit code 0"),
+        ("wait", "the script does not handle SIGTERM, and saved nothing for it"),
+        ("refuse", "had not ended 1 s after SIGTERM, and was killed"),
+    ],
+)
+def test_stop_is_a_sigterm(tmp_path: Path, own: RunDir, how: str, reason: str) -> None:
+    file = write_probe(tmp_path, how)
+    command = Command("train", str(file), "checkpoint.timeout=1s", cwd=tmp_path)
+    command.until(lambda: began(tmp_path))
+    pids = [script_pid(own, rank) for rank in range(2)]
+    stop = Command("stop", "own-1", cwd=tmp_path)
+    assert stop.end() == ExitCode.OK, stop.err
+    assert command.end() == ExitCode.REQUEUE
+    assert (tmp_path / "saved-1-0").exists() == (how == "obey")
+    outcome = read_record(own.attempt(1).outcome) or {}
+    assert outcome["state"] == "stopped"
+    assert reason in outcome["reason"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, own: RunDir) -> None:
+    command = Command("train", str(write_probe(tmp_path, "refuse")), cwd=tmp_path)
+    command.until(lambda: began(tmp_path))
+    agent = ProcessId.from_record(read_record(own.attempt(1).launch) or {})
+    assert agent is not None
+    scripts = [psutil.Process(script_pid(own, rank)) for rank in range(2)]
+    starters = [script.parent() for script in scripts]
+    os.kill(agent.pid, signal.SIGKILL)
+    assert command.end() == ExitCode.TRAINING
+    everybody = [*scripts, *(starter for starter in starters if starter is not None)]
+    assert len(everybody) == 4
+    assert psutil.wait_procs(everybody, timeout=DEADLINE_S)[1] == []
+
+
+@pytest.mark.parametrize("how", ["end", "fail"])
+def test_it_runs_under_torchrun(tmp_path: Path, own: RunDir, how: str) -> None:
+    """As in the job script of a queue: no agent of isles judges how it ends."""
+    file = write_probe(tmp_path, how)
+    loaded = load_run_file(file, [f"output_dir={tmp_path}/runs"])
+    begun = begin_run(resolve(loaded, num_gpus=0), loaded.text, "auto")
+    attempt = new_attempt(begun.run_dir)
+    tail = rank_command(loaded.config, str(begun.run_dir.path), attempt.number)
+    result = subprocess.run(
+        [*TORCHRUN, *tail],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    outcome = read_record(attempt.outcome) or {}
+    assert "hello from 1" in attempt.rank_log(1).read_text()
+    if how == "end":
+        assert result.returncode == 0
+        assert (outcome["state"], outcome["exit_code"]) == ("finished", 0)
+    else:
+        assert result.returncode != 0
+        assert (outcome["state"], outcome["exit_code"]) == ("failed", ExitCode.TRAINING)
+        assert outcome["error"]["rank"] == 1
+        assert outcome["reason"] == "probe.py failed: ValueError: the data is odd"
+
+
+def test_a_script_that_is_not_there(tmp_path: Path, own: RunDir) -> None:
+    file = write_probe(tmp_path, "end")
+    (tmp_path / "probe.py").rename(tmp_path / "prode.py")
+    command = Command("train", str(file), cwd=tmp_path)
+    assert command.end() == ExitCode.USER
+    assert (
+        f"run.yaml:2 training.script: there is no such script: {tmp_path}/probe.py" in command.err
+    )
+    assert "did you mean prode.py?" in command.err
+    assert not own.path.exists()

@@ -1,0 +1,146 @@
+"""Starts over ssh that cannot succeed: who and why, within seconds, and nothing left anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from isles.errors import ExitCode
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record
+from tests.lab.home import (
+    ISLES,
+    assert_nothing_left,
+    isles,
+    sh,
+    until,
+    write_run,
+)
+from tests.lab.hosts import Lab, hosts
+
+BOUND_S = 90.0
+"""Of these tests, for machines that do much else; docs/reliability.md has the seconds."""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with hosts(tmp_path_factory.mktemp("ssh"), 3) as lab:
+        sh(lab, "a2", "mkdir -p /root/torch-2.0/torch-2.0.1.dist-info /root/bad/torch")
+        metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.0.1\\n"
+        sh(lab, "a2", f"printf '{metadata}' > /root/torch-2.0/torch-2.0.1.dist-info/METADATA")
+        sh(lab, "a2", "echo 'raise ImportError(\"libcudart.so.13\")' > /root/bad/torch/__init__.py")
+        yield lab
+
+
+@contextmanager
+def undone(lab: Lab, host: str, do: str, undo: str) -> Iterator[None]:
+    sh(lab, host, do)
+    try:
+        yield
+    finally:
+        sh(lab, host, undo)
+
+
+def refused(lab: Lab, *overrides: str, code: int = ExitCode.PREFLIGHT, **run: Any) -> str:
+    """What a start says that is refused; nothing is begun and nothing left."""
+    write_run(lab, "fault", **run)
+    found, text, seconds = isles(lab, "train", "fault.yaml", *overrides)
+    assert found == code, text
+    assert "Traceback" not in text and "fix: " in text
+    assert seconds < BOUND_S
+    assert not (lab.shared / "runs" / "fault-1").exists()
+    assert_nothing_left(lab)
+    return text
+
+
+def test_two_hosts_out_of_reach_are_both_named(lab: Lab) -> None:
+    keys = "/root/.ssh/authorized_keys"
+    lab.link("a3", "cut")
+    try:
+        with undone(lab, "a2", f"mv {keys} {keys}.away", f"mv {keys}.away {keys}"):
+            text = refused(lab)
+    finally:
+        lab.link("a3", "restore")
+    assert "2 faults on 3 hosts:" in text
+    assert "host a2: the host refuses the key" in text and "ssh-copy-id a2" in text
+    assert "host a3: the host does not answer" in text and "ping a3" in text
+
+
+def test_hosts_that_do_not_fit_are_named(lab: Lab) -> None:
+    text = refused(lab, hosts=["a1", "nowhere"])
+    assert "host nowhere: no such host is known" in text
+    text = refused(lab, hosts=["a1", "a2", "root@10.77.1.2"])
+    assert "host root@10.77.1.2: a2 and root@10.77.1.2 are one machine, a2" in text
+    only_a2 = '[ "$(hostname)" != a2 ] || '
+    old = {"setup": [f"{only_a2}export PYTHONPATH=/root/torch-2.0"]}
+    text = refused(lab, environment=old)
+    assert "host a2: it has torch 2.0.1, and there is 2." in text and "on a1, a3" in text
+    text = refused(lab, environment={"python": "/usr/bin/python3"}, hosts=["a1", "a2"])
+    assert "host a2: isles is not installed for /usr/bin/python3" in text
+    text = refused(lab, workdir="/nowhere", hosts=["a1", "a2"])
+    assert "host a1: there is no folder /nowhere" in text
+
+
+def test_a_file_that_the_head_lacks_has_a_line_in_the_run_file(lab: Lab) -> None:
+    text = refused(lab, "data.sources.0.path=no.jsonl", code=ExitCode.USER, hosts=["a3", "a1"])
+    assert "data.sources.0.path (on host a3): there is no such file: /shared/no.jsonl" in text
+
+
+def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
+    full = "mkdir -p /root/runs; mount -t tmpfs -o size=8k tmpfs /root/runs; "
+    full += "head -c 8192 /dev/zero > /root/runs/fill || true"
+    with undone(lab, "a2", full, "umount /root/runs"):
+        write_run(lab, "full", output_dir="/root/runs")
+        code, text, seconds = isles(lab, "train", "full.yaml")
+    assert code != 0 and seconds < BOUND_S
+    assert "host a2: /root/runs" in text and "there is no space left" in text
+    outcome = read_record(RunDir(lab.root("a1") / "root/runs/full-1").attempt(1).outcome)
+    assert outcome is not None and outcome["state"] == "failed"
+    assert "no space left" in outcome["reason"]
+    assert_nothing_left(lab)
+
+
+def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None:
+    """Its torch is there, by its version, and cannot be imported."""
+    setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/bad'
+    write_run(lab, "words", environment={"setup": [setup]})
+    code, text, seconds = isles(lab, "train", "words.yaml")
+    assert code == ExitCode.PREFLIGHT and seconds < BOUND_S, text
+    assert "host a2: the agent ended with exit code 1 before its ranks had begun" in text
+    assert "libcudart.so.13" in text
+    outcome = read_record(RunDir(lab.shared / "runs/words-1").attempt(1).outcome) or {}
+    assert outcome["state"] == "failed" and outcome["error"]["where"] == "host a2"
+    assert_nothing_left(lab)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "killed", "cut off"])
+def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> None:
+    """The run directory says that it was not started."""
+    name = f"gone-{how.replace(' ', '-')}"
+    write_run(lab, name)
+    attempt = RunDir(lab.shared / "runs" / f"{name}-1").attempt(1)
+    script = f"cd /shared && echo $$ && exec {ISLES} train {name}.yaml"
+    command = lab.popen("ctl", ["bash", "-c", script])
+    assert command.stdout is not None
+    pid = int(command.stdout.readline())
+    try:
+        until(lambda: attempt.node_log(2).exists(), "the agents are started")
+        match how:
+            case "ctrl-c":
+                sh(lab, "ctl", f"kill -INT {pid}")
+                assert command.wait(timeout=BOUND_S) == ExitCode.INTERRUPTED
+            case "killed":
+                sh(lab, "ctl", f"kill -9 {pid}")
+            case _:
+                lab.link("ctl", "cut")
+        assert_nothing_left(lab, BOUND_S)
+        outcome = until(lambda: read_record(attempt.outcome), "an outcome")
+        assert outcome["state"] == "failed" and "it was not started" in outcome["reason"]
+    finally:
+        lab.link("ctl", "restore")
+        lab.run("ctl", ["kill", "-9", str(pid)])
+        command.kill()
+        command.wait()

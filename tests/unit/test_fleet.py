@@ -1,0 +1,332 @@
+"""The nodes of a run and their supervisor: real sockets; the ranks' part is played by the test."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.errors import ExitCode
+from isles.rundir.fleet import Fleet, FleetNode
+from isles.rundir.pace import LOST_AFTER_S, Silence
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record
+from isles.rundir.restarts import list_restarts
+from isles.rundir.stop_request import StopKind, request_stop
+from isles.rundir.wire import Wire
+from isles.train.conductor import Conductor
+from isles.train.contact import Contact, Head
+from isles.train.lobby import Identity, Lobby
+from isles.train.members import Terms
+from isles.train.presence import Presence
+from tests.runs import bare_run
+
+VERSIONS = {"isles": "1", "torch": "2"}
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Table:
+    """A supervisor without a process of its own, driven by the test."""
+
+    run_dir: RunDir
+    attempt: Attempt
+    fleet: Fleet
+    lobby: Lobby
+    conductor: Conductor
+    contacts: list[Contact]
+    late_s: float = 0.0
+
+    def look_until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Go on supervising until something is so."""
+        end = time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        while time.monotonic() < end:
+            self.conductor.look()
+            if found := condition():
+                return found
+            pause.wait(0.01)
+        raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}")
+
+    def join(self, node: int, other: dict[str, Any] | None = None) -> Contact:
+        """An agent that comes."""
+        head = Head("h0", "127.0.0.1", self.fleet.port)
+        hello = {**self.hello(node), **(other or {})}
+        contact = Contact(head, hello, start_timeout_s=DEADLINE_S, may_return=False)
+        contact.report({"restart": -1, "state": "idle"})
+        self.contacts.append(contact)
+        return contact
+
+    def hello(self, node: int) -> dict[str, Any]:
+        """What an agent says first."""
+        return {
+            "run": self.run_dir.name,
+            "attempt": self.attempt.number,
+            "digest": self.fleet.digest,
+            "node": node,
+            "process": ProcessId.of(os.getpid()).record(),
+            "versions": VERSIONS,
+        }
+
+    def begin(self, *nodes: int) -> list[Contact]:
+        """Agents that come, and are told to start their ranks, and do so."""
+        contacts = [self.join(node) for node in nodes]
+        self.runs(*contacts)
+        return contacts
+
+    def runs(self, *contacts: Contact) -> None:
+        """Their ranks are started as they were told."""
+        told = [contact.order for contact in contacts]
+        self.look_until(
+            lambda: all(c.order.get("phase") == "run" for c in contacts), f"all run: {told}"
+        )
+        for contact in contacts:
+            contact.report({"restart": contact.order["restart"], "state": "running"})
+
+    def ends(self, what: str) -> dict[str, Any]:
+        """The outcome, once there is one."""
+        self.look_until(lambda: self.conductor.is_over, what)
+        return read_record(self.attempt.outcome) or {}
+
+
+@contextmanager
+def table(
+    path: Path, num: int = 2, least: int | None = None, wait_s: float = 60.0
+) -> Iterator[Table]:
+    run_dir = bare_run(path / "runs" / "x-1")
+    attempt = run_dir.attempt(1)
+    attempt.path.mkdir(parents=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    fleet = Fleet(
+        launcher="manual",
+        nodes=tuple(FleetNode(n, f"h{n}", None, f"10.0.0.{n}", n + 1) for n in range(num)),
+        port=listener.getsockname()[1],
+        min_nodes=least or num,
+        device="cpu",
+        start_timeout_s=wait_s,
+        digest=hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
+    )
+    identity = Identity("x-1", 1, fleet.digest, VERSIONS)
+    lobby = Lobby(listener, fleet, identity, lambda: {"run": "x-1"})
+    terms = Terms(max_restarts=3, save_timeout_s=60.0, needs_head=True)
+    place = ("127.0.0.1", 1)
+    made = Table(run_dir, attempt, fleet, lobby, None, [])  # type: ignore[arg-type]  # just below
+    clock = lambda: time.monotonic() + made.late_s  # noqa: E731
+    made.conductor = Conductor(run_dir, attempt, fleet, terms, lobby, place, clock)
+    try:
+        yield made
+    finally:
+        for contact in made.contacts:
+            contact.leave()
+        lobby.close()
+
+
+def error(rank: int, at: float, what: str, *, is_communication: bool = False) -> dict[str, Any]:
+    code = ExitCode.COMMUNICATION if is_communication else ExitCode.TRAINING
+    return {
+        "rank": rank,
+        "host": f"h{rank}",
+        "at": at,
+        "what": what,
+        "where": "",
+        "fix": "",
+        "exit_code": int(code),
+        "is_communication": is_communication,
+    }
+
+
+def failed(restart: int, culprit: dict[str, Any] | None, *errors: dict[str, Any]) -> dict[str, Any]:
+    report = {"restart": restart, "state": "failed", "codes": {"0": 3}, "errors": list(errors)}
+    return {**report, "culprit": culprit, "tail": "the end" if culprit else ""}
+
+
+def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_path: Path) -> None:
+    with table(tmp_path, 3) as made:
+        late, middle, first = (made.join(node) for node in (2, 1, 0))
+        made.runs(late, middle, first)
+        assert [c.order["ranks"] for c in (first, middle, late)] == [[0, 1], [1, 2], [3, 3]]
+        assert {c.order["world_size"] for c in (first, middle, late)} == {6}
+        assert late.order["master"][0] == "10.0.0.0", "an address, never a name"
+        Presence(made.attempt, made.fleet, made.lobby).note(made.conductor.places())
+        nodes = (read_record(made.attempt.nodes) or {})["nodes"]
+        assert [(n["name"], n["state"], n["first_rank"]) for n in nodes] == [
+            ("h0", "there", 0),
+            ("h1", "there", 1),
+            ("h2", "there", 3),
+        ]
+
+
+def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
+    with table(tmp_path, 3, wait_s=20.0) as made:
+        there = made.join(1)
+        made.look_until(lambda: made.lobby.there() == [1], "one has come")
+        made.late_s = 6.0
+        made.look_until(lambda: there.order.get("waiting"), "who waits is told for whom")
+        line = there.order["waiting"]
+        missing = "waiting for node 0 (h0, 10.0.0.0), node 2 (h2, 10.0.0.2): 1 of 3 nodes are there"
+        assert line.startswith(missing)
+        status = read_record(made.run_dir.status) or {}
+        assert (status["phase"], status["detail"]) == ("waiting for nodes", line)
+        made.late_s = 21.0
+        outcome = made.ends("the wait has an end")
+        assert outcome["exit_code"] == ExitCode.COMMUNICATION
+        assert "node 2 (h2, 10.0.0.2) did not come within 20 s" in outcome["reason"]
+        made.look_until(lambda: there.order.get("phase") == "over", "who is there ends too")
+
+
+def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
+    with table(tmp_path, 3, least=2, wait_s=20.0) as made:
+        contacts = [made.join(0), made.join(2)]
+        made.look_until(lambda: made.lobby.there() == [0, 2], "two have come")
+        assert not contacts[0].order.get("ranks")
+        made.late_s = 21.0
+        made.runs(*contacts)
+        assert [c.order["ranks"] for c in contacts] == [[0, 1], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"digest": "0" * 64}, "another run file"),
+        ({"run": "y-7"}, "here meets x-1, start 1, and not y-7"),
+        ({"versions": {**VERSIONS, "torch": "3"}}, "node 1 (h1, 10.0.0.1) has torch 3, h0 has 2"),
+        ({"node": 5}, "there is no node 5"),
+        ({"node": 0}, "node 0 is there already"),
+    ],
+)
+def test_who_does_not_belong_is_refused_on_both_sides(
+    tmp_path: Path, other: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with table(tmp_path) as made:
+        first = made.join(0)
+        made.look_until(lambda: made.lobby.there() == [0], "one has come")
+        stranger = made.join(1, other)
+        made.look_until(lambda: stranger.state == "refused", "the other is refused")
+        assert words in str(stranger.fault) and "fix: " in str(stranger.fault)
+        assert words in capfd.readouterr().err
+        assert first.state == "there" and not made.conductor.is_over
+
+
+def test_another_program_on_the_port_is_found_out(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
+        threading.Thread(target=_talk, args=(other,), daemon=True).start()
+        head = Head("h0", "127.0.0.1", other.getsockname()[1])
+        contact = Contact(head, {}, start_timeout_s=DEADLINE_S, may_return=False)
+        made.look_until(lambda: contact.state == "refused", "it is found out")
+        assert "is not the supervisor of this run: not a message: b'SSH-2.0" in str(contact.fault)
+
+
+def _talk(other: socket.socket) -> None:
+    while True:
+        try:
+            other.accept()[0].sendall(b"SSH-2.0-other\r\n")
+        except OSError:
+            return
+
+
+def test_the_earliest_error_is_the_cause_whatever_the_clocks_say(tmp_path: Path) -> None:
+    with table(tmp_path, 3) as made:
+        first, last = made.join(0), made.join(2)
+        # The clock of node 1 is an hour ahead.
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+        wire.send({"hello": {**made.hello(1), "token": "t"}})
+        made.runs(first, last)
+        now = time.time()
+        first.report(failed(0, None, error(0, now, "lost", is_communication=True)))
+        last.report(failed(0, error(3, now, "second")))
+        cause = error(1, now + 3600.0 - 5.0, "first")
+        wire.send({"report": failed(0, cause, cause), "clock": now + 3600.0})
+        made.look_until(lambda: list_restarts(made.attempt), "it is judged")
+        (restart,) = list_restarts(made.attempt)
+        assert restart.culprit is not None and restart.culprit["what"] == "first"
+        assert "rank 1 on h1 failed: first" in restart.text
+        kept = read_record(made.attempt.rank_error(1)) or {}
+        assert abs(kept["at"] - (now - 5.0)) < 3.0, "on record by the head's clock"
+        assert "the end of this log on h1" in made.attempt.rank_log(1).read_text()
+        wire.close()
+
+
+def test_after_a_loss_all_end_their_ranks_before_any_begins_again(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        first, second = made.begin(0, 1)
+        second.report(failed(0, error(1, time.time(), "boom")))
+        made.look_until(lambda: first.order["phase"] == "halt", "all are told to end")
+        second.report({"restart": 0, "state": "idle"})
+        made.look_until(lambda: made.lobby.seats()[1].report["state"] == "idle", "one has")
+        for _ in range(20):
+            made.conductor.look()
+        assert second.order["phase"] == "halt", "the first has not ended its ranks yet"
+        first.report({"restart": 0, "state": "idle"})
+        made.runs(first, second)
+        assert first.order["restart"] == 1
+
+
+def test_an_agent_that_dies_is_missed_within_seconds(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        first = made.join(0)
+        # A process of its own, which has nothing but its socket, and loses it.
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+        wire.send({"hello": {**made.hello(1), "token": "t"}})
+        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        made.runs(first)
+        began = time.monotonic()
+        wire.close()
+        outcome = made.ends("the loss ends a run of a fixed number of nodes")
+        assert "node 1 (h1, 10.0.0.1) is lost: its agent has ended without a word" in str(
+            outcome["error"]["what"]
+        )
+        assert outcome["exit_code"] == ExitCode.COMMUNICATION
+        assert time.monotonic() - began < LOST_AFTER_S
+
+
+@pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
+def test_a_wish_to_stop_is_heard_while_nobody_is_there(
+    tmp_path: Path, kind: StopKind, code: int
+) -> None:
+    with table(tmp_path) as made:
+        only = made.join(0)
+        made.look_until(lambda: made.lobby.there() == [0], "one has come")
+        request_stop(made.attempt, kind)
+        outcome = made.ends("it is stopped")
+        assert (outcome["state"], outcome["exit_code"]) == ("stopped", code)
+        made.look_until(lambda: only.order.get("phase") == "over", "who is there ends")
+        assert only.order["exit_code"] == code
+
+
+def test_a_wish_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        first, second = made.begin(0, 1)
+        second.report({"restart": 0, "state": "running", "wish": 2})
+        made.look_until(lambda: first.order.get("signal") == 2, "the other hears of it")
+        request_stop(made.attempt, "now")
+        made.look_until(lambda: first.order["phase"] == "over" and first.order["now"], "at once")
+
+
+def test_files_are_given_for_the_right_digest_only(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        for digest, key in ((made.fleet.digest[:16], "files"), ("f" * 16, "refused")):
+            wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+            wire.send({"fetch": digest})
+            assert key in (wire.receive(DEADLINE_S) or {})
+            wire.close()
+
+
+def test_a_process_that_was_frozen_does_not_take_the_others_for_lost() -> None:
+    silence = Silence(0.0)
+    assert silence.look(1.0) == 1.0
+    assert silence.look(3601.0) < LOST_AFTER_S, "an hour of its own sleep"
+    for second in range(30):
+        silence.look(3602.0 + second)
+    assert silence.seconds > LOST_AFTER_S
+    silence.heard()
+    assert silence.look(3632.0) < 2.0

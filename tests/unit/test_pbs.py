@@ -1,0 +1,259 @@
+"""The launcher pbs without a PBS: its script word for word, and what its commands' answers mean."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from isles import __version__
+from isles.config.launcher import PbsLauncherConfig
+from isles.config.load import load_run_file
+from isles.errors import ConfigError, PreflightError
+from isles.launch.pbs_queue import Dialect, Pbs, PbsJob, read_attributes
+from isles.launch.pbs_reasons import ended_reason, pending_reason
+from isles.launch.pbs_script import Alone, InRunDir, pbs_script
+from isles.rundir.paths import RunDir
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+RUN = """\
+name: llama-1b
+model: {name_or_path: llama-2m, init: scratch}
+data: {sources: [{type: fake}], seq_length: 32}
+training: {max_steps: 20, global_batch_size: 32}
+clusters:
+  - launcher:
+      kind: pbs
+      queue: gpu
+      account: physics
+      time: 24h
+      save_before: 10m
+      memory_per_node: 200gb
+      cpus_per_node: 32
+      extra: [-m ae]
+    nodes: 2
+    gpus_per_node: 4
+    workdir: /home/me/train
+    environment: {venv: /home/me/venv, modules: [cuda/12.8], variables: {HF_HOME: /scratch/hf}}
+    network: {profile: infiniband}
+"""
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compare with a file of tests/golden; ISLES_WRITE_GOLDEN=1 writes it anew, to be reviewed."""
+    path = GOLDEN / name
+    text = text.replace(f"isles {__version__}", "isles VERSION")
+    if os.environ.get("ISLES_WRITE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def script(tmp_path: Path, dialect: Dialect, *overrides: str, alone: bool = False) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    config = load_run_file(path, overrides).config
+    launcher = config.clusters[0].launcher
+    assert isinstance(launcher, PbsLauncherConfig)
+    place = InRunDir("/home/me/train/runs/llama-1b-1", 1)
+    per_node = config.clusters[0].gpus_per_node
+    assert isinstance(per_node, int)
+    return pbs_script(
+        config,
+        launcher,
+        dialect,
+        Alone(["-m", "isles.train", "run.yaml"], "/home/me/train/job.sh") if alone else place,
+        workdir="/home/me/train",
+        num_ranks=per_node,
+        device="cpu" if config.clusters[0].device == "cpu" else "cuda",
+    )
+
+
+def test_the_openpbs_script(tmp_path: Path) -> None:
+    check_golden("pbs-openpbs.sh", script(tmp_path, "openpbs"))
+
+
+def test_the_torque_script(tmp_path: Path) -> None:
+    check_golden("pbs-torque.sh", script(tmp_path, "torque"))
+
+
+def test_the_script_of_one_node(tmp_path: Path) -> None:
+    small = ("clusters.0.nodes=1", "clusters.0.launcher.time=null", "clusters.0.device=cpu")
+    text = script(tmp_path, "openpbs", *small, "clusters.0.launcher.requeue=false")
+    check_golden("pbs-one-node.sh", text)
+
+
+def test_the_script_that_needs_no_run_directory(tmp_path: Path) -> None:
+    check_golden("pbs-alone.sh", script(tmp_path, "openpbs", alone=True))
+
+
+@pytest.mark.parametrize("name", ["openpbs", "torque", "one-node", "alone"])
+def test_bash_reads_the_scripts(name: str) -> None:
+    subprocess.run(["bash", "-n", GOLDEN / f"pbs-{name}.sh"], check=True)
+
+
+def requests(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("#PBS -l")]
+
+
+def test_a_request_of_the_users_own_replaces_ours(tmp_path: Path) -> None:
+    own = "clusters.0.launcher.resources=select=2:ncpus=8:model=bro:mpiprocs=1"
+    assert requests(script(tmp_path, "openpbs", own)) == [
+        "#PBS -l select=2:ncpus=8:model=bro:mpiprocs=1",
+        "#PBS -l walltime=24:00:00",
+    ]
+
+
+def test_torques_memory_is_that_of_the_whole_job(tmp_path: Path) -> None:
+    assert "#PBS -l mem=400gb" in requests(script(tmp_path, "torque"))
+    with pytest.raises(ConfigError, match="memory_per_node much is no size"):
+        script(tmp_path, "torque", "clusters.0.launcher.memory_per_node=much")
+
+
+def test_no_gpus_are_asked_for_on_cpus(tmp_path: Path) -> None:
+    text = script(tmp_path, "openpbs", "clusters.0.device=cpu")
+    assert "ngpus" not in text
+    assert "NCCL" not in text
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("said", "dialect"),
+    [
+        ("echo 'pbs_version = 23.06.06'", "openpbs"),
+        ("echo 'pbs_version = PBSPro_13.1.0.160576'", "openpbs"),
+        ("echo 'Version: 6.1.2' >&2; echo 'Commit: 6611' >&2", "torque"),
+    ],
+)
+def test_which_pbs_it_is_is_asked(tmp_path: Path, said: str, dialect: str) -> None:
+    program(tmp_path / "bin", "qstat", said)
+    assert Pbs(str(tmp_path / "bin")).dialect() == dialect
+
+
+@pytest.mark.parametrize("said", ["echo 'Unknown option: version' >&2; exit 2", "echo GE 8.1.9"])
+def test_the_qstat_of_another_queue_is_no_pbs(tmp_path: Path, said: str) -> None:
+    program(tmp_path / "bin", "qstat", said)
+    with pytest.raises(PreflightError, match="this is no PBS"):
+        Pbs(str(tmp_path / "bin")).dialect()
+
+
+def test_no_qstat_names_the_folder_that_was_looked_in(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError) as caught:
+        Pbs(str(tmp_path)).dialect()
+    assert f"{tmp_path}/qstat" in caught.value.where
+    assert "bin_path" in caught.value.fix
+
+
+ANSWER = """\
+cat <<END
+Job Id: 7.srv
+    Job_Name = tiny
+    job_state = {state}
+    comment = {comment}
+\t{rest}
+    exec_host = a1/0*4+a2/0*4
+    Resource_List.walltime = 01:00:00
+    resources_used.walltime = 00:10:00
+    {more}
+END
+"""
+
+
+def job(tmp_path: Path, answer: str, dialect: Dialect = "openpbs") -> PbsJob:
+    program(tmp_path / "bin", "qstat", answer)
+    run_dir = RunDir(tmp_path / "run")
+    attempt = run_dir.attempt(1)
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    return PbsJob(run_dir, attempt, "7.srv", dialect, Pbs(str(tmp_path / "bin")))
+
+
+def test_a_waiting_job_says_why(tmp_path: Path) -> None:
+    text = ANSWER.format(state="Q", comment="Can Never ", rest="Run: Insufficient amount", more="")
+    report = job(tmp_path, text).state()
+    assert report.state == "pending"
+    assert "it can never run" in report.reason
+    assert "Can Never Run: Insufficient amount" in report.reason
+    assert "pbsnodes" in report.fix
+
+
+def test_a_running_job_says_where_and_how_long(tmp_path: Path) -> None:
+    report = job(tmp_path, ANSWER.format(state="R", comment="Job run", rest="", more="")).state()
+    assert (report.state, report.nodes) == ("running", "a1+a2")
+    assert "time limit is in 50m" in report.reason
+
+
+def test_a_job_over_its_time_names_the_key_to_change(tmp_path: Path) -> None:
+    answer = ANSWER.format(state="F", comment="over", rest="", more="Exit_status = -29")
+    pbs_job = job(tmp_path, answer)
+    report = pbs_job.state()
+    assert report.state == "ended"
+    # It had been asked to save, and was too slow.
+    pbs_job.attempt.stop_request.write_text('{"kind": "save", "requeue": true}')
+    outcome = pbs_job.ended(report)
+    assert outcome["state"] == "failed"
+    assert "limit of time" in outcome["error"]["what"]
+    assert "launcher.time" in outcome["error"]["fix"]
+
+
+def test_torque_shows_ended_jobs_without_x(tmp_path: Path) -> None:
+    answer = 'case "$*" in *-x*) exit 1;; esac\n' + ANSWER.format(
+        state="C", comment="", rest="", more="exit_status = 271"
+    )
+    report = job(tmp_path, answer, "torque").state()
+    assert (report.state, report.reason) == ("ended", "it was deleted (qdel)")
+
+
+def test_the_job_that_goes_on_in_place_of_the_first_is_asked_for(tmp_path: Path) -> None:
+    pbs_job = job(tmp_path, 'test "$3" = 9.srv && echo "    job_state = R"')
+    (pbs_job.attempt.path / "job-id").write_text("9.srv\n")
+    launch = {"job_id": "7.srv", "bin_path": str(tmp_path / "bin")}
+    assert PbsJob.of(pbs_job.run_dir, pbs_job.attempt, launch).state().state == "running"
+
+
+@pytest.mark.parametrize(
+    ("letter", "comment", "words"),
+    [
+        (
+            "Q",
+            "Not Running: Insufficient amount of resource: ngpus",
+            "nodes of this kind are taken",
+        ),
+        ("Q", "Not Running: Queue not started", "stopped by the administrator"),
+        ("Q", "Not Running: User has reached queue gpu running job limit.", "limit of the user"),
+        ("Q", "Not Running: Would conflict with reservation or top job", "reservation"),
+        ("H", "", "it is held"),
+        ("W", "", "start time"),
+        ("Q", "", "has not said why"),
+        ("Q", "Something new", "it waits: Something new"),
+    ],
+)
+def test_reasons_in_words(letter: str, comment: str, words: str) -> None:
+    assert words in pending_reason(letter, {"comment": comment}, "7")[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("0", "its script ended"),
+        ("85", "exit status 85"),
+        ("265", "killed by signal 9"),
+        ("137", "killed by signal 9"),
+        ("-27", "limit of memory"),
+        ("", "deleted before it ran"),
+    ],
+)
+def test_ends_in_words(status: str, words: str) -> None:
+    assert words in ended_reason(status, {})[0]
+
+
+def test_a_long_attribute_goes_on_after_a_tab() -> None:
+    text = "Job Id: 1\n    comment = one \n\ttwo\n    queue = q = r\n"
+    assert read_attributes(text) == {"comment": "one two", "queue": "q = r"}

@@ -1,0 +1,226 @@
+"""`isles render`: scripts word for word, and JSON files that mean what the run file says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.deepspeed_settings import deepspeed_settings
+from isles.config.files import deepspeed_faults
+from isles.config.load import load_run_file
+from isles.config.strategy import DeepSpeedStrategyConfig
+from isles.errors import ConfigError, ConfigErrors
+from isles.launch.render import Kind, Rendered, render
+from tests.unit.test_pbs import check_golden
+
+RUN = """\
+name: tiny
+model: {name_or_path: llama-2m, init: scratch}
+data: {sources: [{type: fake}], seq_length: 32}
+training: {max_steps: 20, global_batch_size: 16, micro_batch_size: 2, warmup_steps: 4}
+"""
+
+HOME = """\
+clusters:
+  - launcher: {kind: ssh, hosts: [me@192.168.1.100, {ssh: me@laptop, gpus: 1}]}
+    gpus_per_node: 3
+    workdir: /home/me/train
+    environment: {venv: venv}
+"""
+
+
+def rendered(tmp_path: Path, to: Kind, *overrides: str, more: str = "") -> Rendered:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + more)
+    return render(load_run_file(path, overrides), to, overrides=overrides)
+
+
+def bash_reads(tmp_path: Path, text: str) -> None:
+    (tmp_path / "script.sh").write_text(text)
+    subprocess.run(["bash", "-n", tmp_path / "script.sh"], check=True)
+
+
+def test_torchrun_on_hosts_of_different_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + HOME)
+    loaded = load_run_file(path, ())
+    text = render(loaded, "torchrun", overrides=("training.max_steps=9",)).text
+    check_golden("torchrun-hosts.sh", text.replace(str(tmp_path), "."))
+    bash_reads(tmp_path, text)
+
+
+def test_torchrun_on_one_node(tmp_path: Path) -> None:
+    here = ("clusters.0.gpus_per_node=2", "clusters.0.device=cpu")
+    text = rendered(tmp_path, "torchrun", *here).text
+    assert "--nnodes=1 --nproc_per_node=2 --node_rank=0" in text
+    assert f"-m isles.train {tmp_path}/run.yaml {' '.join(here)}" in text
+    assert "case" not in text
+    bash_reads(tmp_path, text)
+
+
+def test_torchrun_of_unknown_nodes_asks_for_the_address(tmp_path: Path) -> None:
+    text = rendered(tmp_path, "torchrun", "clusters.0.nodes=2", "clusters.0.gpus_per_node=8").text
+    (tmp_path / "script.sh").write_text(text)
+    done = subprocess.run(
+        ["bash", tmp_path / "script.sh", "0"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "MASTER_ADDR: set it to the address" in done.stderr
+
+
+def test_a_script_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "my train.py").write_text("")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: own\ntraining: {script: my train.py, script_args: [--epochs, '3']}\n"
+        "clusters:\n  - {gpus_per_node: 2, device: cpu}\n"
+    )
+    text = render(load_run_file(path), "torchrun").text
+    assert text.endswith("  'my train.py' --epochs 3\n")
+    assert "isles.train" not in text
+
+
+def test_job_scripts_of_a_run_file_without_a_queue(tmp_path: Path) -> None:
+    gpus = ("clusters.0.nodes=2", "clusters.0.gpus_per_node=8", "clusters.0.device=cuda")
+    sbatch = rendered(tmp_path, "sbatch", *gpus).text
+    assert "#SBATCH --nodes=2\n" in sbatch
+    assert "#SBATCH --gres=gpu:8\n" in sbatch
+    assert "the run file's launcher is local" in sbatch
+    pbs = rendered(tmp_path, "pbs", *gpus).text
+    assert "#PBS -l select=2:ncpus=8:ngpus=8:mpiprocs=1\n" in pbs
+    assert "the run file's launcher is local" in pbs
+    for text in (sbatch, pbs):
+        bash_reads(tmp_path, text)
+        assert "isles.train.conclude" not in text  # nothing of isles but its trainer
+
+
+def test_what_the_one_queue_says_is_taken_over_for_the_other(tmp_path: Path) -> None:
+    more = (
+        "clusters:\n  - launcher: {kind: slurm, partition: gpu, account: physics, time: 2h}\n"
+        "    gpus_per_node: 4\n"
+    )
+    text = rendered(tmp_path, "pbs", more=more).text
+    assert "#PBS -A physics\n" in text
+    assert "#PBS -l walltime=02:00:00\n" in text
+    assert "the run file's launcher is slurm" in text
+
+
+def test_a_queue_gives_equal_nodes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3, 1 ranks") as caught:
+        rendered(tmp_path, "pbs", more=HOME)
+    assert "run.yaml:6 clusters.0.launcher.hosts" in caught.value.where
+
+
+DEEPSPEED = [
+    "{kind: deepspeed}",
+    "{kind: deepspeed, zero_stage: 1, overlap_comm: false, allgather_bucket_size: 1001}",
+    "{kind: deepspeed, zero_stage: 3, offload_param: cpu, offload_optimizer: cpu}",
+    "{kind: deepspeed, zero_stage: 3, offload_param: nvme, nvme_path: /fast}",
+]
+TRAINING = [
+    ("training.precision=fp16-mixed", "training.lr_scheduler_type=linear"),
+    ("training.precision=32-true", "training.max_grad_norm=null"),
+    ("training.optimizer=sgd", "training.lr_scheduler_type=constant"),
+    ("training.lr_scheduler_type=wsd", "training.micro_batch_size=auto"),
+    ("training.lr_scheduler_type=linear", "training.min_lr_ratio=0.1"),
+    ("training.max_steps=null", "training.num_train_epochs=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "training"),
+    [*((strategy, ()) for strategy in DEEPSPEED), *((DEEPSPEED[0], one) for one in TRAINING)],
+    ids=str,
+)
+def test_a_run_with_the_rendered_file_is_the_same_run(
+    tmp_path: Path, strategy: str, training: tuple[str, ...]
+) -> None:
+    overrides = (f"strategy={strategy}", "clusters.0.gpus_per_node=2", *training)
+    found = rendered(tmp_path, "deepspeed-json", *overrides, "clusters.0.device=cpu")
+    (tmp_path / "ds.json").write_text(found.text)
+    path = tmp_path / "run.yaml"
+    plain = load_run_file(path, overrides).config
+    for given in (strategy[:-1] + ", config_file: FILE}", "{kind: deepspeed, config_file: FILE}"):
+        text = given.replace("FILE", str(tmp_path / "ds.json"))
+        loaded = load_run_file(path, (f"strategy={text}", *overrides[1:]))
+        assert deepspeed_faults(loaded) == []
+        assert isinstance(plain.strategy, DeepSpeedStrategyConfig)
+        assert isinstance(loaded.config.strategy, DeepSpeedStrategyConfig)
+        assert deepspeed_settings(loaded.config, loaded.config.strategy) == deepspeed_settings(
+            plain, plain.strategy
+        )
+
+
+def test_the_json_of_deepspeed_counts_with_all_ranks(tmp_path: Path) -> None:
+    two = ("clusters.0.gpus_per_node=2", "clusters.0.nodes=2", "clusters.0.device=cpu")
+    data = json.loads(rendered(tmp_path, "deepspeed-json", "strategy={kind: deepspeed}", *two).text)
+    # 16 rows = 2 in a micro-batch x 2 accumulated x 4 ranks
+    assert data["train_batch_size"] == 16
+    assert data["train_micro_batch_size_per_gpu"] == 2
+    assert data["gradient_accumulation_steps"] == 2
+
+
+FSDP: list[tuple[str, dict[str, Any]]] = [
+    ("{kind: fsdp}", {"reshard_after_forward": True, "cpu_offload": False}),
+    ("{kind: fsdp, sharding_strategy: SHARD_GRAD_OP}", {"reshard_after_forward": False}),
+    ("{kind: fsdp, cpu_offload: true}", {"cpu_offload": True}),
+    (
+        "{kind: fsdp, transformer_layer_cls_to_wrap: [LlamaDecoderLayer]}",
+        {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), FSDP)
+def test_the_trainer_takes_the_fsdp_json(
+    tmp_path: Path, strategy: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import TrainingArguments
+
+    data = json.loads(rendered(tmp_path, "fsdp-json", f"strategy={strategy}").text)
+    assert expected.items() <= data.items()
+    (tmp_path / "fsdp.json").write_text(json.dumps(data))
+    # The Trainer leaves its wishes to Accelerate there.
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"), use_cpu=True
+    )
+    plugin = arguments.fsdp_plugin_args
+    assert plugin["fsdp_version"] == 2
+    assert plugin["reshard_after_forward"] is data["reshard_after_forward"]
+    assert plugin.get("cpu_offload", False) is data["cpu_offload"]
+    if "transformer_layer_cls_to_wrap" in data:
+        assert plugin["transformer_cls_names_to_wrap"] == "LlamaDecoderLayer"
+
+
+@pytest.mark.parametrize(
+    ("to", "strategy", "words"),
+    [
+        ("deepspeed-json", "{kind: fsdp}", "the strategy is fsdp"),
+        ("deepspeed-json", "{kind: auto}", "the strategy is auto"),
+        ("fsdp-json", "{kind: ddp}", "the strategy is ddp"),
+        ("fsdp-json", "{kind: fsdp, tp_size: 2}", "tp_size 2 has no place"),
+        ("fsdp-json", "{kind: fsdp, sharding_strategy: HYBRID_SHARD}", "has no word"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(
+    tmp_path: Path, to: Kind, strategy: str, words: str
+) -> None:
+    overrides = (f"strategy={strategy}", "clusters.0.gpus_per_node=2", "clusters.0.device=cpu")
+    with pytest.raises(ConfigError, match=words) as caught:
+        rendered(tmp_path, to, *overrides)
+    assert caught.value.where.startswith("command line strategy")
+    assert caught.value.fix
+
+
+def test_rows_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors, match="global_batch_size 16"):
+        rendered(tmp_path, "torchrun", "clusters.0.gpus_per_node=32", "clusters.0.device=cuda")

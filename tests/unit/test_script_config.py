@@ -1,0 +1,117 @@
+"""The run file of a user's own script: small, and nothing in it that the script never sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isles.config.files import data_faults
+from isles.config.load import Loaded, load_run_file
+from isles.config.resolve import dump_resolved, load_resolved, resolve
+from isles.config.resume import changed_mathematics
+from isles.config.show import show
+from isles.errors import ConfigErrors
+from isles.launch.rank_command import rank_command, script_command
+
+SMALL = """\
+name: own
+training:
+  script: train_phase2.py
+  script_args: [--epochs, 20, --lr, 1e-4, --name, "007"]
+clusters:
+  - gpus_per_node: 2
+"""
+
+
+def load(tmp_path: Path, text: str = SMALL, *overrides: str) -> Loaded:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return load_run_file(file, overrides)
+
+
+def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigErrors) as raised:
+        load(tmp_path, text, *overrides)
+    return [f"{f.where} | {f.what}".replace(f"{tmp_path}/", "") for f in raised.value.faults]
+
+
+def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
+    resolved = resolve(load(tmp_path), num_gpus=0)
+    assert resolved.world_size == 2
+    assert resolved.derived == {"device": "cpu", "world_size": 2}
+    text = dump_resolved(resolved)
+    assert "llama" not in text
+    assert load_resolved(text) == resolved
+    shown = show(resolved)
+    for word in ("model", "data:", "strategy", "learning_rate", "checkpoint", "watchdog"):
+        assert word not in shown
+    # What is shown is a run file that means the same.
+    again = resolve(load(tmp_path, show(resolved, origins=False)), num_gpus=0)
+    assert again.config == resolved.config
+
+
+def test_what_torchrun_is_given(tmp_path: Path) -> None:
+    config = load(tmp_path).config
+    tail = ["-m", "isles.train.script", "/runs/own-1", "--attempt", "3"]
+    assert rank_command(config, "/runs/own-1", 3, resume_from="/x") == tail
+    command = ["train_phase2.py", "--epochs", "20", "--lr", "0.0001", "--name", "007"]
+    assert script_command(config) == command
+
+
+def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
+    text = SMALL.replace("training:", "training:\n  max_steps: 5") + (
+        "model: {name_or_path: gpt2}\ndata: {sources: [{type: fake}]}\nseed: 1\n"
+        "checkpoint: {keep: 2, timeout: 90s}\nwatchdog: {action: stop}\n"
+    )
+    found = faults(tmp_path, text, "balance=even")
+    keys = [line.partition(" | ")[0] for line in found]
+    assert keys == [
+        "run.yaml:3 training.max_steps",
+        "run.yaml:8 model",
+        "run.yaml:9 data",
+        "run.yaml:10 seed",
+        "run.yaml:11 checkpoint.keep",
+        "run.yaml:12 watchdog",
+        "command line balance=even",
+    ]
+    assert "means nothing beside training.script: train_phase2.py is started as it is" in found[0]
+
+
+def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
+    found = faults(tmp_path, "training: {max_steps: 5}\n")
+    assert [line.partition(" | ")[2] for line in found] == [
+        "the section model is missing",
+        "the section data is missing",
+    ]
+    text = "model: {name_or_path: llama-2m, init: scratch}\ndata: {sources: [{type: fake}]}\n"
+    found = faults(tmp_path, f"{text}training: {{max_steps: 5, script_args: [x]}}\n")
+    assert "script_args are the arguments of a script, and there is none" in found[0]
+
+
+def test_its_time_to_save_survives(tmp_path: Path) -> None:
+    resolved = resolve(load(tmp_path, SMALL, "checkpoint.timeout=90s"), num_gpus=0)
+    config = load_resolved(dump_resolved(resolved)).config
+    assert config.checkpoint.timeout == 90.0
+    assert "timeout" in config.checkpoint.model_fields_set
+
+
+def test_other_arguments_are_another_run(tmp_path: Path) -> None:
+    before = load(tmp_path).config
+    after = load(tmp_path, SMALL, "training.script_args=[--epochs, 3]").config
+    assert [change.key for change in changed_mathematics(before, after)] == ["training.script_args"]
+    assert (
+        changed_mathematics(before, load(tmp_path, SMALL, "clusters.0.max_restarts=0").config) == []
+    )
+
+
+def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_phase1.py").touch()
+    loaded = load(tmp_path)
+    (fault,) = data_faults(loaded)
+    assert fault.what == f"there is no such script: {tmp_path}/train_phase2.py"
+    assert "run.yaml:3 training.script" in fault.where
+    assert fault.fix == "did you mean train_phase1.py?"
+    (tmp_path / "train_phase2.py").mkdir()
+    assert "is a folder" in data_faults(loaded)[0].what

@@ -1,0 +1,62 @@
+"""`isles.report`: what a script of the user's own may tell of its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import isles
+from isles.monitor.follow import row_text
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+from isles.rundir.report import script_of
+from isles.rundir.restarts import read_last_step
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("ISLES_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("ISLES_ATTEMPT", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("RANK", "0")
+    run_dir = RunDir(tmp_path)
+    run_dir.attempt(2).path.mkdir(parents=True)
+    return run_dir
+
+
+def test_rank_0_tells_its_steps(run_dir: RunDir) -> None:
+    isles.report(1, total_steps=3, loss=torch.tensor(2.5))
+    isles.report(3, total_steps=3, loss=float("nan"), tokens_per_second=10.0)
+    rows = read_rows(run_dir.metrics)
+    assert [(row["kind"], row["step"], row["loss"]) for row in rows] == [
+        ("train", 1, 2.5),
+        ("train", 3, None),
+    ]
+    status = read_record(run_dir.status) or {}
+    assert (status["step"], status["total_steps"], status["loss"]) == (3, 3, None)
+    assert status["tokens_per_second"] == 10.0
+    assert read_last_step(run_dir.attempt(2), 1) == 3
+    assert script_of(run_dir) is None  # that it is a script its starter says
+
+
+def test_a_step_may_be_told_without_a_loss(run_dir: RunDir) -> None:
+    isles.report(1)
+    assert row_text(read_rows(run_dir.metrics)[0], {}) == "step 1  loss -"
+
+
+def test_other_ranks_and_other_starters_tell_nothing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    isles.report(1, loss=1.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("ISLES_RUN_DIR")
+    isles.report(1, loss=1.0)
+    assert not run_dir.metrics.exists()
+
+
+def test_a_full_disk_does_not_end_the_script(run_dir: RunDir) -> None:
+    run_dir.metrics.symlink_to("/dev/full")
+    isles.report(1, loss=1.0)

@@ -1,0 +1,168 @@
+"""Commands over ssh, by a small program named ssh; and conversations with a node."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isles.errors import PreflightError, UserError
+from isles.launch.channel import Channel
+from isles.launch.shell import Shell, on_all
+
+DEADLINE_S = 60.0
+
+FakeSsh = Callable[[str], None]
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
+    """Puts a program ssh first on PATH; `$last` is the command that is to run on the host."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def write(body: str) -> None:
+        program = folder / "ssh"
+        lines = ["#!/bin/bash", f'echo "$*" >> {tmp_path}/calls', 'last="${@: -1}"', body]
+        program.write_text("\n".join(lines) + "\n")
+        program.chmod(0o755)
+
+    return write
+
+
+RUN_HERE = '[ "$1" = -G ] && { echo "controlmaster false"; exit 0; }; exec sh -c "$last"'
+
+
+def says(text: str) -> str:
+    return f'[ "$1" = -G ] && exit 0; echo "{text}" >&2; exit 255'
+
+
+def test_a_command_arrives_word_for_word(fake_ssh: FakeSsh) -> None:
+    fake_ssh(RUN_HERE)
+    words = ["two  words", "it's", "$HOME", "a\nb", '"', "*", "\\"]
+    script = "import sys; print(sys.argv[1:])"
+    done = Shell("me@host").run([sys.executable, "-c", script, *words])
+    assert done.stdout.strip() == str(words)
+
+
+def test_stdin_and_the_exit_status_travel(fake_ssh: FakeSsh) -> None:
+    fake_ssh(RUN_HERE)
+    done = Shell("me@host").run(["bash", "-c", "cat; echo no >&2; exit 3"], stdin="text")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "text", "no\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "fix"),
+    [
+        ("me@host: Permission denied (publickey).", "refuses the key", "ssh-copy-id me@host"),
+        ("Could not resolve hostname host: Name or service", "no such host", "~/.ssh/config"),
+        ("connect to host host port 22: Connection refused", "no ssh server", "openssh-server"),
+        ("connect to host host port 22: Connection timed out", "does not answer", "ping host"),
+        ("connect to host host port 22: No route to host", "does not answer", "ping host"),
+        ("Host key verification failed.", "key is not known", "by hand, and compare"),
+        ("kex_exchange_identification: read: reset", "cannot connect", "by hand: ssh me@host"),
+    ],
+)
+def test_what_ssh_says_becomes_what_to_type(
+    fake_ssh: FakeSsh, said: str, what: str, fix: str
+) -> None:
+    fake_ssh(says(said))
+    with pytest.raises(PreflightError) as error:
+        Shell("me@host").run(["true"])
+    assert what in error.value.what and said in error.value.what
+    assert fix in error.value.fix
+    assert error.value.where == "host me@host"
+
+
+def test_a_changed_host_key_is_not_just_an_unknown_one(fake_ssh: FakeSsh) -> None:
+    fake_ssh(says("WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed"))
+    with pytest.raises(PreflightError) as error:
+        Shell("me@host").run(["true"])
+    assert "another key than it had" in error.value.what
+    assert "ssh-keygen -R host" in error.value.fix
+
+
+def test_a_host_that_goes_silent_is_named(fake_ssh: FakeSsh) -> None:
+    fake_ssh('[ "$1" = -G ] && exit 0; exec sleep 60')
+    with pytest.raises(PreflightError, match=r"no answer within 0 s to: uptime") as error:
+        Shell("me@host").run(["uptime"], timeout_s=0.2)
+    assert error.value.where == "host me@host"
+
+
+def test_connections_are_shared_unless_the_user_does_so(fake_ssh: FakeSsh) -> None:
+    fake_ssh(RUN_HERE)
+    mine = Shell("me@host").ssh_options()
+    assert "ControlMaster=auto" in mine and "BatchMode=yes" in mine
+    (path,) = [word.partition("=")[2] for word in mine if word.startswith("ControlPath")]
+    assert len(path) < 60, "with ssh's own additions a socket's path has 108 characters at most"
+    assert Path(path).parent.stat().st_mode & 0o077 == 0
+    fake_ssh('echo "controlmaster auto"')
+    assert not any("Control" in word for word in Shell("me@host").ssh_options())
+
+
+def test_without_ssh_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PreflightError, match="no program ssh") as error:
+        Shell("host").run(["true"])
+    assert "apt install openssh-client" in error.value.fix
+
+
+def test_all_places_are_tried_and_all_faults_kept() -> None:
+    def work(number: int) -> int:
+        if number % 2:
+            raise UserError(f"odd: {number}")
+        return number
+
+    results, faults = on_all([0, 1, 2, 3], work)
+    assert results == [0, None, 2, None]
+    assert [(place, fault.what) for place, fault in faults] == [(1, "odd: 1"), (3, "odd: 3")]
+
+
+def test_a_node_answers_and_ends_with_its_connection() -> None:
+    with Channel(Shell(), python=sys.executable) as channel:
+        facts = channel.call("facts", timeout_s=DEADLINE_S, port=29500)
+        assert facts["executable"] == sys.executable
+        assert 29500 <= facts["port"] < 29600
+        with pytest.raises(UserError, match="does not know 'fly'"):
+            channel.call("fly", timeout_s=DEADLINE_S)
+    assert channel._process.wait(timeout=DEADLINE_S) == 0
+
+
+def test_what_a_login_prints_is_no_answer(fake_ssh: FakeSsh) -> None:
+    fake_ssh(
+        '[ "$1" = -G ] && exit 0; echo "Welcome!"; echo "{}"; echo hush >&2; exec sh -c "$last"'
+    )
+    with Channel(Shell("host"), python=sys.executable, lines=["echo from .bashrc"]) as channel:
+        assert channel.call("facts", timeout_s=DEADLINE_S)["executable"] == sys.executable
+
+
+@pytest.mark.parametrize(
+    ("lines", "python", "what"),
+    [
+        ([], "/nowhere/python", "/nowhere/python cannot be run there"),
+        (["cd /nowhere || exit 1"], sys.executable, "there is no folder /nowhere"),
+        (["export PYTHONPATH=", "cd /"], f"{sys.base_exec_prefix}/bin/python3", "not installed"),
+    ],
+)
+def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, what: str) -> None:
+    with (
+        Channel(Shell(), python=python, lines=lines, name="a2") as channel,
+        pytest.raises(PreflightError, match=what) as error,
+    ):
+        channel.call("facts", timeout_s=DEADLINE_S)
+    assert error.value.where == "host a2"
+    assert "clusters[0]" in error.value.fix
+
+
+def test_a_node_that_dies_is_no_hang() -> None:
+    with Channel(Shell(), python=sys.executable) as channel:
+        pid = channel.call("facts", timeout_s=DEADLINE_S)["pid"]
+        os.kill(pid, 9)
+        with pytest.raises(PreflightError, match="has ended"):
+            channel.call("facts", timeout_s=DEADLINE_S)

@@ -1,0 +1,389 @@
+"""The launcher slurm without a Slurm: its script word for word, what it does when ranks end, and
+what Slurm's answers mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles import __version__
+from isles.config.launcher import SlurmLauncherConfig
+from isles.config.load import load_run_file
+from isles.config.resolve import dump_resolved, resolve
+from isles.launch.queue import read_job, refresh
+from isles.launch.rank_command import rank_command
+from isles.launch.slurm_reasons import pending_reason
+from isles.launch.slurm_script import JobText, sbatch_script, slurm_time
+from isles.rundir.begin import write_job_launch
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import read_record, write_record
+from isles.rundir.restarts import list_restarts
+from isles.train.conclude import Gang, begin, conclude
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+RUN = """\
+name: llama-1b
+model: {name_or_path: llama-2m, init: scratch}
+data: {sources: [{type: fake}], seq_length: 32}
+training: {max_steps: 20, global_batch_size: 32}
+clusters:
+  - launcher:
+      kind: slurm
+      partition: gpu
+      account: physics
+      qos: long
+      constraint: "a100|h100"
+      time: 1d
+      save_before: 10m
+      memory_per_node: 200G
+      cpus_per_node: 28
+      extra: [--mail-type=END]
+    nodes: 2
+    gpus_per_node: 4
+    workdir: /home/me/train
+    environment: {conda: train, modules: [cuda/12.8], variables: {HF_HOME: /scratch/hf}}
+    network: {profile: infiniband}
+"""
+RUN_DIR = "/home/me/train/runs/llama-1b-1"
+
+
+def make_script(
+    tmp_path: Path, *overrides: str, run_dir: str | None = RUN_DIR, device: str = "cuda"
+) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    config = load_run_file(path, overrides).config
+    cluster = config.clusters[0]
+    assert isinstance(cluster.launcher, SlurmLauncherConfig)
+    assert isinstance(cluster.gpus_per_node, int)
+    command = ["-m", "isles.train", "run.yaml"]
+    job = JobText(
+        launcher=cluster.launcher,
+        nodes=cluster.max_nodes,
+        nproc=cluster.gpus_per_node,
+        device=device,
+        workdir=cluster.workdir or "/home/me/train",
+        command=rank_command(config, run_dir, 1) if run_dir is not None else command,
+        run_dir=run_dir,
+        attempt=1 if run_dir is not None else 0,
+    )
+    return sbatch_script(config, job)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("slurm-two-nodes.sh", ()),
+        (
+            "slurm-one-node.sh",
+            (
+                "clusters.0.nodes=1",
+                "clusters.0.environment={venv: /home/me/venv}",
+                "clusters.0.launcher={kind: slurm, requeue: false, gres: 'gpu:a100:4'}",
+            ),
+        ),
+        ("slurm-interface.sh", ("clusters.0.network={interface: ib0, port: 31000}",)),
+    ],
+)
+def test_the_script_word_for_word(tmp_path: Path, name: str, overrides: tuple[str, ...]) -> None:
+    _check(name, make_script(tmp_path, *overrides))
+
+
+def test_the_script_without_a_run_directory(tmp_path: Path) -> None:
+    _check("slurm-alone.sh", make_script(tmp_path, run_dir=None))
+
+
+def _check(name: str, text: str) -> None:
+    """Compare with a file of tests/golden; ISLES_WRITE_GOLDEN=1 writes it anew, to be reviewed."""
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    text = text.replace(f"isles {__version__}", "isles VERSION")
+    if os.environ.get("ISLES_WRITE_GOLDEN"):
+        (GOLDEN / name).write_text(text, encoding="utf-8")
+    assert text == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_a_script_of_the_users_own_is_started_by_the_same_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    cluster = "clusters: [{launcher: {kind: slurm}, gpus_per_node: 1}]"
+    path.write_text(f"name: mine\ntraining: {{script: my.py, script_args: [--lr, 0.1]}}\n{cluster}")
+    config = load_run_file(path, ()).config
+    assert rank_command(config, "/runs/mine-1", 2)[:3] == [
+        "-m",
+        "isles.train.script",
+        "/runs/mine-1",
+    ]
+
+
+def test_times_are_never_shorter_than_asked() -> None:
+    assert slurm_time(60) == "00:01:00"
+    assert slurm_time(3599.5) == "01:00:00"
+    assert slurm_time(36 * 3600 + 61) == "1-12:01:01"
+
+
+@pytest.mark.parametrize(
+    ("reason", "meaning", "fix"),
+    [
+        ("Resources", "waiting for nodes that are free", ""),
+        ("BeginTime", "not to start before its time", "scontrol update jobid=7 StartTime=now"),
+        ("ReqNodeNotAvail,_UnavailableNodes:a[1-2]", "nodes that it needs", "sinfo -R"),
+        ("QOSMaxJobsPerUserLimit", "a limit of the qos is reached: jobs of one user", "squeue"),
+        ("QOSMaxGRESPerUser", "a limit of the qos is reached: GPUs", "wait"),
+        ("AssocGrpGRES", "a limit of the account is reached: GPUs", "wait"),
+        ("AssocGrpCPURunMinutesLimit", "a limit of the account is reached: minutes", "wait"),
+        ("PartitionTimeLimit", "its time limit is longer", "a shorter `time`"),
+        ("JobHeldUser", "held by its user", "scontrol release 7"),
+        ("Some_New_Reason", "Some New Reason", ""),
+    ],
+)
+def test_reasons_for_waiting_in_words(reason: str, meaning: str, fix: str) -> None:
+    words, what_to_do = pending_reason(reason, "7")
+    assert meaning in words and fix in what_to_do
+
+
+class Job:
+    """A run directory with a job, and Slurm's commands as small programs."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.calls = folder / "calls"
+        run_file = folder / "run.yaml"
+        run_file.write_text(RUN)
+        loaded = load_run_file(
+            run_file,
+            [
+                "clusters.0.workdir=null",
+                "clusters.0.environment={}",
+                "clusters.0.nodes=1",
+                "clusters.0.device=cpu",
+                *overrides,
+            ],
+        )
+        self.config = loaded.config
+        resolved = resolve(loaded, nproc=(4,), device="cpu")
+        self.run_dir = RunDir(folder / "runs" / "llama-1b-1")
+        self.attempt: Attempt = self.run_dir.attempt(1)
+        self.attempt.path.mkdir(parents=True)
+        self.run_dir.resolved.write_text(dump_resolved(resolved))
+        write_job_launch(
+            self.attempt,
+            launcher="slurm",
+            job_id="7",
+            world_size=4,
+            device="cpu",
+            command=("sbatch",),
+            bin_path=str(self.bin),
+        )
+        self.gang = Gang(self.run_dir, self.attempt, self.config, "Slurm job 7", folder / "out")
+        for name in ("scontrol", "sbatch", "scancel", "sinfo", "srun", "torchrun", "sacct"):
+            self.program(name, "exit 1")
+
+    def program(self, name: str, text: str) -> None:
+        """A command of this name: lines of bash, after its call is noted."""
+        path = self.bin / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >>{self.calls}\n{text}\n')
+        path.chmod(0o755)
+
+    def ask(self) -> Any:
+        """What the queue says now."""
+        return refresh(self.run_dir, self.attempt, max_age_s=0.0)
+
+    def script(self, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run the job script to its end under plain bash."""
+        path = str(self.run_dir.path)
+        launcher = self.config.clusters[0].launcher
+        assert isinstance(launcher, SlurmLauncherConfig)
+        command = rank_command(self.config, path, 1)
+        job = JobText(launcher, 1, 4, "cpu", str(folder), command, path, 1)
+        self.attempt.script.write_text(sbatch_script(self.config, job))
+        self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
+        search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        # The folder of this Python comes first in the script: torchrun must be found before it.
+        text = self.attempt.script.read_text().replace(
+            "set -uo pipefail", f'export PATH={self.bin}:"$PATH"\nset -uo pipefail'
+        )
+        return subprocess.run(
+            ["bash", "-c", text],
+            env={**os.environ, "PATH": search, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+PENDING = (
+    "JobId=7 JobName=a name UserId=me(1) JobState=PENDING Reason={reason} Requeue=1 Restarts=0 "
+    "TimeLimit=1-00:00:00 StartTime=Unknown Partition=gpu NodeList= Command=/x/job.sh"
+)
+
+
+def test_the_queue_is_asked_and_its_words_are_kept(job: Job) -> None:
+    reason = "ReqNodeNotAvail,_UnavailableNodes:a[1-2]"
+    job.program("scontrol", f"echo '{PENDING.format(reason=reason)}'")
+    job.program("sinfo", "printf 'a1|drained|bad disk\\na2|down*|none\\n'")
+    report = job.ask()
+    assert report.state == "pending"
+    assert "a1 is drained (bad disk), a2 is down*" in report.reason
+    assert report.is_alive and read_job(job.attempt) == report
+    job.program("scontrol", "echo JobId=7 JobState=RUNNING Reason=None NodeList=a1 TimeLimit=1:0")
+    assert refresh(job.run_dir, job.attempt, max_age_s=60.0) == report
+    assert job.ask().state == "running"
+    job.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert job.ask().state == "running", "what it said last stands while it says nothing"
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "says"),
+    [
+        ("TIMEOUT", 3, "time limit"),
+        ("NODE_FAIL", 5, "one of its nodes failed"),
+        ("OUT_OF_MEMORY", 4, "more memory"),
+        ("CANCELLED", 130, "cancelled"),
+    ],
+)
+def test_a_job_that_was_killed_with_its_script_has_an_outcome(
+    job: Job, state: str, code: int, says: str
+) -> None:
+    job.program("scontrol", f"echo JobId=7 JobState={state} Reason=None ExitCode=0:9 NodeList=a1")
+    assert job.ask().state == "ended"
+    outcome = read_record(job.attempt.outcome) or {}
+    assert outcome["exit_code"] == code and says in outcome["reason"]
+    assert (outcome["error"] is None) == (code == 130)
+
+
+def test_a_job_that_slurm_has_forgotten_is_over(job: Job) -> None:
+    job.program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    job.program("sacct", "echo 'TIMEOUT|0:15|a1'")
+    assert (job.ask().state, job.ask().word) == ("ended", "TIMEOUT")
+
+
+def _leave(attempt: Attempt, code: int) -> str:
+    """Bash that does what rank 0 does when it has saved before a limit."""
+    record = json.dumps({"state": "stopped", "exit_code": code, "step": 3, "restart": 0})
+    return (
+        f"echo '{record}' >{attempt.stopped}; echo '{{\"restart\": 0}}' >{attempt.rank_record(0)}"
+    )
+
+
+def test_saved_before_the_limit_the_job_is_queued_again(job: Job, tmp_path: Path) -> None:
+    ask = f"kill -USR1 $PPID; until [ -e {job.attempt.stop_request} ]; do read -t 0.05; done"
+    job.program("torchrun", f"{ask} <> <(:); {_leave(job.attempt, 85)}")
+    job.program("scontrol", "exit 0")
+    done = job.script(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "scontrol requeue 7" in job.calls.read_text()
+    assert not job.attempt.outcome.exists() and not job.attempt.stopped.exists()
+    assert not job.attempt.stop_request.exists()
+    (restart,) = list_restarts(job.attempt)
+    assert "the time limit of Slurm job 7 was near" in restart.text and not restart.is_counted
+
+
+def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job, tmp_path: Path) -> None:
+    write_record(job.attempt.stop_request, {"kind": "save", "by": "x", "at": 0, "requeue": True})
+    write_record(job.attempt.stopped, {"state": "stopped", "exit_code": 85, "step": 3})
+    job.program("torchrun", "exit 1")
+    job.program("sbatch", "echo 8")
+    done = job.script(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"sbatch --parsable --dependency=afterany:7 {job.attempt.script}" in (
+        job.calls.read_text()
+    )
+    job.program("scontrol", "echo JobId=$5 JobState=RUNNING Reason=None NodeList=a1")
+    assert job.ask().job_id == "8"
+
+
+def test_a_stop_that_a_user_wants_is_the_end(job: Job, tmp_path: Path) -> None:
+    request = json.dumps({"kind": "save", "by": "me", "at": 0})
+    job.program(
+        "torchrun", f"echo '{request}' >{job.attempt.stop_request}; {_leave(job.attempt, 85)}"
+    )
+    done = job.script(tmp_path)
+    assert done.returncode == 85, done.stderr
+    assert "requeue" not in job.calls.read_text()
+    assert (read_record(job.attempt.outcome) or {})["state"] == "stopped"
+
+
+def test_ranks_that_cannot_start_are_not_tried_again(job: Job, tmp_path: Path) -> None:
+    job.program("torchrun", "echo 'No module named isles' >&2; exit 1")
+    done = job.script(tmp_path)
+    assert done.returncode == 3, done.stderr
+    error = (read_record(job.attempt.outcome) or {})["error"]
+    assert "could not be started (exit status 1)" in error["what"]
+    assert job.calls.read_text().count("torchrun") == 1
+
+
+def test_a_node_that_has_not_come_is_named(job: Job) -> None:
+    (job.attempt.path / "hosts").write_text("a1\na2\n")
+    job.attempt.node_log(0).write_text(
+        "2026-01-01 a1 joins the others at 10.0.0.1:29507\n"
+        "DistStoreError: Timed out after 121 seconds waiting for clients. 1/2 clients joined.\n"
+    )
+    assert conclude(job.gang, 1, terminated=False) == "start"
+    assert (
+        "not started within start_timeout (120 s): node 1 (a2)" in list_restarts(job.attempt)[0].why
+    )
+    assert conclude(job.gang, 1, terminated=False) == "5"
+
+
+def test_a_rank_that_was_killed_is_named_and_all_start_again(job: Job) -> None:
+    for rank, host in enumerate(("a1", "a1", "a2", "a2")):
+        write_record(job.attempt.rank_record(rank), {"restart": 0, "host": host, "pid": 9})
+    summary = "  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid: 9)\n"
+    job.attempt.node_log(0).write_text(summary.format(rank=0, code=-15))
+    job.attempt.node_log(1).write_text(summary.format(rank=3, code=-9))
+    assert conclude(job.gang, 1, terminated=False) == "start"
+    (restart,) = list_restarts(job.attempt)
+    assert restart.why == "rank 3 on a2 was killed by SIGKILL" and restart.world_size == 4
+
+    with job.attempt.node_log(1).open("a") as log:
+        log.write(f"---- restart 1 ----\n{summary.format(rank=2, code=-9)}")
+        log.write("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n")
+    write_record(job.attempt.rank_record(0), {"restart": 1, "host": "a1", "pid": 9})
+    assert conclude(job.gang, 1, terminated=False) == "4"
+    error = (read_record(job.attempt.outcome) or {})["error"]
+    assert "rank 2" in error["what"] and "oom_kill" in error["what"]
+    assert "memory_per_node" in error["fix"]
+
+
+def test_a_limit_that_leaves_no_time_ends_the_run(job: Job) -> None:
+    for expected in ("requeue", "3"):
+        write_record(job.attempt.stop_request, {"kind": "save", "at": 0, "requeue": True})
+        write_record(job.attempt.stopped, {"exit_code": 85, "step": None})
+        assert begin(job.gang) == "start"
+        assert conclude(job.gang, 0, terminated=False) == expected
+    error = (read_record(job.attempt.outcome) or {})["error"]
+    assert "no time for a single step" in error["what"] and "save_before" in error["fix"]
+
+
+def test_a_job_that_slurm_takes_off_its_nodes_goes_on_later(job: Job) -> None:
+    """After preemption the run has an outcome, since it may have been scancel; until it begins."""
+    write_record(job.attempt.rank_record(0), {"restart": 0, "pid": 9})
+    write_record(job.attempt.stopped, {"exit_code": 85, "step": 5})
+    assert conclude(job.gang, 0, terminated=True) == "85"
+    assert (read_record(job.attempt.outcome) or {})["state"] == "stopped"
+    assert begin(job.gang) == "start"
+    assert not job.attempt.outcome.exists()
+    assert "taken off its nodes" in list_restarts(job.attempt)[0].text
+
+    # A node that fails leaves no word at all.
+    write_record(job.attempt.rank_record(0), {"restart": 1, "pid": 9})
+    assert begin(job.gang) == "start"
+    assert len(list_restarts(job.attempt)) == 2
+
+    outcome = {"state": "finished", "exit_code": 0, "at": time.time()}
+    write_record(job.attempt.outcome, outcome)
+    assert begin(job.gang) == "0", "a run that is over is not started again"
