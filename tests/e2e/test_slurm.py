@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.lab.slurm import job_fields, slurm
 
 STEPS = 90
 NODES = ("a1", "a2")
+SITE = Path(torch.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +181,11 @@ name: mine
 output_dir: runs
 training: {script: place.py, script_args: [--epochs, 2]}
 clusters:
-  - {launcher: {kind: slurm, gres: none}, nodes: 2, gpus_per_node: 1, device: cpu, workdir: /shared}
+  - launcher: {kind: slurm, gres: none, check: true}
+    nodes: 2
+    gpus_per_node: 1
+    device: cpu
+    workdir: /shared
 """
     (lab.shared / "mine.yaml").write_text(text)
     _, attempt, _ = start(lab, "mine")
@@ -191,6 +197,22 @@ clusters:
         assert (place["WORLD_SIZE"], place["LOCAL_RANK"]) == ("2", "0")
         assert place["MASTER_ADDR"] == lab.address("a1")
         assert arguments == ["--epochs", "2"]
+    found = read_record(attempt.findings) or {}
+    assert found["hosts"] == list(NODES) and found["summary"]["errors"] == 0, found
+
+
+def test_a_job_on_unfit_nodes_does_not_start(lab: Lab) -> None:
+    metadata = next(SITE.glob("torch-*.dist-info")) / "METADATA"
+    sh(lab, "a2", f"sed -i.kept 's/^Version: .*/Version: 2.11.0/' {metadata}")
+    job_run(lab, "unfit", launcher={"check": True})
+    try:
+        _, attempt, _ = start(lab, "unfit")
+        outcome = outcome_of(attempt)
+    finally:
+        sh(lab, "a2", f"mv {metadata}.kept {metadata}")
+    assert (outcome["state"], outcome["exit_code"]) == ("failed", 2), outcome
+    assert "2.11.0" in outcome["reason"] and "a2: version.torch" in outcome["error"]["where"]
+    assert not attempt.rank_record(0).exists()
 
 
 def test_a_job_that_waits_says_why(lab: Lab) -> None:

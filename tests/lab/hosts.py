@@ -48,7 +48,8 @@ class Lab:
         A host sees the files of this machine; what it writes outside /shared is its own.
         """
         words = [f"{name}={value}" for name, value in variables.items()]
-        return [str(_NET / "on.sh"), host, "env", *words, *command]
+        # A shell in the background ignores Ctrl+C; its children would as well.
+        return [str(_NET / "on.sh"), host, "env", "--default-signal=INT", *words, *command]
 
     def run(
         self, host: str, command: Sequence[str], *, timeout_s: float = 60.0, **variables: str

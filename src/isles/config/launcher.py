@@ -109,6 +109,10 @@ class SlurmLauncherConfig(QueueSection):
     """Generic resources of each node, such as gpu:a100:4. null: gpu:GPUS_PER_NODE; none: no
     GPUs are asked for."""
 
+    check: bool = False
+    """Look at the job's nodes and the links between them before the ranks start, as its step 0, as
+    `isles check` does. What is not fit ends the job, with exit code 2."""
+
     nodelist: Text | None = None
     """Nodes that the job must have."""
 

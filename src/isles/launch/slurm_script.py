@@ -75,6 +75,7 @@ def sbatch_script(config: RunConfig, job: JobText) -> str:
         "attempt": job.attempt,
         "python": shlex.quote(python_of(environment)),
         "requeue": job.launcher.requeue,
+        "check": job.launcher.check,
     }
     return _template().render(values)
 

@@ -81,6 +81,7 @@ def main() -> int:
     what.add_argument("--begin", action="store_true", help="the script has just begun")
     what.add_argument("--status", type=int, help="exit status of the ranks' launcher")
     what.add_argument("--stranded", action="store_true", help="it could not be queued again")
+    what.add_argument("--unfit", action="store_true", help="its nodes did not pass the check")
     parser.add_argument("--terminated", action="store_true", help="the job was told to end")
     options = parser.parse_args()
     run_dir = RunDir(options.run_dir.absolute())
@@ -91,6 +92,8 @@ def main() -> int:
         answer = begin(gang)
     elif options.stranded:
         answer = strand(gang)
+    elif options.unfit:
+        answer = refuse(gang)
     else:
         answer = conclude(gang, options.status, terminated=options.terminated)
     sys.stdout.write(f"{answer}\n")
@@ -148,6 +151,23 @@ def strand(gang: Gang) -> str:
     )
     _write_end(gang.attempt, "stopped", ExitCode.REQUEUE, reason, newest_step(gang.run_dir))
     return str(int(ExitCode.REQUEUE))
+
+
+def refuse(gang: Gang) -> str:
+    """The check of the job's nodes has found errors: the ranks are not started."""
+    found = read_record(gang.attempt.findings) or {}
+    errors = [entry for entry in found.get("findings", ()) if entry.get("level") == "error"]
+    first = errors[0] if errors else {}
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    culprit = trouble(
+        f"the nodes of {gang.job} are not fit: {first.get('text') or 'see the check'}{more}",
+        str(first.get("fix") or f"look at {gang.output}, or leave out launcher.check"),
+        ExitCode.PREFLIGHT,
+    )
+    if first:
+        culprit["where"] = f"{first.get('where')}: {first.get('id')}"
+    write_failure(gang.attempt, culprit)
+    return str(int(ExitCode.PREFLIGHT))
 
 
 def _stop(gang: Gang, stopped: dict[str, Any], *, may_go_on: bool = False) -> str:
