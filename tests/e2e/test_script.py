@@ -241,3 +241,55 @@ def test_a_script_that_is_not_there(tmp_path: Path, own: RunDir) -> None:
     )
     assert "did you mean prode.py?" in command.err
     assert not own.path.exists()
+
+
+MEETING = """\
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+Path(os.environ["PROBE_DIR"], f"port-{os.environ['RANK']}").write_text(os.environ["MASTER_PORT"])
+dist.init_process_group("gloo")
+ranks = torch.tensor([1 + dist.get_rank()])
+dist.all_reduce(ranks)
+print("together", ranks.item())
+dist.destroy_process_group()
+"""
+
+
+def test_on_two_nodes_its_ranks_meet_at_the_first_try(tmp_path: Path, own: RunDir) -> None:
+    (tmp_path / "meet.py").write_text(MEETING)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "name: own\ntraining: {script: meet.py}\nclusters: [{nodes: 2, gpus_per_node: 1}]\n"
+    )
+    command = Command("train", str(file), cwd=tmp_path)
+    assert command.end() == ExitCode.OK, command.err
+    attempt = own.attempt(1)
+    assert (read_record(attempt.outcome) or {})["state"] == "finished"
+    assert not attempt.restart(1).exists()
+    ports = {(tmp_path / f"port-{rank}").read_text() for rank in range(2)}
+    assert len(ports) == 1 and ports != {"0"}
+    assert all("together 3" in attempt.rank_log(rank).read_text() for rank in range(2))
+
+
+def test_what_it_has_started_ends_with_it_when_it_is_stopped_now(
+    tmp_path: Path, own: RunDir
+) -> None:
+    (tmp_path / "busy.py").write_text(
+        "import os, subprocess, signal\nfrom pathlib import Path\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "part = Path(os.environ['PROBE_DIR'], 'part')\npart.write_text(str(child.pid))\n"
+        "part.rename(part.with_name('child'))\nsignal.pause()\n"
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text("name: own\ntraining: {script: busy.py}\nclusters: [{gpus_per_node: 1}]\n")
+    command = Command("train", str(file), cwd=tmp_path)
+    command.until((tmp_path / "child").exists)
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    stop = Command("stop", "own-1", "--now", cwd=tmp_path)
+    assert stop.end() == ExitCode.OK, stop.err
+    child.wait(DEADLINE_S)
+    command.end()

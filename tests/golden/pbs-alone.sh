@@ -169,7 +169,7 @@ look_at_the_clock() {
   [ "$SECONDS" -ge 85800 ] && [ -z "$again" ] || return 0
   # Rank 0 looks for this file in its run directory, the newest, and all ranks save.
   local newest
-  newest=$(ls -1td /home/me/train/runs/llama-1b-*/attempts/[0-9]* 2>/dev/null | head -n 1)
+  newest=$(ls -1td /home/me/train/runs/llama-1b-[0-9]*/attempts/[0-9]* 2>/dev/null | head -n 1)
   [ -n "$newest" ] || return 0
   say "the time limit is near: asking the ranks to save"
   printf '{"kind": "save", "by": "PBS job %s, before its time limit", "at": %s}\n' \
@@ -186,7 +186,7 @@ start_nodes
 wait_for_nodes
 if [ -n "$again" ] && [ "$status" -ne 0 ] && [ -z "$terminated" ]; then
   # A run that came no further would be submitted for ever.
-  [ -n "$(find /home/me/train/runs/llama-1b-*/checkpoints -maxdepth 1 -name 'step-*' -newer "$start/node.sh" 2>/dev/null)" ] || {
+  [ -n "$(find /home/me/train/runs/llama-1b-[0-9]*/checkpoints -maxdepth 1 -name 'step-*' -newer "$start/node.sh" 2>/dev/null)" ] || {
     say "error: the time limit is over, and nothing was saved: it is not submitted again"
     exit "$status"
   }

@@ -115,10 +115,17 @@ before_the_limit() {
 }
 again=''
 trap before_the_limit USR1
+checkpoints() { ls -1d /home/me/train/runs/llama-1b-[0-9]*/checkpoints/step-* 2>/dev/null; }
+before=$(checkpoints)
 
 start_gang
 wait_for_gang
 if [ -n "$again" ] && [ "$status" -ne 0 ]; then
+  # A run that came no further would be queued for ever.
+  [ "$(checkpoints)" != "$before" ] || {
+    echo "isles: the time limit is over, and nothing was saved: it is not queued again" >&2
+    exit "$status"
+  }
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

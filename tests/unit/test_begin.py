@@ -14,6 +14,7 @@ import pytest
 from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, load_resolved, resolve
 from isles.errors import UserError
+from isles.monitor.collect import collect
 from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_launch
 from isles.rundir.find import find_run, list_runs
 from isles.rundir.paths import Attempt, RunDir
@@ -80,6 +81,22 @@ def test_an_unfinished_run_is_gone_on_with(run_file: Path, state: str | None) ->
     assert "tiny-1 from step 8" in again.note
     config = load_resolved(again.run_dir.resolved.read_text()).config
     assert config.training.max_steps == 30
+
+
+def test_a_node_s_logs_of_another_host_s_run_are_no_run_of_its_own(run_file: Path) -> None:
+    """The list of hosts has another order now, or the run file is started on a node by itself."""
+    run_dir = begin(run_file).run_dir
+    end_attempt(run_dir, None)
+    write_record(run_dir.node_of, {"head": "a1", "born_at": 1.0})
+    begun = begin(run_file)
+    assert (begun.run_dir.name, begun.resumed) == ("tiny-2", False)
+    assert begun.note == "tiny-1 is kept by a1, its first host; this is a new run: tiny-2"
+    report = collect(run_dir)
+    assert report.state == "unknown" and "a1, its first host, knows how" in report.hint
+    for given in ("tiny-1", str(run_dir.path)):
+        with pytest.raises(UserError, match="kept by a1") as error:
+            begin(run_file, resume=given)
+        assert error.value.where == str(run_dir.path) and "make a1 the first" in error.value.fix
 
 
 def test_a_finished_run_is_followed_by_a_new_one(run_file: Path) -> None:

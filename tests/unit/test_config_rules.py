@@ -75,6 +75,19 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
             "source 2 has no weight",
             "every source",
         ),
+        (
+            ["clusters.0.environment.variables={HF_TOKEN: x, HF_TOKEN_PATH: y}"],
+            "HF_TOKEN looks like a secret",
+            "hf auth login",
+        ),
+        (
+            [
+                "clusters.0.launcher={kind: ssh, hosts: [a]}",
+                "clusters.0.environment.python=~/venv/bin/python",
+            ],
+            "~/venv/bin/python is run as it is written",
+            "as venv",
+        ),
     ],
 )
 def test_a_broken_rule_is_reported(

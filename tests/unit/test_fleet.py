@@ -101,7 +101,11 @@ class Table:
 
 @contextmanager
 def table(
-    path: Path, num: int = 2, least: int | None = None, wait_s: float = 60.0
+    path: Path,
+    num: int = 2,
+    least: int | None = None,
+    wait_s: float = 60.0,
+    addresses: str = "10.0.0.{}",
 ) -> Iterator[Table]:
     run_dir = bare_run(path / "runs" / "x-1")
     attempt = run_dir.attempt(1)
@@ -109,7 +113,7 @@ def table(
     listener = socket.create_server(("127.0.0.1", 0))
     fleet = Fleet(
         launcher="manual",
-        nodes=tuple(FleetNode(n, f"h{n}", None, f"10.0.0.{n}", n + 1) for n in range(num)),
+        nodes=tuple(FleetNode(n, f"h{n}", None, addresses.format(n), n + 1) for n in range(num)),
         port=listener.getsockname()[1],
         min_nodes=least or num,
         device="cpu",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from isles.errors import UserError
+from isles.monitor import stream
 from isles.monitor.collect import RunReport, collect
 from isles.monitor.logs import LogChoice, log_lines
 from isles.monitor.stop import stop_run
@@ -272,3 +273,15 @@ def test_status_names_every_node(tmp_path: Path) -> None:
     assert "stuck      rank 3 is behind" in text
     assert "warning: slow link" in text
     assert RunReport.of(report.record()) == report, "as another machine reads it"
+
+
+def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "_QUIET_S", 1.0)
+    hangs = stream.FarLogs(0, "a1", ("sh", "-c", "echo one; exec sleep 600"))
+    answers = stream.FarLogs(1, "a2", ("echo", "two"))
+    notes: list[str] = []
+    found = stream._joined([], [hangs, answers], LogChoice(), notes.append)
+    assert list(found) == ["one", "two"]
+    assert notes == ["not a word from a1 for 1 s: its logs may be cut short"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from isles.monitor.table import report_lines, runs_table
 from isles.rundir.begin import new_attempt, write_launch
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
-from isles.rundir.records import write_record
+from isles.rundir.records import read_record, write_record
 from isles.rundir.signals import kill_now, send_signal
 from tests.runs import DEADLINE_S, bare_run, running_agent
 
@@ -209,3 +210,20 @@ def test_a_killed_run_shows_the_end_of_the_agents_log(tmp_path: Path) -> None:
     lines = failure_lines(attempt)
     assert "no word" in lines[0]
     assert lines[-1].strip() == "agent is ready"
+
+
+def test_a_record_that_another_host_replaces_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS what was opened is gone then: ESTALE."""
+    path = tmp_path / "status.json"
+    write_record(path, {"step": 1})
+    read, faults = Path.read_text, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(self: Path, encoding: str | None = None) -> str:
+        if faults:
+            raise faults.pop()
+        return read(self, encoding=encoding)
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert read_record(path) == {"step": 1} and not faults

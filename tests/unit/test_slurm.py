@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from isles.rundir.begin import write_job_launch
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import list_restarts
-from isles.train.conclude import Gang, begin, conclude
+from isles.train.conclude import Gang
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -196,13 +195,15 @@ class Job:
         """What the queue says now."""
         return refresh(self.run_dir, self.attempt, max_age_s=0.0)
 
-    def script(self, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run the job script to its end under plain bash."""
+    def script(self, folder: Path, *, alone: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run the job script to its end under plain bash; alone: the rendered one."""
         path = str(self.run_dir.path)
         launcher = self.config.clusters[0].launcher
         assert isinstance(launcher, SlurmLauncherConfig)
         command = rank_command(self.config, path, 1)
         job = JobText(launcher, 1, 4, "cpu", str(folder), command, path, 1)
+        if alone:
+            job = JobText(launcher, 1, 4, "cpu", str(folder), ["-m", "isles.train", "run.yaml"])
         self.attempt.script.write_text(sbatch_script(self.config, job))
         self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
         search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -306,6 +307,24 @@ def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job, tmp_path
     assert job.ask().job_id == "8"
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_rendered_job_that_saves_nothing_is_not_queued_again(
+    job: Job, tmp_path: Path, saves: bool
+) -> None:
+    before = job.run_dir.checkpoints / "step-00000004"
+    make = f"mkdir -p {before.parent}/step-0000000{8 if saves else 4}"
+    before.mkdir(parents=True)
+    asked = job.bin / "asked"
+    job.program("scancel", f"touch {asked}")
+    job.program("scontrol", "exit 0")
+    ask = f"kill -USR1 $PPID; until [ -e {asked} ]; do read -t 0.05; done"
+    job.program("torchrun", f"{ask} <> <(:); {make}; exit 1")
+    done = job.script(tmp_path, alone=True)
+    assert done.returncode == 1, done.stderr
+    assert ("scontrol requeue 7" in job.calls.read_text()) == saves
+    assert ("nothing was saved" in done.stderr) != saves
+
+
 def test_a_stop_that_a_user_wants_is_the_end(job: Job, tmp_path: Path) -> None:
     request = json.dumps({"kind": "save", "by": "me", "at": 0})
     job.program(
@@ -324,66 +343,3 @@ def test_ranks_that_cannot_start_are_not_tried_again(job: Job, tmp_path: Path) -
     error = (read_record(job.attempt.outcome) or {})["error"]
     assert "could not be started (exit status 1)" in error["what"]
     assert job.calls.read_text().count("torchrun") == 1
-
-
-def test_a_node_that_has_not_come_is_named(job: Job) -> None:
-    (job.attempt.path / "hosts").write_text("a1\na2\n")
-    job.attempt.node_log(0).write_text(
-        "2026-01-01 a1 joins the others at 10.0.0.1:29507\n"
-        "DistStoreError: Timed out after 121 seconds waiting for clients. 1/2 clients joined.\n"
-    )
-    assert conclude(job.gang, 1, terminated=False) == "start"
-    assert (
-        "not started within start_timeout (120 s): node 1 (a2)" in list_restarts(job.attempt)[0].why
-    )
-    assert conclude(job.gang, 1, terminated=False) == "5"
-
-
-def test_a_rank_that_was_killed_is_named_and_all_start_again(job: Job) -> None:
-    for rank, host in enumerate(("a1", "a1", "a2", "a2")):
-        write_record(job.attempt.rank_record(rank), {"restart": 0, "host": host, "pid": 9})
-    summary = "  rank      : {rank} (local_rank: 0)\n  exitcode  : {code} (pid: 9)\n"
-    job.attempt.node_log(0).write_text(summary.format(rank=0, code=-15))
-    job.attempt.node_log(1).write_text(summary.format(rank=3, code=-9))
-    assert conclude(job.gang, 1, terminated=False) == "start"
-    (restart,) = list_restarts(job.attempt)
-    assert restart.why == "rank 3 on a2 was killed by SIGKILL" and restart.world_size == 4
-
-    with job.attempt.node_log(1).open("a") as log:
-        log.write(f"---- restart 1 ----\n{summary.format(rank=2, code=-9)}")
-        log.write("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n")
-    write_record(job.attempt.rank_record(0), {"restart": 1, "host": "a1", "pid": 9})
-    assert conclude(job.gang, 1, terminated=False) == "4"
-    error = (read_record(job.attempt.outcome) or {})["error"]
-    assert "rank 2" in error["what"] and "oom_kill" in error["what"]
-    assert "memory_per_node" in error["fix"]
-
-
-def test_a_limit_that_leaves_no_time_ends_the_run(job: Job) -> None:
-    for expected in ("requeue", "3"):
-        write_record(job.attempt.stop_request, {"kind": "save", "at": 0, "requeue": True})
-        write_record(job.attempt.stopped, {"exit_code": 85, "step": None})
-        assert begin(job.gang) == "start"
-        assert conclude(job.gang, 0, terminated=False) == expected
-    error = (read_record(job.attempt.outcome) or {})["error"]
-    assert "no time for a single step" in error["what"] and "save_before" in error["fix"]
-
-
-def test_a_job_that_slurm_takes_off_its_nodes_goes_on_later(job: Job) -> None:
-    """After preemption the run has an outcome, since it may have been scancel; until it begins."""
-    write_record(job.attempt.rank_record(0), {"restart": 0, "pid": 9})
-    write_record(job.attempt.stopped, {"exit_code": 85, "step": 5})
-    assert conclude(job.gang, 0, terminated=True) == "85"
-    assert (read_record(job.attempt.outcome) or {})["state"] == "stopped"
-    assert begin(job.gang) == "start"
-    assert not job.attempt.outcome.exists()
-    assert "taken off its nodes" in list_restarts(job.attempt)[0].text
-
-    # A node that fails leaves no word at all.
-    write_record(job.attempt.rank_record(0), {"restart": 1, "pid": 9})
-    assert begin(job.gang) == "start"
-    assert len(list_restarts(job.attempt)) == 2
-
-    outcome = {"state": "finished", "exit_code": 0, "at": time.time()}
-    write_record(job.attempt.outcome, outcome)
-    assert begin(job.gang) == "0", "a run that is over is not started again"

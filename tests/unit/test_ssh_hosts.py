@@ -75,6 +75,9 @@ def test_this_machine_as_a_host_is_no_loopback_for_the_others() -> None:
     here = facts("here", "wlan0 192.168.1.7/24", "docker0 172.17.0.1/16", reached="127.0.0.1")
     two = facts("two", "eth0 192.168.1.8/24", "docker0 172.17.0.1/16", reached="192.168.1.8")
     assert addresses(here, two) == ["wlan0 192.168.1.7", "eth0 192.168.1.8"]
+    bridged = here | {"networks": [*here["networks"], facts("", "br0 10.5.0.1/24")["networks"][0]]}
+    given = (None, "192.168.1.8")
+    assert addresses(bridged, two, given=given) == ["wlan0 192.168.1.7", "eth0 192.168.1.8"]
 
 
 def test_another_way_than_that_of_the_laptop_if_only_that_is_common() -> None:

@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class CheckpointManager:
         self._world = world
         self._config = config
         self._travel = travel
-        self._moved_at = 0.0
+        self.moved_at = 0.0
+        """time.monotonic() at which parts of a save have last come further on their way."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = -1
@@ -158,22 +159,19 @@ class CheckpointManager:
     def _await(self, pending: Future[None]) -> None:
         """Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on."""
         began = time.monotonic()
-        while True:
-            left_s = max(began, self._moved_at) + self._config.timeout - time.monotonic()
-            try:
-                pending.result(max(0.0, left_s))
-                return
-            except FutureTimeout as error:
-                has_moved = max(began, self._moved_at) + self._config.timeout > time.monotonic()
-                if has_moved and not pending.done():
-                    continue
+        while not pending.done():
+            left_s = max(began, self.moved_at) + self._config.timeout - time.monotonic()
+            if left_s <= 0:
                 raise TrainingError(
                     f"saving step {self._pending_step} is not over after "
                     f"{self._config.timeout:.0f}s",
                     where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on "
                     f"{self._world.host}",
                     fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
-                ) from error
+                )
+            wait_for([pending], timeout=left_s)
+        # Not `result(left_s)`: a disk of the network fails with a TimeoutError of its own.
+        pending.result()
 
     def forget_parts(self) -> None:
         """Remove what nodes with disks of their own keep of the last checkpoint: the run is over.
@@ -245,7 +243,7 @@ class CheckpointManager:
             discard(info.path)
 
     def _moved(self, done: int, total: int) -> None:
-        self._moved_at = time.monotonic()
+        self.moved_at = time.monotonic()
         log.debug("parts done=%d of=%d", done, total)
 
 

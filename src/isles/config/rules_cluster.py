@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ from isles.config.launcher import (
 )
 from isles.config.run import RunConfig
 from isles.config.violation import Violation
+
+_SECRET = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
 
 
 def cluster_rules(config: RunConfig) -> Iterator[Violation]:
@@ -51,6 +54,19 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Violation]:
             (f"{key}.environment.conda", f"{key}.environment.venv"),
             f"both venv {environment.venv} and conda {environment.conda} name the Python",
             "keep one of them",
+        )
+    if environment.python is not None and environment.python.startswith("~"):
+        yield Violation(
+            (f"{key}.environment.python",),
+            f"python {environment.python} is run as it is written, and ~ is no folder",
+            "write its whole path, or name the folder of its environment as venv",
+        )
+    for name in filter(_SECRET.search, environment.variables):
+        yield Violation(
+            (f"{key}.environment.variables",),
+            f"{name} looks like a secret, and this file is copied into records and command lines",
+            "export it before `isles train` on this machine; elsewhere let a line of "
+            "environment.setup read a file of the hosts; for the hub: hf auth login",
         )
     is_here = isinstance(cluster.launcher, LocalLauncherConfig)
     if is_here and environment != EnvironmentConfig(variables=environment.variables):

@@ -116,9 +116,12 @@ class Beats:
         self._number += 1
         store.set(f"beat-{self._rank}", json.dumps([self._number, self.view]))
         with self._lock:
-            outgoing, self._outgoing = self._outgoing, {}
+            outgoing = dict(self._outgoing)
         for name, text in outgoing.items():
             store.set(name, text)
+            with self._lock:  # only now: a store that is cut off hears of it later
+                if self._outgoing.get(name) == text:
+                    del self._outgoing[name]
         if store.check(["ask"]):
             self.asked = store.get("ask").decode()
         if self.listening:

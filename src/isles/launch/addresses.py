@@ -53,7 +53,7 @@ def choose_addresses(
         PreflightError: a host has no such address, or none at all that others could reach.
     """
     usable = _without_private_bridges(facts)
-    common = _common(facts, usable) if not any(given) else None
+    common = _common(facts, usable)
     return [
         _reach(name, fact, own, address, network, common)
         for name, fact, own, address in zip(names, facts, usable, given, strict=True)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isles import __version__
 from isles.config.resolve import load_resolved
-from isles.errors import CommunicationError, ExitCode, PreflightError, UserError
+from isles.errors import CommunicationError, PreflightError, UserError
 from isles.launch.manual import node_environ
 from isles.launch.node_place import make_place
 from isles.rundir.fleet import Fleet
 from isles.rundir.pace import HELLO_S
 from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.wire import NotOurs, Wire
+from isles.rundir.wire import NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.2
@@ -59,6 +60,12 @@ def join(
             take part.
     """
     files = _fetch(target, digest, timeout_s, say)
+    if files.get("isles") != __version__:
+        raise PreflightError(
+            f"the first node has isles {files.get('isles')}, this host has {__version__}",
+            where=f"host {socket.gethostname()}",
+            fix=f"install the same isles on both; here, in {sys.executable}",
+        )
     if not hashlib.sha256(files["resolved"].encode()).hexdigest().startswith(digest):
         raise PreflightError(
             f"what {target} has sent is not the run whose digest begins with {digest}",
@@ -96,7 +103,7 @@ def join(
 def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, Any]:
     """The files of a run from its supervisor."""
     address, _, port = target.rpartition(":")
-    if not address or not port.isdigit():
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(
             f"{target} is neither a run directory nor HOST:PORT",
             where="isles join-node",
@@ -106,7 +113,7 @@ def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, An
     while True:
         try:
             return _ask(address, int(port), digest)
-        except (OSError, NotOurs) as error:
+        except (OSError, ValueError) as error:  # ValueError: no message of ours, no name of a host
             last = error
         now = time.monotonic()
         if now - began > timeout_s:
@@ -132,10 +139,7 @@ def _ask(address: str, port: int, digest: str) -> dict[str, Any]:
     if answer is None:
         raise NotOurs("it is there and says nothing: has another program this port?")
     if "refused" in answer:
-        told = answer["refused"]
-        error = PreflightError(told["what"], where=told["where"], fix=told["fix"])
-        error.exit_code = ExitCode(int(told["exit_code"]))
-        raise error
+        raise refusal(answer["refused"])
     files = answer.get("files")
     if not isinstance(files, dict):
         raise NotOurs("it does not talk as isles does: has another program this port?")

@@ -16,11 +16,11 @@ from isles import __version__
 from isles.config.launcher import QueueSection
 from isles.config.load import Loaded
 from isles.errors import PreflightError, UserError
-from isles.launch.passing import SSH_FAILED, STARTED, lost_python
+from isles.launch.passing import SSH_FAILED, STARTED, lost_python, remember
 from isles.launch.setting import python_of, setting_lines
 from isles.launch.shell import Shell
 from isles.rundir.paths import RunDir
-from isles.rundir.remote import RemoteRun, write_remote
+from isles.rundir.remote import RemoteRun
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
@@ -84,7 +84,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
         hosts=(launcher.login,),
         started_at=time.time(),
     )
-    write_remote(Path(loaded.config.output_dir).expanduser(), remote)
+    remember(Path(loaded.config.output_dir).expanduser(), remote, options.warn)
     run_dir = RunDir(path)
     return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
 

@@ -27,7 +27,7 @@ from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.network import network_variables
 from isles.launch.node_facts import free_port
-from isles.launch.setting import setting_lines
+from isles.launch.setting import quoted, setting_lines
 from isles.launch.verbs import require_train
 from isles.rundir.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.rundir.env import hub_cache, inherited, rank_defaults
@@ -253,10 +253,10 @@ def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig) -> list[str
     ranks = f"{fleet.nodes[0].nproc} rank{'s' if fleet.nodes[0].nproc > 1 else ''}"
     wait = format_duration(fleet.start_timeout_s)
     head = fleet.head
-    isles = "isles" if shutil.which("isles") else f"{sys.executable} -m isles"
+    isles = "isles" if shutil.which("isles") else f"{shlex.quote(sys.executable)} -m isles"
     first = f"{isles} join-node {shlex.quote(str(run_dir.path.absolute()))}"
     if cluster.environment.python is not None:
-        isles = f"{shlex.quote(cluster.environment.python)} -m isles"
+        isles = f"{quoted(cluster.environment.python)} -m isles"
     at = f"{head.address}:{fleet.port}"
     lines = [
         f"{run_dir.name}: {len(fleet.nodes)} nodes with {ranks} each. Type one command on each "

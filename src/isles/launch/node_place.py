@@ -12,8 +12,6 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record, write_text_atomic
 from isles.rundir.refusals import clear_errors
 
-_MARK = "node-of.json"
-
 
 def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
     """Make the folder of an attempt ready on this node.
@@ -38,7 +36,7 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
         if attempt.path.exists():
             attempt.path.rename(_aside(attempt.path))
         attempt.path.mkdir(parents=True)
-        write_record(run_dir.path / _MARK, mark)
+        write_record(run_dir.node_of, mark)
         write_text_atomic(run_dir.resolved, args["resolved"])
         write_text_atomic(run_dir.run_file, args["text"])
         Fleet.of(args["fleet"]).write(attempt)
@@ -50,7 +48,7 @@ def _clear(run_dir: RunDir, mark: dict[str, Any]) -> None:
     """Make way for a run: what another run of a head has left goes aside, never one of ours."""
     if not run_dir.path.exists() or not any(run_dir.path.iterdir()):
         return
-    left = read_record(run_dir.path / _MARK)
+    left = read_record(run_dir.node_of)
     if left == mark:
         return
     if left is None:

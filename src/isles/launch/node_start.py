@@ -98,6 +98,7 @@ class NodeStart:
             first = read_record(begun.run_dir.attempts()[0].launch) or {}
             found["begun_at"] = (read_record(attempt.launch) or {}).get("begun_at")
             found["born_at"] = first.get("begun_at")
+            self._watch()
         return {**found, "fleet": fleet.record()}
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +132,7 @@ class NodeStart:
             agent = self._spawn("agent", command, attempt.node_log(node), environ)
             if not is_shared:
                 self._write_launch(agent, fleet, command)
-        self._heard_at = time.monotonic()
-        threading.Thread(target=self._end_if_forgotten, daemon=True).start()
+        self._watch()
         return {"process": agent.record(), "is_shared": is_shared}
 
     def wait(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +189,11 @@ class NodeStart:
         if self._is_head and attempt is not None and read_record(attempt.outcome) is None:
             write_record(attempt.outcome, _outcome(args))
         return {}
+
+    def _watch(self) -> None:
+        """From now on somebody must be heard of now and then, until `keep`."""
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._end_if_forgotten, daemon=True).start()
 
     def _end_if_forgotten(self) -> None:
         """End what is not kept when nothing is heard: a dead line may take hours to be noticed."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from isles.errors import PreflightError
+from isles.errors import PreflightError, UserError
 from isles.launch.shell import Shell
-from isles.rundir.remote import RemoteRun
+from isles.rundir.remote import RemoteRun, write_remote
 
 STARTED = "ISLES-STARTED "
 """Begins the line by which `isles train --announce` says which run it has started."""
@@ -54,6 +55,17 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
             fix=f"try it by hand: ssh {run.ssh}",
         )
     return done.returncode
+
+
+def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> None:
+    """Remember a run that was started elsewhere; it goes on also where that cannot be done here."""
+    try:
+        write_remote(output_dir, run)
+    except UserError as error:
+        warn(
+            f"{run.name} has started, and cannot be remembered here: {error.what} ({error.where}); "
+            f"isles status, logs and stop find it on {run.ssh}: {run.path}"
+        )
 
 
 def lost_python(host: str, python: str, noise: str, code: int) -> PreflightError | None:

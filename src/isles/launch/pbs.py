@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from isles.config.deepspeed_rules import check_start
-from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.launcher import PbsLauncherConfig
 from isles.config.load import Loaded
-from isles.config.resolve import Resolved, resolve
-from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
+from isles.config.resolve import Resolved
+from isles.errors import UserError
 from isles.launch.pbs_queue import Dialect, Pbs, dialect_note, last_line
 from isles.launch.pbs_script import InRunDir, pbs_script
 from isles.launch.queue import refresh
+from isles.launch.queue_start import (
+    check_packages,
+    in_workdir,
+    refresh_last,
+    refuse_arrays,
+    settle,
+    withdraw,
+)
 from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
-from isles.rundir.env import hub_cache, pbs_job
+from isles.rundir.env import pbs_job
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import write_record, write_text_atomic
-from isles.rundir.trackers import require_trackers
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
 
+_ARRAYS = re.compile(r"^\s*-[Jt]\s*\d")
 _JOB = re.compile(r"^\d+(\[\])?\.?[\w.-]*$")
 
 
@@ -33,7 +38,7 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
 
     Raises:
         ConfigErrors: every fault in the run file.
-        PreflightError: PBS cannot be asked.
+        PreflightError: PBS cannot be asked, or does not answer.
         UserError: the run cannot be begun, or PBS does not take the job.
     """
     from isles.launch.start import Started
@@ -42,70 +47,51 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
         from isles.launch.login import start_on_login
 
         return start_on_login(loaded, options)
+    refuse_arrays(loaded, _ARRAYS)
     _refuse_inside_job(options)
-    resolved = _settle(loaded)
-    pbs = Pbs(launcher.bin_path)
-    dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()
-    if launcher.time is None:
-        options.warn(
-            "launcher.time is not given: PBS ends the job at the queue's own limit without a word, "
-            "and nothing is saved before it"
+    with in_workdir(loaded) as workdir:
+        resolved = settle(loaded)
+        pbs = Pbs(launcher.bin_path)
+        dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()
+        if launcher.time is None:
+            options.warn(
+                "launcher.time is not given: PBS ends the job at the queue's own limit without a "
+                "word, and nothing is saved before it"
+            )
+        if options.dry_run:
+            return _dry_run_text(resolved, launcher, dialect, workdir, options)
+        check_packages(resolved)
+        # A job that has ended leaves a record of its end only when it is asked.
+        refresh_last(resolved, options.resume)
+        begun = begin_run(resolved, loaded.text, options.resume)
+        if begun.note:
+            options.say(begun.note)
+        run_dir = RunDir(begun.run_dir.path.absolute())
+        attempt = new_attempt(run_dir, loaded.text)
+        try:
+            text = _script(resolved, launcher, dialect, run_dir, attempt, begun, workdir)
+            write_text_atomic(attempt.script, text)
+            job_id = _submit(pbs, attempt, loaded)
+        except BaseException:
+            withdraw(begun, attempt)
+            raise
+        write_record(dialect_note(attempt), {"dialect": dialect})
+        write_job_launch(
+            attempt,
+            launcher="pbs",
+            job_id=job_id,
+            world_size=resolved.world_size,
+            device=resolved.device,
+            command=(pbs.path("qsub"), str(attempt.script)),
+            resumed_from=begun.resume_from,
+            bin_path=launcher.bin_path,
         )
-    if options.dry_run:
-        return _dry_run_text(loaded, resolved, launcher, dialect, options)
-    check_start(resolved.config, resolved.world_size)
-    require_trackers(resolved.config)
-    # A job that has ended leaves a record of its end only when it is asked.
-    _refresh_last(resolved, options.resume)
-    begun = begin_run(resolved, loaded.text, options.resume)
-    if begun.note:
-        options.say(begun.note)
-    run_dir = RunDir(begun.run_dir.path.absolute())
-    attempt = new_attempt(run_dir, loaded.text)
-    text = _script(resolved, launcher, dialect, run_dir, attempt, begun)
-    write_text_atomic(attempt.script, text)
-    job_id = _submit(pbs, launcher, attempt, loaded)
-    write_job_launch(
-        attempt,
-        launcher="pbs",
-        job_id=job_id,
-        world_size=resolved.world_size,
-        device=resolved.device,
-        command=(pbs.path("qsub"), str(attempt.script)),
-        resumed_from=begun.resume_from,
-        bin_path=launcher.bin_path,
-    )
-    write_record(dialect_note(attempt), {"dialect": dialect})
     refresh(run_dir, attempt, max_age_s=0.0)
     options.say(
         f"submitted {run_dir.name} as PBS job {job_id}: {resolved.derived['world_size']} ranks on "
         f"{resolved.config.clusters[0].max_nodes} nodes, in {run_dir.path}"
     )
     return Started(run_dir, attempt, None)
-
-
-def _settle(loaded: Loaded) -> Resolved:
-    """The run with the ranks of its nodes, which cannot be looked at from here.
-
-    Raises:
-        ConfigErrors: every fault.
-    """
-    cluster = loaded.config.clusters[0]
-    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
-    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
-    faults = [
-        *shape_faults(loaded, hub_cache()),
-        *deepspeed_faults(loaded),
-        *data_faults(loaded),
-    ]
-    try:
-        nproc = (cluster.gpus_per_node,) * cluster.max_nodes
-        resolved = resolve(loaded, nproc=nproc, device=device)
-    except ConfigError as error:
-        raise ConfigErrors([*faults, error]) from None
-    if faults:
-        raise ConfigErrors(faults)
-    return resolved
 
 
 def _refuse_inside_job(options: StartOptions) -> None:
@@ -119,22 +105,6 @@ def _refuse_inside_job(options: StartOptions) -> None:
         )
 
 
-def _refresh_last(resolved: Resolved, resume: str) -> None:
-    """Ask PBS about the job of the run that this start would go on with."""
-    if resume == "no":
-        return
-    from isles.rundir.find import numbered_runs
-
-    folder = Path(resolved.config.output_dir).expanduser()
-    runs = [run for _, run in numbered_runs(folder, resolved.config.name)]
-    if resume != "auto":
-        runs = [run for run in runs if str(run.path) == resume or run.name == resume]
-    for run in runs[-1:]:
-        attempt = run.last_attempt()
-        if attempt is not None:
-            refresh(run, attempt, max_age_s=0.0)
-
-
 def _script(
     resolved: Resolved,
     launcher: PbsLauncherConfig,
@@ -142,6 +112,7 @@ def _script(
     run_dir: RunDir,
     attempt: Attempt,
     begun: Begun,
+    workdir: Path,
 ) -> str:
     cluster = resolved.config.clusters[0]
     resume_from = str(begun.resume_from.absolute()) if begun.resume_from else None
@@ -150,40 +121,21 @@ def _script(
         launcher,
         dialect,
         InRunDir(str(run_dir.path), attempt.number, resume_from),
-        workdir=cluster.workdir or str(Path.cwd()),
+        workdir=str(workdir),
         num_ranks=resolved.world_size // cluster.max_nodes,
         device=resolved.device,
     )
 
 
-def _submit(pbs: Pbs, launcher: PbsLauncherConfig, attempt: Attempt, loaded: Loaded) -> str:
+def _submit(pbs: Pbs, attempt: Attempt, loaded: Loaded) -> str:
     """Hand the script to PBS; the job's id."""
-    try:
-        done = pbs.run("qsub", str(attempt.script))
-    except PreflightError as error:
-        raise _not_submitted(attempt, error.what, error.fix) from None
+    done = pbs.run("qsub", str(attempt.script))
     words = done.stdout.split()
     if done.returncode == 0 and words and _JOB.match(words[-1]):
         return words[-1]
     said = last_line(done)
     where, fix = _refusal(said, loaded)
-    raise _not_submitted(attempt, f"PBS does not take the job: {said}", fix, where)
-
-
-def _not_submitted(attempt: Attempt, what: str, fix: str, where: str = "") -> UserError:
-    """The attempt is over before it began; the error to raise."""
-    write_record(
-        attempt.outcome,
-        {
-            "state": "failed",
-            "exit_code": 1,
-            "step": None,
-            "reason": what,
-            "at": time.time(),
-            "error": None,
-        },
-    )
-    return UserError(what, where=where or str(attempt.script), fix=fix)
+    raise UserError(f"PBS does not take the job: {said}", where=where, fix=fix)
 
 
 _REFUSALS = (
@@ -210,14 +162,15 @@ def _refusal(said: str, loaded: Loaded) -> tuple[str, str]:
     for pattern, key, fix in _REFUSALS:
         if re.search(pattern, said, re.IGNORECASE):
             return loaded.where(f"clusters.0.launcher.{key}", "clusters.0.launcher"), fix
-    return "", "look at the #PBS lines of the script"
+    where = loaded.where("clusters.0.launcher")
+    return where, "`isles train --dry-run` shows the script that qsub was given"
 
 
 def _dry_run_text(
-    loaded: Loaded,
     resolved: Resolved,
     launcher: PbsLauncherConfig,
     dialect: Dialect,
+    workdir: Path,
     options: StartOptions,
 ) -> str:
     from isles.config.show import show
@@ -226,7 +179,7 @@ def _dry_run_text(
     run_dir = RunDir(begun.run_dir.path.absolute())
     last = run_dir.last_attempt()
     attempt = run_dir.attempt(last.number + 1 if last else 1)
-    script = _script(resolved, launcher, dialect, run_dir, attempt, begun)
+    script = _script(resolved, launcher, dialect, run_dir, attempt, begun, workdir)
     note = begun.note or f"this would be a new run: {run_dir.name}"
     return (
         f"{show(resolved).rstrip()}\n\n{note}\n"

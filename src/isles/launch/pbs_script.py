@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from isles import __version__
 from isles.config.cluster import ClusterConfig
@@ -16,7 +15,7 @@ from isles.launch.pbs_request import cpus_of, request_lines
 from isles.launch.rank_command import rank_command
 from isles.launch.script_template import fill_template
 from isles.launch.setting import python_of
-from isles.launch.torchrun import node_lines
+from isles.launch.torchrun import node_lines, runs_pattern
 
 _END_S = 45
 """How long a node may take to end its ranks: torchrun gives them 30 s."""
@@ -104,7 +103,7 @@ def pbs_script(
         qsub=f"{bin_path}qsub",
         save_after=save_after,
         requeue=launcher.requeue,
-        runs=_runs_pattern(config, workdir),
+        runs=runs_pattern(config, workdir),
     )
 
 
@@ -145,14 +144,3 @@ def _command(config: RunConfig, place: InRunDir | Alone) -> str:
     return shlex.join(
         rank_command(config, place.path, place.attempt, resume_from=place.resume_from)
     )
-
-
-def _runs_pattern(config: RunConfig, workdir: str) -> str | None:
-    """The run directories of this name, as bash finds them; None for a script of the user's own,
-    which makes none."""
-    if config.training.script is not None:
-        return None
-    folder = PurePosixPath(workdir) / config.output_dir
-    if config.output_dir.startswith("~/"):
-        return f"~/{shlex.quote(f'{config.output_dir[2:]}/{config.name}')}-*"
-    return f"{shlex.quote(f'{folder}/{config.name}')}-*"

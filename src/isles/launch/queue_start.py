@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Literal
 from isles.config.adapter import missing_package
 from isles.config.deepspeed_rules import check_start
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.launcher import QueueSection
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
 from isles.errors import ConfigError, ConfigErrors
@@ -23,6 +25,28 @@ from isles.rundir.env import hub_cache
 from isles.rundir.find import numbered_runs
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.trackers import require_trackers
+
+
+def refuse_arrays(loaded: Loaded, pattern: re.Pattern[str]) -> None:
+    """Refuse an option that makes an array of a job.
+
+    Args:
+        loaded: the run file.
+        pattern: how such an option begins.
+
+    Raises:
+        ConfigError: there is one in the launcher's `extra`.
+    """
+    launcher = loaded.config.clusters[0].launcher
+    assert isinstance(launcher, QueueSection)
+    for index, option in enumerate(launcher.extra):
+        if pattern.match(option):
+            raise ConfigError(
+                f"{option} would start the same run many times, in one run directory",
+                where=loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher"),
+                fix="delete it, and start each run of a series by an `isles train` of its own, "
+                "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
+            )
 
 
 def workdir_of(loaded: Loaded) -> Path:

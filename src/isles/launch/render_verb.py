@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -58,10 +59,11 @@ def render(
 
 
 def _next(to: str, output: Path) -> str:
+    path = shlex.quote(str(output))
     return {
-        "torchrun": f"start it: bash {output}",
-        "sbatch": f"submit it: sbatch {output}",
-        "pbs": f"submit it: qsub {output}",
+        "torchrun": f"start it: bash {path}",
+        "sbatch": f"submit it: sbatch {path}",
+        "pbs": f"submit it: qsub {path}",
         "deepspeed-json": f"strategy: {{kind: deepspeed, config_file: {output}}} uses it here",
         "fsdp-json": f"TrainingArguments(fsdp=True, fsdp_config={str(output)!r}) uses it",
     }[to]

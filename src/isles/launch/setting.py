@@ -18,18 +18,23 @@ def setting_lines(cluster: ClusterConfig, workdir: str) -> list[str]:
         workdir: the folder in which the ranks run.
     """
     environment = cluster.environment
-    lines = [f"cd {shlex.quote(workdir)} || exit 1", *environment.setup]
+    lines = [f"cd {quoted(workdir)} || exit 1", *environment.setup]
     lines += [f"module load {shlex.quote(name)} || exit 1" for name in environment.modules]
     if environment.venv is not None:
-        lines.append(f"source {shlex.quote(environment.venv)}/bin/activate || exit 1")
+        lines.append(f"source {quoted(environment.venv)}/bin/activate || exit 1")
     if environment.conda is not None:
-        name = shlex.quote(environment.conda)
+        name = quoted(environment.conda)
         lines += [
             'eval "$(conda shell.bash hook)" && '
             f"conda activate {name} || {{ echo {shlex.quote(_CONDA_FAILED)} >&2; exit 1; }}"
         ]
     lines += [f"export {k}={shlex.quote(v)}" for k, v in environment.variables.items()]
     return lines
+
+
+def quoted(path: str) -> str:
+    """A path as a word of bash on a node; a leading ~/ is the home of the user there."""
+    return f"~/{shlex.quote(path[2:])}" if path[:2] == "~/" and path[2:] else shlex.quote(path)
 
 
 def python_of(environment: EnvironmentConfig) -> str:

@@ -23,7 +23,7 @@ from isles.config.track import tracker_sections
 from isles.errors import ConfigError, PreflightError
 from isles.launch.fingerprint import PACKAGES, fingerprint
 from isles.launch.hosts import refuse
-from isles.launch.setting import python_of, setting_lines
+from isles.launch.setting import python_of, quoted, setting_lines
 from isles.launch.shell import Shell, on_all
 from isles.launch.wheel import wheel_bytes, wheel_name
 
@@ -199,12 +199,12 @@ def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
 
 
 def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
-    head = [f"mkdir -p {shlex.quote(workdir)} && cd {shlex.quote(workdir)} || exit 1"]
+    head = [f"mkdir -p {quoted(workdir)} && cd {quoted(workdir)} || exit 1"]
     head += environment.setup
     head += [f"module load {shlex.quote(name)} || exit 1" for name in environment.modules]
     minor = "{}.{}".format(*sys.version_info[:2])
     if environment.venv is not None:
-        venv = shlex.quote(environment.venv)
+        venv = quoted(environment.venv)
         return "\n".join(
             [
                 *head,
@@ -215,12 +215,13 @@ def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
                 "done",
                 f'[ -n "$p" ] || {{ echo "there is no Python 3.11 or newer: sudo apt install '
                 f'python{minor} python{minor}-venv" >&2; exit 1; }}',
-                f"$p -m venv {venv} || exit 1",
+                # Half of one, without pip, must not be taken for one the next time.
+                f"$p -m venv {venv} || {{ rm -f {venv}/bin/python; exit 1; }}",
                 f"echo made {venv} with $($p --version)",
             ]
         )
     if environment.conda is not None:
-        name = shlex.quote(environment.conda)
+        name = quoted(environment.conda)
         flag = "-p" if "/" in environment.conda else "-n"
         return "\n".join(
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -70,9 +71,13 @@ class Shell:
                 "ServerAliveCountMax": "3",
             }
             assert self.destination is not None
-            if not _has_own_master(self.destination):
-                # The first connection carries the others while it lives, and leaves nothing.
-                options |= {"ControlMaster": "auto", "ControlPath": str(_socket_dir() / "%C")}
+            folder = None if _has_own_master(self.destination) else _socket_dir()
+            if folder is not None:
+                # The first connection carries the others of this process while it lives, and
+                # leaves nothing. Not those of other commands: it could not end before them, and
+                # they would end with it.
+                path = str(folder / f"{os.getpid():x}-%C")
+                options |= {"ControlMaster": "auto", "ControlPath": path}
             self._options = [word for k, v in options.items() for word in ("-o", f"{k}={v}")]
         return self._options
 
@@ -179,7 +184,8 @@ def on_all(
     """
     results: list[R | None] = []
     faults: list[tuple[T, UserError]] = []
-    with ThreadPoolExecutor(max_workers=max(1, len(places))) as pool:
+    pool = ThreadPoolExecutor(max_workers=max(1, len(places)))
+    try:
         futures = [pool.submit(work, place) for place in places]
         for place, future in zip(places, futures, strict=True):
             try:
@@ -187,6 +193,9 @@ def on_all(
             except UserError as error:
                 results.append(None)
                 faults.append((place, error))
+    finally:
+        # All have ended, but after a Ctrl+C: then nobody waits for the slowest of them.
+        pool.shutdown(wait=False, cancel_futures=True)
     return results, faults
 
 
@@ -206,14 +215,19 @@ def _has_own_master(destination: str) -> bool:
     return lines.get("controlmaster", "false") not in ("false", "no")
 
 
-def _socket_dir() -> Path:
-    """A folder of this user alone; short, since a socket's path has 100 characters at most."""
+def _socket_dir() -> Path | None:
+    """A folder of this user alone; short, since a socket's path has 100 characters at most.
+
+    None where there cannot be one: then connections are not shared.
+    """
     folder = Path(tempfile.gettempdir())
     if len(str(folder)) > _SHORT and Path("/tmp").is_dir():
         folder = Path("/tmp")
     path = folder / f"isles-ssh-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    facts = path.lstat()
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or path.is_symlink():
-        raise UserError("this folder is not this user's alone", where=str(path), fix="move it away")
-    return path
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        facts = path.lstat()
+    except OSError:
+        return None
+    is_ours = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    return path if is_ours and stat.S_ISDIR(facts.st_mode) else None

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.errors import ConfigError, PreflightError, UserError
+from isles.errors import PreflightError, UserError
 from isles.launch.queue import refresh
-from isles.launch.queue_start import check_packages, in_workdir, refresh_last, settle, withdraw
+from isles.launch.queue_start import (
+    check_packages,
+    in_workdir,
+    refresh_last,
+    refuse_arrays,
+    settle,
+    withdraw,
+)
 from isles.launch.rank_command import rank_command
 from isles.launch.slurm_queue import Slurm
 from isles.launch.slurm_script import JobText, sbatch_script
@@ -96,7 +103,7 @@ def start_slurm(
         from isles.launch.login import start_on_login
 
         return start_on_login(loaded, options)
-    _refuse_arrays(loaded, launcher)
+    refuse_arrays(loaded, _ARRAYS)
     if not options.dry_run:
         _refuse_inside_job(options.path)
     with in_workdir(loaded) as workdir:
@@ -172,17 +179,6 @@ def _dry_run_text(
     script = _script(resolved, launcher, begun, attempt, workdir)
     sbatch = Slurm(launcher.bin_path).path("sbatch")
     return f"{show(resolved).rstrip()}\n\n{note}\n{sbatch} would take this script:\n\n{script}"
-
-
-def _refuse_arrays(loaded: Loaded, launcher: SlurmLauncherConfig) -> None:
-    for index, option in enumerate(launcher.extra):
-        if _ARRAYS.match(option):
-            raise ConfigError(
-                f"{option} would start the same run many times, in one run directory",
-                where=loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher"),
-                fix="delete it, and start each run of a series by an `isles train` of its own, "
-                "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
-            )
 
 
 def _refuse_inside_job(path: Path) -> None:

@@ -6,17 +6,13 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import PurePath
-
-from jinja2 import Environment, StrictUndefined, Template
 
 from isles import __version__
-from isles.config.cluster import ClusterConfig
 from isles.config.launcher import SlurmLauncherConfig
 from isles.config.run import RunConfig
-from isles.launch.network import network_variables
-from isles.launch.setting import python_of, setting_lines
+from isles.launch.script_template import fill_template
+from isles.launch.setting import python_of
+from isles.launch.torchrun import node_lines, runs_pattern
 
 _RUN_DIR = '"$ISLES_RUN_DIR"'
 
@@ -62,7 +58,7 @@ def sbatch_script(config: RunConfig, job: JobText) -> str:
         "title": f"{config.name}: {_size_text(job)}, written by isles {__version__}",
         "head": [*_head(job), *job.notes],
         "options": sbatch_options(config, job),
-        "setting": [*_settings(cluster, job), *_exports(cluster, job)],
+        "setting": node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
         "nodes": job.nodes,
         "nproc": job.nproc,
         "interface": cluster.network.interface,
@@ -75,9 +71,10 @@ def sbatch_script(config: RunConfig, job: JobText) -> str:
         "attempt": job.attempt,
         "python": shlex.quote(python_of(environment)),
         "requeue": job.launcher.requeue,
+        "runs": runs_pattern(config, job.workdir),
         "check": job.launcher.check,
     }
-    return _template().render(values)
+    return fill_template("sbatch.sh.jinja", **values)
 
 
 def sbatch_options(config: RunConfig, job: JobText) -> list[str]:
@@ -122,25 +119,6 @@ def slurm_time(seconds: float) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-def _settings(cluster: ClusterConfig, job: JobText) -> list[str]:
-    lines = setting_lines(cluster, job.workdir)
-    environment = cluster.environment
-    python = PurePath(python_of(environment))
-    if environment.venv is None and environment.conda is None and python.is_absolute():
-        # torchrun of the same Python
-        lines.append(f'export PATH={shlex.quote(str(python.parent))}:"$PATH"')
-    return lines
-
-
-def _exports(cluster: ClusterConfig, job: JobText) -> list[str]:
-    """Variables of the network, which those of the user win over."""
-    found = network_variables(cluster.network, None, job.device)
-    if job.nodes == 1:
-        found = {"GLOO_SOCKET_IFNAME": "lo"}
-        found |= {"NCCL_SOCKET_IFNAME": "lo"} if job.device == "cuda" else {}
-    return [f'export {name}="${{{name}:-{value}}}"' for name, value in found.items()]
-
-
 def _head(job: JobText) -> list[str]:
     if job.run_dir is None:
         return ["One task a node runs torchrun, which starts the ranks of that node."]
@@ -161,16 +139,3 @@ def _value(value: object) -> str:
     """Quoted where sbatch would take a space for the next option."""
     text = str(value)
     return f'"{text}"' if any(sign.isspace() for sign in text) else text
-
-
-def _template() -> Template:
-    text = resources.files("isles.launch") / "templates" / "sbatch.sh.jinja"
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # a shell script, quoted for the shell
-    )
-    environment.filters["quote"] = shlex.quote
-    return environment.from_string(text.read_text(encoding="utf-8"))

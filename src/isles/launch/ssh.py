@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.hosts import Host, ask_all, connect, gather, meet, reach, settle_ranks
 from isles.launch.network import network_line, network_variables
 from isles.launch.node_facts import machine_id
+from isles.launch.node_start import FORGOTTEN_AFTER_S
+from isles.launch.passing import remember
 from isles.launch.setting import python_of, setting_lines
 from isles.launch.ssh_text import dry_run_text, fleet_text
 from isles.launch.sync import sync_hosts
@@ -33,7 +35,7 @@ from isles.launch.verbs import NEEDED_TO_TRAIN
 from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
-from isles.rundir.remote import RemoteRun, write_remote
+from isles.rundir.remote import RemoteRun
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
@@ -61,7 +63,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
     """
     cluster = loaded.config.clusters[0]
     workdir = cluster.workdir or str(Path.cwd())
-    with interruptible(), ExitStack() as stack:
+    with interruptible() as hand_back, ExitStack() as stack:
         if cluster.sync is not None:
             sync_hosts(cluster, cluster.sync, workdir, options)
         channels = connect(cluster, workdir, stack, timeout_s=launcher.connect_timeout)
@@ -75,12 +77,17 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         _refuse_faults(hosts[0], gather([(channels[0], files)], "faults", _ASK_S)[0])
         if options.dry_run:
             return start.dry_run()
-        return start.run()
+        return start.run(hand_back)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl+C, SIGTERM and SIGHUP end a start that is on its way, and not only the following."""
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Ctrl+C, SIGTERM and SIGHUP end a start that is on its way, and not only the following.
+
+    Yields:
+        What gives the signals back to whoever had them, once the run is there: from then on they
+        are for the run.
+    """
 
     def end(signum: int, _frame: object) -> None:
         raise KeyboardInterrupt(signal.Signals(signum).name)
@@ -89,11 +96,15 @@ def interruptible() -> Iterator[None]:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
             before[signum] = signal.signal(signum, end)
-    try:
-        yield
-    finally:
+
+    def hand_back() -> None:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+    try:
+        yield hand_back
+    finally:
+        hand_back()
 
 
 @dataclass(slots=True)
@@ -164,8 +175,12 @@ class _SshStart:
             self.resolved, self.fleet, begun, lines, python_of(self.cluster.environment), variables
         )
 
-    def run(self) -> Started:
-        """Begin the run on the head, start it on all, and see that all have begun."""
+    def run(self, hand_back: Callable[[], None]) -> Started:
+        """Begin the run on the head, start it on all, and see that all have begun.
+
+        Args:
+            hand_back: called once the run goes on by itself; see `interruptible`.
+        """
         assert self.fleet is not None
         say = self.options.say
         begun = self._begin(dry_run=False)
@@ -182,6 +197,7 @@ class _SshStart:
                 for host, answer in zip(self.hosts, started, strict=True)
             ]
             ask_all([host.channel for host in self.hosts], "keep", timeout_s=_ASK_S, nodes=nodes)
+            hand_back()
         except UserError as error:
             self._give_up(error)
             raise
@@ -218,7 +234,8 @@ class _SshStart:
             )
             for host, node in zip(self.hosts, self.fleet.nodes, strict=True)
         ]
-        return gather(asked, "start", _ASK_S)
+        # No host may take longer than the others wait to hear from here again.
+        return gather(asked, "start", FORGOTTEN_AFTER_S - 2 * _SIGN_S)
 
     def _see_them_begin(self) -> None:
         """Wait until the ranks of every host have begun; name the host whose processes end.
@@ -277,8 +294,9 @@ class _SshStart:
         assert self.fleet is not None
         run_dir = RunDir(Path(begun["run_dir"]))
         attempt = run_dir.attempt(begun["attempt"])
-        head = self.hosts[0]
-        if head.facts["machine_id"] == machine_id():
+        head, output_dir = self.hosts[0], Path(self.loaded.config.output_dir).expanduser()
+        is_here = bool(machine_id()) and head.facts["machine_id"] == machine_id()
+        if is_here and run_dir.path.parent == output_dir.absolute():
             return Started(run_dir, attempt, _supervisor(attempt))
         remote = RemoteRun(
             name=run_dir.name,
@@ -290,7 +308,7 @@ class _SshStart:
             hosts=tuple(host.name for host in self.hosts),
             started_at=time.time(),
         )
-        write_remote(Path(self.loaded.config.output_dir).expanduser(), remote)
+        remember(output_dir, remote, self.options.warn)
         return Started(run_dir, attempt, None, remote=remote)
 
 

@@ -14,6 +14,7 @@ from isles.config.environment import SyncConfig
 from isles.errors import PreflightError
 from isles.launch.hosts import refuse
 from isles.launch.node_facts import machine_id
+from isles.launch.setting import quoted
 from isles.launch.shell import Shell, on_all
 
 if TYPE_CHECKING:
@@ -74,12 +75,13 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
         *(f"--exclude={pattern}" for pattern in sync.exclude),
         f"--rsh={shlex.join(['ssh', *shell.ssh_options()])}",
         *(os.path.expanduser(path) for path in paths),  # noqa: PTH111  # Path drops the slash
-        f"{shell.destination}:{workdir}/",
+        # What is relative is in the home there; with --protect-args nobody reads a ~.
+        f"{shell.destination}:{workdir.removeprefix('~/')}/",
     ]
 
 
 def _copy(shell: Shell, sync: SyncConfig, workdir: str) -> str:
-    folder = shlex.quote(workdir)
+    folder = quoted(workdir)
     look = "\n".join(
         [
             f"mkdir -p {folder} || exit 1",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 
 from isles.config.cluster import ClusterConfig
 from isles.config.load import Loaded
+from isles.config.run import RunConfig
 from isles.launch.network import network_variables
 from isles.launch.rank_command import script_command
-from isles.launch.setting import python_of, setting_lines
+from isles.launch.setting import python_of, quoted, setting_lines
 
 
 def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:
@@ -48,3 +49,19 @@ def alone_command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
     is_here = config.clusters[0].workdir is None
     path = loaded.path.absolute() if is_here else loaded.path
     return ["-m", "isles.train", str(path), *overrides]
+
+
+def runs_pattern(config: RunConfig, workdir: str) -> str | None:
+    """The run directories of this name, as bash finds them; None for a script of the user's own,
+    which makes none.
+
+    Args:
+        config: the run file.
+        workdir: the folder in which the ranks run.
+    """
+    if config.training.script is not None:
+        return None
+    folder = config.output_dir
+    if not folder.startswith("~/"):
+        folder = str(PurePosixPath(workdir) / folder)
+    return f"{quoted(f'{folder}/{config.name}')}-[0-9]*"

@@ -206,7 +206,7 @@ def _hint(
         case "stopped" | "failed" | "killed":
             return f"`isles train` with its run file goes on {place}"
         case "unknown":
-            return _unknown_hint(state, host, now_s)
+            return _unknown_hint(run_dir, state, host, now_s)
         case "running" if silent_s is not None and silent_s > QUIET_S:
             return (
                 f"it has said nothing for {format_duration(silent_s)}: "
@@ -216,7 +216,10 @@ def _hint(
             return "it was never started" if state.state == "new" else ""
 
 
-def _unknown_hint(state: AttemptState, host: str, now_s: float) -> str:
+def _unknown_hint(run_dir: RunDir, state: AttemptState, host: str, now_s: float) -> str:
+    if (mark := read_record(run_dir.node_of)) is not None:
+        head = mark.get("head")
+        return f"it has ended here; {head}, its first host, knows how: `isles status` there"
     if state.is_queue:
         return "its queue cannot be asked from here: look where it was submitted"
     silent_s = now_s - (state.heard_at or state.begun_at or now_s)

@@ -24,6 +24,8 @@ from isles.rundir.state import QUEUES
 Note = Callable[[str], object]
 
 _CONNECT_S = 5.0
+_QUIET_S = 30.0
+"""Longest silence of a host whose last lines are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +192,15 @@ class _Pump:
     def __init__(self, note: Note) -> None:
         self._note = note
         self._lines: queue.Queue[tuple[int, str | Exception | None]] = queue.Queue(10_000)
+        self._left: dict[int, str] = {}
+        """Streams that have not ended: whose lines they are."""
         self._count = 0
         self._processes: list[subprocess.Popen[str]] = []
         self._is_closed = False
 
     def add_lines(self, lines: Iterator[str]) -> None:
         """Lines of this machine."""
-        self._start(lines)
+        self._start(lines, "this machine")
 
     def add_far(self, logs: FarLogs) -> None:
         """Lines of another one. It ends there when this process closes its stdin, or ends."""
@@ -210,19 +214,19 @@ class _Pump:
             start_new_session=True,
         )
         self._processes.append(process)
-        self._start(self._read(process, logs))
+        self._start(self._read(process, logs), logs.name)
 
     def in_order(self) -> Iterator[str]:
-        """Stream after stream."""
+        """Stream after stream; a host that hangs keeps nobody from the lines of the others."""
         kept: list[list[str]] = [[] for _ in range(self._count)]
-        for index, line in self._all():
+        for index, line in self._all(_QUIET_S):
             kept[index].append(line)
         for lines in kept:
             yield from lines
 
     def mixed(self) -> Iterator[str]:
         """As they come."""
-        for _, line in self._all():
+        for _, line in self._all(None):
             yield line
 
     def close(self) -> None:
@@ -232,8 +236,9 @@ class _Pump:
             process.kill()
             process.wait()
 
-    def _start(self, lines: Iterator[str]) -> None:
+    def _start(self, lines: Iterator[str], name: str) -> None:
         index, self._count = self._count, self._count + 1
+        self._left[index] = name
 
         def pump() -> None:
             try:
@@ -245,14 +250,20 @@ class _Pump:
 
         threading.Thread(target=pump, daemon=True).start()
 
-    def _all(self) -> Iterator[tuple[int, str]]:
-        left = self._count
-        while left:
-            index, line = self._lines.get()
+    def _all(self, quiet_s: float | None) -> Iterator[tuple[int, str]]:
+        while self._left:
+            try:
+                index, line = self._lines.get(timeout=quiet_s)
+            except queue.Empty:
+                names = ", ".join(self._left.values())
+                self._note(
+                    f"not a word from {names} for {quiet_s:.0f} s: its logs may be cut short"
+                )
+                return
             if isinstance(line, Exception):
                 raise line
             if line is None:
-                left -= 1
+                del self._left[index]
             else:
                 yield index, line
 

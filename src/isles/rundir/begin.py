@@ -253,6 +253,9 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     if not started:
         return Begun(fresh, resumed=False, note="")
     run_dir = started[-1]
+    if (owner := _other_head(run_dir)) is not None:
+        note = f"{run_dir.name} is kept by {owner}, its first host; this is a new run: {fresh.name}"
+        return Begun(fresh, resumed=False, note=note)
     state = run_state(run_dir, now)
     _refuse_running(run_dir, state, now)
     if state.state == "finished":
@@ -286,6 +289,13 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             run_dir, checkpoint = RunDir(path.parent.parent), path
         else:
             run_dir = find_run(resume, _output_dir(resolved))
+    if (owner := _other_head(run_dir)) is not None:
+        raise UserError(
+            f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",
+            where=str(run_dir.path),
+            fix=f"make {owner} the first of the hosts, or start it there; `--resume no` starts a "
+            "new run",
+        )
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(
             f"there is no checkpoint {checkpoint.name}",
@@ -304,6 +314,12 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
         if changes:
             note += ", with these new values:\n" + _lines(changes)
     return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)
+
+
+def _other_head(run_dir: RunDir) -> str | None:
+    """The host that has the checkpoints of a run of which this one was only a node."""
+    mark = read_record(run_dir.node_of)
+    return str(mark.get("head")) if mark is not None else None
 
 
 def _changes(run_dir: RunDir, resolved: Resolved) -> list[Change]:

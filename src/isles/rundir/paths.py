@@ -127,6 +127,11 @@ class RunDir:
         return self.path / "run.yaml"
 
     @property
+    def node_of(self) -> Path:
+        """On a node other than the head: whose run this is; the node keeps only its own logs."""
+        return self.path / "node-of.json"
+
+    @property
     def resolved(self) -> Path:
         """What the ranks read: every value, and where it came from."""
         return self.path / "resolved.yaml"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+_TRIES = 3
 
 
 def write_text_atomic(path: Path, text: str, *, durable: bool = True) -> None:
@@ -48,10 +51,21 @@ def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) ->
 def read_record(path: Path) -> dict[str, Any] | None:
     """A JSON record, or None where there is none (or it is not one)."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(_read_fresh(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _read_fresh(path: Path) -> str:
+    """NFS says ESTALE where another host has replaced a file that is being read."""
+    for _ in range(_TRIES):
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    raise FileNotFoundError(path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -91,6 +91,8 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
         state = _recorded(outcome)
     elif is_alive:
         state = "running"
+    elif run_dir.node_of.exists():
+        state = "unknown"  # how it ended is on record on its first host
     elif process is None or process.is_here():
         state = "killed"
     else:

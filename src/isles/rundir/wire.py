@@ -9,6 +9,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from isles.errors import ExitCode, PreflightError, UserError
+
 _SEND_S = 5.0
 _LONGEST_BYTES = 64 * 2**20
 
@@ -62,7 +64,7 @@ class Wire:
         line, _, self._read = self._read.partition(b"\n")
         try:
             message = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise NotOurs(f"not a message: {line[:80]!r}") from error
         if not isinstance(message, dict):
             raise NotOurs(f"not a message: {line[:80]!r}")
@@ -73,3 +75,29 @@ class Wire:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def refusal(told: Any) -> UserError:
+    """The error that a supervisor has sent to a node which it does not take in.
+
+    Raises:
+        NotOurs: what came is none.
+    """
+    try:
+        error: UserError = PreflightError(
+            str(told["what"]), where=str(told["where"]), fix=str(told["fix"])
+        )
+        error.exit_code = ExitCode(int(told["exit_code"]))
+    except (KeyError, TypeError, ValueError):
+        raise NotOurs(f"it says {told}") from None
+    return error
+
+
+def free_port(address: str) -> int:
+    """A port at this address on which nobody listens now; 0 where this machine has no such."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return 0
+        return int(probe.getsockname()[1])

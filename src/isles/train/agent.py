@@ -15,8 +15,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -238,11 +238,17 @@ def _end_at_once(attempt: Attempt) -> None:
     from isles.rundir.restarts import newest_step
     from isles.train.verdict import write_stop
 
-    write_stop(attempt, ExitCode.INTERRUPTED, newest_step(RunDir(attempt.path.parent.parent)))
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        child.kill()
+    with suppress(OSError):  # a full disk must not keep anybody from stopping
+        write_stop(attempt, ExitCode.INTERRUPTED, newest_step(RunDir(attempt.path.parent.parent)))
+    kill_all(psutil.Process().children(recursive=True))
     os._exit(ExitCode.INTERRUPTED)
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill these; some may be gone with the others already."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _conclude(attempt: Attempt, contact: Contact) -> None:

@@ -10,8 +10,9 @@ from isles.errors import ExitCode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
 from isles.rundir.restarts import checkpoint_to_load, newest_step, update_restart
+from isles.rundir.wire import free_port
 from isles.train.contact import say
-from isles.train.crew import Crew, Gang, Part, free_port
+from isles.train.crew import Crew, Gang, Part
 from isles.train.relay import SignalRelay, StopBetween
 from isles.train.script_end import write_end
 from isles.train.verdict import judge, trouble, write_stop
@@ -75,10 +76,11 @@ class Alone:
         gang, report = self.gang, crew.report
         codes = set(report["codes"].values())
         if report["state"] == "succeeded":
-            if relay.requested:
-                _stopped(gang.attempt, gang.run_dir, relay)
-            elif gang.is_script:
+            if gang.is_script and codes <= {ExitCode.OK}:
+                # Had a wish to stop reached a script, its starter would not have ended so.
                 write_end(gang.attempt, "finished", ExitCode.OK, "finished")
+            elif relay.requested:
+                _stopped(gang.attempt, gang.run_dir, relay)
             return None
         if relay.requested and codes <= {ExitCode.REQUEUE, ExitCode.INTERRUPTED}:
             _stopped(gang.attempt, gang.run_dir, relay)  # stuck before the first step

@@ -219,8 +219,11 @@ def _go_on(gang: Gang, why: str) -> None:
         ),
         is_new=True,
     )
-    for path in (gang.attempt.outcome, gang.attempt.stop_request, gang.attempt.stopped):
+    for path in (gang.attempt.outcome, gang.attempt.stopped):
         path.unlink(missing_ok=True)
+    # A stop that a user has asked for meanwhile stays: the next `begin` heeds it.
+    if (read_record(gang.attempt.stop_request) or {}).get("requeue"):
+        gang.attempt.stop_request.unlink(missing_ok=True)
 
 
 def _after_failure(gang: Gang, status: int) -> str:
@@ -357,8 +360,9 @@ def _no_memory(gang: Gang, culprit: dict[str, Any], line: str) -> dict[str, Any]
 
 def _memory_line(gang: Gang) -> str | None:
     """What the queue has said of a task that used too much memory."""
-    for log in (*sorted(gang.attempt.path.glob("node-*.log")), gang.output):
-        found = _NO_MEMORY.search(_since(log, gang.restart))
+    logs = sorted(gang.attempt.path.glob("node-*.log"))
+    for text in (*(_since(log, gang.restart) for log in logs), _tail(gang.output)):
+        found = _NO_MEMORY.search(text)
         if found is not None:
             return found.group(0)
     return None
@@ -371,9 +375,13 @@ def _errors(log: Path) -> list[str]:
 
 
 def _since(log: Path, restart: int) -> str:
-    """What a log says of the newest start of the ranks."""
+    """What a node's log says of the newest start of the ranks; empty where that has not come."""
     text = _tail(log)
-    return text.rpartition(f"---- restart {restart} ----\n")[2] if restart else text
+    _, mark, rest = text.rpartition(f"---- restart {restart} ----\n")
+    if not restart or mark:
+        return rest
+    # The mark may be further back than the tail.
+    return text if len(text) >= _TAIL_BYTES // 2 else ""
 
 
 def _tail(log: Path) -> str:

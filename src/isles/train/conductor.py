@@ -23,6 +23,7 @@ from isles.rundir.restarts import (
     update_restart,
 )
 from isles.rundir.stop_request import read_stop_request
+from isles.rundir.wire import free_port
 from isles.train.lobby import Lobby, say
 from isles.train.members import Members, Terms
 from isles.train.reports import keep_errors, own_time
@@ -236,11 +237,12 @@ class Conductor:
             say(restart.text)
         asked = Path(fleet.resume_from) if fleet.resume_from else None
         checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
-        first = self._lobby.seats()[there[0]]
+        # On this machine; its agent may still be importing what it needs to find one itself.
+        address = fleet.nodes[there[0]].address
         self._common = {
             "world_size": members.world_size,
             "store": list(self._store),
-            "master": [fleet.nodes[there[0]].address, first.report.get("port", 0)],
+            "master": [address, free_port(address)],
             "resume_from": str(checkpoint) if checkpoint is not None else None,
         }
         self._waiting = ""
@@ -280,12 +282,12 @@ class Conductor:
         codes = {int(code) for report in reports.values() for code in report["codes"].values()}
         if ExitCode.HANDOVER in codes:
             self._enter("wait")
-        elif self._stop_code is not None:
-            self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
         elif codes <= {ExitCode.OK}:
-            # Ranks of a script of the user's own leave no outcome.
+            # A user's script leaves no outcome; one that a wish to stop has reached ends not so.
             write_end(self._attempt, "finished", ExitCode.OK, "finished")
             self._enter("over")
+        elif self._stop_code is not None:
+            self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
         else:
             self.give_up(
                 f"the ranks ended with {sorted(codes)}, and nobody has asked them to",

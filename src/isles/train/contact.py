@@ -10,7 +10,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isles.errors import CommunicationError, ExitCode, PreflightError, UserError
+from isles.errors import CommunicationError, UserError
 from isles.rundir.pace import (
     GONE_AFTER_S,
     HELLO_S,
@@ -20,7 +20,7 @@ from isles.rundir.pace import (
     WAITING_EVERY_S,
     Silence,
 )
-from isles.rundir.wire import NotOurs, Wire
+from isles.rundir.wire import NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.05
@@ -102,6 +102,7 @@ class Contact:
 
     def come_anew(self) -> None:
         """After the line was cut off and the ranks were ended: seek the supervisor again."""
+        self._thread.join(_CONNECT_S)  # it has seen the cut; two of them would take turns
         with self._lock:
             self._token = uuid.uuid4().hex
             self._order = {}
@@ -189,7 +190,7 @@ class Contact:
             raise NotOurs("it says nothing")
         if "refused" in answer:
             wire.close()
-            raise _refusal(answer["refused"])
+            raise refusal(answer["refused"])
         if "welcome" not in answer:
             wire.close()
             raise NotOurs(f"it says {answer}")
@@ -251,14 +252,6 @@ def _first_word(wire: Wire, silence: Silence) -> dict[str, Any] | None:
             return answer
         silence.look(time.monotonic())
     return None
-
-
-def _refusal(told: dict[str, Any]) -> UserError:
-    error: UserError = PreflightError(
-        str(told.get("what")), where=str(told.get("where", "")), fix=str(told.get("fix", ""))
-    )
-    error.exit_code = ExitCode(int(told.get("exit_code", ExitCode.PREFLIGHT)))
-    return error
 
 
 def say(line: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,8 +171,7 @@ class Crew(LocalElasticAgent):
 
     def _rest(self) -> None:
         """No rank is here."""
-        port = free_port(self._gang.address)
-        self.report = {"restart": self._restart, "state": "idle", "port": port}
+        self.report = {"restart": self._restart, "state": "idle"}
 
 
 class _Met:
@@ -191,13 +189,3 @@ class _Met:
 
 # torch asks that there be one, and does nothing with it where the ranks have numbers.
 _NO_STORE: Any = object()
-
-
-def free_port(address: str) -> int:
-    """A port at this address on which nobody listens now; 0 where there is none."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return 0
-        return int(probe.getsockname()[1])

@@ -18,6 +18,11 @@ from isles.rundir.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S,
 from isles.rundir.process import ProcessId
 from isles.rundir.wire import NotOurs, Wire
 
+_ENOUGH = 12
+"""So many digits of the digest are taken for the whole of it."""
+_SHOWN = 8
+"""So many of them are told to who has another."""
+
 
 @dataclass(slots=True)
 class Seat:
@@ -140,14 +145,16 @@ class Lobby:
     def order(self, node: int, order: dict[str, Any], now_s: float) -> None:
         """Tell a node what it is to do; said again every second, as a sign of life."""
         seat = self.seats().get(node)
-        if seat is None or seat.wire is None:
+        # Once: the thread that hears this node may take it away at any time.
+        wire = seat.wire if seat is not None else None
+        if seat is None or wire is None:
             return
         if order == seat.sent and now_s - seat.sent_at < SIGN_EVERY_S:
             return
         try:
-            seat.wire.send({"order": order})
+            wire.send({"order": order})
         except OSError:
-            self._part(seat, seat.wire)
+            self._part(seat, wire)
             return
         seat.sent, seat.sent_at = order, now_s
 
@@ -186,7 +193,7 @@ class Lobby:
                 where = f"{self._fleet.head.name} port {self._fleet.port}"
                 told = {"what": refusal.what, "where": where, "fix": refusal.fix}
                 wire.send({"refused": {**told, "exit_code": int(ExitCode.PREFLIGHT)}})
-        except (OSError, NotOurs, KeyError, TypeError, ValueError):
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
             pass  # somebody who knocks at every port
         finally:
             wire.close()
@@ -198,7 +205,10 @@ class Lobby:
                 if message is None or seat.wire is not wire:
                     return
                 seat.silence.heard()
-                seat.report = message.get("report", seat.report)
+                report = message.get("report", seat.report)
+                if not isinstance(report, dict):
+                    raise NotOurs("no report")
+                seat.report = report
                 seat.skew_s = time.time() - float(message.get("clock", time.time()))
                 if message.get("bye"):
                     seat.is_done = True
@@ -218,7 +228,8 @@ class Lobby:
     def _take_in(self, hello: dict[str, Any], wire: Wire) -> Seat:
         self._check(hello)
         process = ProcessId.from_record(hello["process"])
-        assert process is not None
+        if process is None:
+            raise NotOurs("no process")
         token, node = str(hello["token"]), int(hello["node"])
         with self._lock:
             if token in self._dropped:
@@ -233,13 +244,14 @@ class Lobby:
                     )
                 seat.lost = "another agent has taken its place"
             if seat is None or seat.token != token:
-                seat = Seat(node, token, process, Silence(time.monotonic()), wire)
+                seat = Seat(node, token, process, Silence(time.monotonic()), None)
                 self._seats[node] = seat
+            # Before anybody can send an order here: it is the first word that the agent expects.
+            wire.send({"welcome": {"pid": os.getpid()}})
             old, seat.wire, seat.sent = seat.wire, wire, {}
             seat.silence.heard()
         if old is not None and old is not wire:
             old.close()
-        wire.send({"welcome": {"pid": os.getpid()}})
         return seat
 
     def _check(self, hello: dict[str, Any]) -> None:
@@ -265,11 +277,11 @@ class Lobby:
                 )
 
     def _check_digest(self, digest: str) -> None:
-        # Of what a person types, a part is enough.
-        if len(digest) < 12 or not self._identity.digest.startswith(digest):
+        # Of what a person types, a part is enough; more than whoever does not know it is told.
+        if len(digest) < _ENOUGH or not self._identity.digest.startswith(digest):
             raise Refusal(
                 f"another run file: its digest begins with {digest[:12]}, here with "
-                f"{self._identity.digest[:12]}",
+                f"{self._identity.digest[:_SHOWN]}",
                 "start all nodes from the same run",
             )
 

@@ -164,12 +164,15 @@ def run_script(rank: ScriptRank) -> int:
         process_group=0,
         preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
     )
+    guard = _guard(child.pid)
     place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid}
     place |= ProcessId.of(os.getpid()).record()
     # After the handlers: whoever reads this record may send a signal.
     write_record(attempt.rank_record(env.rank), place)
     with status.beating():
         code = stop.wait(child)
+    guard.kill()
+    guard.wait()
     asked = stop.code or (ExitCode.REQUEUE if code == ExitCode.REQUEUE else None)
     if asked or code:
         with suppress(ProcessLookupError, PermissionError):
@@ -274,6 +277,21 @@ def _failed(rank: ScriptRank, error: dict[str, Any]) -> int:
         # that one, must see it first.
         time.sleep(_CAUSE_FIRST_S)
     return int(error["exit_code"])
+
+
+def _guard(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills this group when the present process is killed.
+
+    The script itself ends then by `_die_with_parent`, what it has started would not. The guard is
+    in a session of its own, so that it outlives whoever kills the agent's group.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read line; kill -9 "-$1"', "sh", str(group)],
+        stdin=subprocess.PIPE,  # never written to: it closes with this process
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _die_with_parent() -> None:

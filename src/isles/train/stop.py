@@ -106,7 +106,10 @@ class StopSignals:
         """Turn a request in the attempt's folder into the signal that means the same."""
         told: StopKind | None = None
         while not self._is_over.wait(_LOOK_S):
-            request = read_stop_request(attempt) if attempt.stop_request.exists() else None
+            try:
+                request = read_stop_request(attempt) if attempt.stop_request.exists() else None
+            except OSError:  # a disk of the network, while the file is replaced: looked at again
+                continue
             if request is None or request.kind == told:
                 continue
             told = request.kind

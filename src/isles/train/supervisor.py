@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from isles import __version__
 from isles.config.resolve import load_resolved
 from isles.errors import ExitCode
 from isles.rundir.fleet import Fleet, read_fleet
@@ -180,6 +181,7 @@ class Supervisor:
         attempts = self._run_dir.attempts()
         first = read_record(attempts[0].launch) or {} if attempts else {}
         return {
+            "isles": __version__,
             "run": self._run_dir.name,
             "run_dir": str(self._run_dir.path),
             "attempt": self._attempt.number,

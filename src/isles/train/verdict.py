@@ -84,7 +84,9 @@ def judge(
     reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
     last = before[-1] if before else None
     note, verdict = "", _first_verdict(stop)
-    if culprit.get("will_recur"):
+    # A script on another host cannot see there that it has reported steps.
+    is_new = culprit.get("kind") == "ScriptFailed" and reached is not None
+    if culprit.get("will_recur") and not is_new:
         verdict = "fail"  # a wrong run file, a loss that is not finite: it would come again
     elif (
         last is not None

@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -62,7 +62,9 @@ class Watchdog:
         hosts: list[str],
         *,
         is_gpu: bool,
+        saving_moved_at: Callable[[], float],
     ) -> None:
+        self._saving_moved_at = saving_moved_at
         self._config: WatchdogConfig = config.watchdog
         compiles = config.training.torch_compile
         self._first_s = self._config.min_time * (_COMPILING if compiles else _FIRST)
@@ -98,7 +100,7 @@ class Watchdog:
                 return
 
     def _look(self, moment: Moment, now: float) -> None:
-        self._beats.view = {"step": moment.step, "stage": moment.stage}
+        self._beats.view = {"step": moment.step, "stage": moment.stage, "phase": moment.phase}
         self._answer()
         if self._judged is not None and self._judged[0].since != moment.since:
             self._went_on(now)
@@ -106,6 +108,8 @@ class Watchdog:
             self._overdue = None
         limit_s = self._limit_s(moment)
         took_s = now - moment.since
+        if moment.phase == "saving":  # parts that travel may take as long as they like
+            took_s = min(took_s, now - self._saving_moved_at())
         self._listen(limit_s is not None and took_s > limit_s - _LISTEN_S, now)
         if limit_s is None or took_s < limit_s:
             return
@@ -174,7 +178,10 @@ class Watchdog:
             if now - heard.at > _SILENT_S
         }
         unknown = [rank for rank in range(len(self._hosts)) if rank not in beats.heard]
-        if (cut_s := now - beats.talked_at) > _SILENT_S:
+        cut_s = now - beats.talked_at
+        if cut_s > _SILENT_S and beats.keeper == self._rank:
+            return  # the store is in this process: its own thread was held up, and nobody else
+        if cut_s > _SILENT_S:
             # Nothing is heard of anybody: it is the store that is gone.
             stall = self._without_store(cut_s)
             silent, unknown = {}, [beats.keeper] if beats.keeper is not None else []
@@ -183,12 +190,23 @@ class Watchdog:
             unknown = [rank for rank in unknown if rank != self._rank]
             stall = None
         living = [r for r in range(len(self._hosts)) if r not in silent and r not in unknown]
-        if living[0] != self._rank and (stall is None or beats.keeper is not None):
+        is_lowest = living[0] == self._rank
+        lost_store = stall is not None and beats.keeper is None
+        speaks = is_lowest or lost_store or (stall is None and self._speaks(moment, living))
+        if not speaks:
             self._judged = (moment, "")
             return
         if stall is None:
             stall = self._compare(moment, living, silent, unknown)
-        self._say(moment, now, stall)
+        self._say(moment, now, stall, may_stop=is_lowest or lost_store)
+
+    def _speaks(self, moment: Moment, living: list[int]) -> bool:
+        """Whether no lower rank will judge: one that hangs in a save has hours to go."""
+        views = {rank: heard.view for rank, heard in self._beats.heard.items()}
+        return not any(
+            rank < self._rank and views.get(rank, {}).get("phase") == moment.phase
+            for rank in living
+        )
 
     def _without_store(self, cut_s: float) -> Stall:
         host, port = self._beats.address
@@ -225,7 +243,7 @@ class Watchdog:
                     self._keep(step, rank, stage, place)  # of a rank on another host
         return find_stall(standings, self._hosts, unknown)
 
-    def _say(self, moment: Moment, now: float, stall: Stall) -> None:
+    def _say(self, moment: Moment, now: float, stall: Stall, *, may_stop: bool) -> None:
         what = f"step {moment.step}" if moment.phase == "step" else f"{moment.phase} after step "
         what += "" if moment.phase == "step" else str(moment.step)
         usual = ""
@@ -239,7 +257,7 @@ class Watchdog:
         with suppress(OSError):
             self._attempt.stalls.mkdir(exist_ok=True)
             write_record(self._attempt.stalls / f"step-{moment.step}.json", record)
-        if self._config.action == "stop":
+        if self._config.action == "stop" and may_stop:
             self._end(text, stall)
 
     def _went_on(self, now: float) -> None:
@@ -292,8 +310,18 @@ def watching(
     env: RankEnv,
     world: World,
     recorder: Recorder,
+    saving_moved_at: Callable[[], float],
 ) -> Iterator[Watchdog]:
-    """Meanwhile the steps are watched. All ranks must call this."""
+    """Meanwhile the steps are watched. All ranks must call this.
+
+    Args:
+        clock: where this rank is in its step.
+        config: the run file.
+        attempt: where stacks are kept.
+        env, world: this rank's place.
+        recorder: tells the user.
+        saving_moved_at: time.monotonic() at which a save has last come further.
+    """
     hosts = world.gather(world.host)
     watch = Watchdog(
         config,
@@ -304,6 +332,7 @@ def watching(
         env,
         hosts,
         is_gpu=world.device.type == "cuda",
+        saving_moved_at=saving_moved_at,
     )
     try:
         yield watch

@@ -126,7 +126,10 @@ def _train(
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")
-    with watching(parts.meter.clock, resolved.config, attempt, env, world, recorder):
+    checkpoints, clock = parts.checkpoints, parts.meter.clock
+    with watching(
+        clock, resolved.config, attempt, env, world, recorder, lambda: checkpoints.moved_at
+    ):
         try:
             code = train(parts)
         finally:

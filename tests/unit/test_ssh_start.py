@@ -1,0 +1,186 @@
+"""A start over ssh on this machine's side: signals, paths, what is remembered; and a lost start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.cluster import ClusterConfig
+from isles.config.environment import SyncConfig
+from isles.config.load import load_run_file
+from isles.config.resolve import dump_resolved, resolve
+from isles.launch import ssh as launch_ssh
+from isles.launch.hosts import Host
+from isles.launch.node import READY
+from isles.launch.node_facts import machine_id
+from isles.launch.passing import remember
+from isles.launch.setting import setting_lines
+from isles.launch.setup import _make_script
+from isles.launch.shell import Shell, on_all
+from isles.launch.ssh import interruptible
+from isles.launch.start import Started, StartOptions
+from isles.launch.sync import rsync_argv
+from isles.rundir.fleet import Fleet, FleetNode
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record
+from isles.rundir.remote import RemoteRun, list_remotes
+
+DEADLINE_S = 60.0
+
+FLEET = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "digest")
+
+
+def test_ctrl_c_does_not_wait_for_the_slowest_host() -> None:
+    gate, ended = threading.Event(), []
+
+    def work(place: int) -> None:
+        if place == 0:
+            raise KeyboardInterrupt
+        gate.wait(DEADLINE_S / 6)
+        ended.append(place)
+
+    with pytest.raises(KeyboardInterrupt):
+        on_all([0, 1], work)
+    assert not ended
+    gate.set()
+
+
+def test_signals_are_the_run_s_once_it_is_there() -> None:
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: arrived.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not arrived
+        with interruptible() as hand_back:
+            hand_back()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert arrived == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def section(**more: Any) -> ClusterConfig:
+    return ClusterConfig.model_validate({"launcher": {"kind": "ssh", "hosts": ["a1"]}, **more})
+
+
+def bash(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def test_a_home_is_that_of_the_user_there(tmp_path: Path) -> None:
+    work, venv = tmp_path / "it's my work", tmp_path / "my venv" / "bin"
+    work.mkdir()
+    venv.mkdir(parents=True)
+    (venv / "activate").write_text("echo activated\n")
+    cluster = section(environment={"venv": "~/my venv"})
+    lines = setting_lines(cluster, "~/it's my work")
+    done = bash("\n".join([*lines, "pwd"]), HOME=str(tmp_path))
+    assert (done.stdout, done.stderr) == (f"activated\n{work}\n", "")
+    shell = Shell("a1", _options=[])
+    assert rsync_argv(shell, SyncConfig(paths=(".",)), "~/my work")[-1] == "a1:my work/"
+    assert rsync_argv(shell, SyncConfig(paths=(".",)), "/x")[-1] == "a1:/x/"
+
+
+def test_half_a_venv_is_made_again(tmp_path: Path) -> None:
+    """Without Debian's python3-venv there is a bin/python after the fault, and no pip."""
+    tools, venv = tmp_path / "tools", tmp_path / "venv"
+    tools.mkdir()
+    python = tools / "python{}.{}".format(*sys.version_info[:2])
+    half = f'[ "$2" = venv ] || exit 0; mkdir -p {venv}/bin; cp $0 {venv}/bin/python; exit 1'
+    python.write_text(f"#!/bin/bash\n{half}\n")
+    python.chmod(0o755)
+    script = _make_script(section(environment={"venv": str(venv)}).environment, str(tmp_path))
+    assert script is not None
+    for _ in range(2):
+        assert bash(script, PATH=f"{tools}:{os.environ['PATH']}").returncode == 1
+
+
+def remote(path: str) -> RemoteRun:
+    return RemoteRun("tiny-1", "me@a1", path, (), "python3", "ssh", ("me@a1",), 1.0)
+
+
+def test_a_run_that_cannot_be_remembered_goes_on_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings: list[str] = []
+    remember(tmp_path / "file" / "runs", remote("/data/runs/tiny-1"), warnings.append)
+    (warning,) = warnings
+    assert "tiny-1 has started, and cannot be remembered here" in warning
+    assert "on me@a1: /data/runs/tiny-1" in warning
+
+
+def started_on(run_file: Path, run_dir: Path, machine: str) -> Started:
+    """What `isles train` has in hand once a run has started with a head that says so of itself."""
+    loaded = load_run_file(run_file, ["clusters.0.launcher={kind: ssh, hosts: [a1]}"])
+    options = StartOptions(run_file, (), "auto", False, str, str)
+    cluster = loaded.config.clusters[0]
+    nobody: Any = None
+    head = Host(0, cluster.hosts[0], nobody, {"machine_id": machine})
+    start = launch_ssh._SshStart(loaded, options, cluster, [head], "/", FLEET)
+    return start._started({"run_dir": str(run_dir), "attempt": 1})
+
+
+@pytest.mark.parametrize(
+    ("is_here", "folder", "is_remembered"),
+    [(True, "runs", False), (True, "other/runs", True), (False, "runs", True)],
+)
+def test_a_run_that_is_not_in_the_own_folder_is_remembered(
+    run_file: Path, tmp_path: Path, is_here: bool, folder: str, is_remembered: bool
+) -> None:
+    run_dir = tmp_path / folder / "tiny-1"
+    started = started_on(run_file, run_dir, machine_id() if is_here else "another")
+    remembered = list_remotes(tmp_path / "runs")
+    assert [run.path for run in remembered] == ([str(run_dir)] if is_remembered else [])
+    assert (started.remote is not None) == is_remembered
+
+
+def test_two_machines_that_cannot_be_told_apart_are_two(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS there is no number of the boot."""
+    monkeypatch.setattr(launch_ssh, "machine_id", str)
+    assert started_on(run_file, tmp_path / "runs" / "tiny-1", "").remote is not None
+
+
+_FORGETFUL = """
+import isles.launch.node_start as start
+from isles.launch.node import main
+start.FORGOTTEN_AFTER_S = 0.2
+main()
+"""
+
+
+def test_a_start_that_is_not_heard_of_after_begin_ends(run_file: Path, tmp_path: Path) -> None:
+    """The launching machine lost its power: the connection stands, and nobody says a word."""
+    loaded = load_run_file(run_file)
+    text = dump_resolved(resolve(loaded, num_gpus=0))
+    args = {"resolved": text, "text": loaded.text, "resume": "auto", "dry_run": False}
+    ask = {"id": 1, "op": "begin", "args": {**args, "fleet": FLEET.record()}}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _FORGETFUL], stdin=pipe, stdout=pipe) as node:
+        assert node.stdin is not None and node.stdout is not None
+        try:
+            assert node.stdout.readline().startswith(READY.encode())
+            node.stdin.write(json.dumps(ask).encode() + b"\n")
+            node.stdin.flush()
+            assert node.wait(DEADLINE_S) == 2
+        finally:
+            node.kill()
+    attempt = RunDir(tmp_path / "runs" / "tiny-1").attempt(1)
+    outcome = read_record(attempt.outcome) or {}
+    assert "was not heard of any more" in outcome["reason"]

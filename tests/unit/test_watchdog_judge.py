@@ -1,0 +1,128 @@
+"""Who judges an overdue step, and what is no stall at all: the clock is passed in."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.load import load_run_file
+from isles.dist.beat import Beats, Heard
+from isles.rundir.env import RankEnv
+from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import read_record
+from isles.train.record import Recorder
+from isles.train.watchdog import Watchdog
+from isles.train.watchdog_clock import StepClock
+
+RUN = """\
+name: a
+model: {name_or_path: llama-2m, init: scratch}
+data: {sources: [{type: fake}], seq_length: 32}
+training: {max_steps: 20, global_batch_size: 32}
+checkpoint: {timeout: 100s}
+"""
+NOW = 5_000.0
+
+
+class CutOff:
+    """A store that is cut off when it is first told what somebody asks for."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.is_cut = True
+
+    def set(self, name: str, text: str) -> None:
+        if name == "ask" and self.is_cut:
+            self.is_cut = False
+            raise ConnectionError("cut off")
+        self.kept[name] = text
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self.kept for name in names)
+
+    def get(self, name: str) -> bytes:
+        return self.kept[name].encode()
+
+
+def quiet_beats(rank: int, keeper: int | None = None) -> Beats:
+    """Signs of life that are given to nobody."""
+    beats = Beats(("127.0.0.1", 9), "token", rank=rank, world_size=2, keeper=keeper)
+    beats.close()
+    beats.talked_at = NOW
+    return beats
+
+
+def overdue(tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0) -> Watchdog:
+    """The watchdog of a rank that has been in a phase since long before NOW."""
+    (tmp_path / "run.yaml").write_text(RUN)
+    clock = StepClock()
+    clock.step(7)
+    if phase != "step":
+        clock.begin(phase)
+    clock.moment = clock.moment._replace(since=NOW - 2_000.0)
+    watch = Watchdog(
+        load_run_file(tmp_path / "run.yaml", ()).config,
+        Attempt(tmp_path, 1),
+        beats,
+        Recorder(RunDir(tmp_path), is_main=False, world_size=2),
+        clock,
+        RankEnv(beats._rank, 0, 2, 1, 1, None),
+        ["box", "other"],
+        is_gpu=False,
+        saving_moved_at=lambda: moved_at,
+    )
+    watch.close()
+    return watch
+
+
+def judge(watch: Watchdog, seconds: float = 10.0) -> dict[str, Any] | None:
+    """What it says when it has looked, listened, and looked again."""
+    moment = watch._clock.moment
+    watch._look(moment, NOW - seconds)
+    watch._beats.heard = {r: h for r, h in HEARD.items() if r != watch._rank}
+    watch._look(moment, NOW)
+    return read_record(watch._attempt.stalls / "step-7.json")
+
+
+HEARD: dict[int, Heard] = {}
+
+
+@pytest.mark.parametrize(("phase", "judges"), [("saving", True), ("step", False)])
+def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, judges: bool
+) -> None:
+    """It has the long deadline of a save itself; in the same phase the lowest rank judges."""
+    view = {"step": 7, "stage": phase if judges else "agreeing", "phase": phase, "number": 1}
+    monkeypatch.setitem(HEARD, 0, Heard(view, NOW))
+    found = judge(overdue(tmp_path, quiet_beats(1), "step"))
+    assert (found is not None) == judges
+
+
+def test_a_save_whose_parts_move_is_no_stall(tmp_path: Path) -> None:
+    assert judge(overdue(tmp_path, quiet_beats(0), "saving", moved_at=NOW - 5.0)) is None
+    (tmp_path / "still").mkdir()
+    assert judge(overdue(tmp_path / "still", quiet_beats(0), "saving")) is not None
+
+
+def test_who_keeps_the_store_does_not_miss_itself(tmp_path: Path) -> None:
+    beats = quiet_beats(0, keeper=0)
+    beats.talked_at = NOW - 30.0
+    watch = overdue(tmp_path, beats, "step")
+    assert judge(watch) is None
+    beats.talked_at = NOW
+    watch._look(watch._clock.moment, NOW)
+    assert (read_record(tmp_path / "stalls" / "step-7.json") or {})["culprits"] == [1]
+
+
+def test_what_a_store_was_not_told_it_is_told_again() -> None:
+    store: Any = CutOff()
+    beats = quiet_beats(0)
+    beats.ask("7-step")
+    with pytest.raises(ConnectionError):
+        beats._round(store)
+    beats._round(store)
+    assert beats.asked == "7-step"
+    assert beats.talked_at <= time.monotonic()
