@@ -314,6 +314,8 @@ def test_a_wish_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> 
         made.look_until(lambda: first.order.get("signal") == 2, "the other hears of it")
         request_stop(made.attempt, "now")
         made.look_until(lambda: first.order["phase"] == "over" and first.order["now"], "at once")
+        outcome = made.ends("it is over")
+        assert (outcome["state"], second.order["phase"]) == ("stopped", "over")
 
 
 def test_files_are_given_for_the_right_digest_only(tmp_path: Path) -> None:

@@ -60,3 +60,6 @@ def test_other_ranks_and_other_starters_tell_nothing(
 def test_a_full_disk_does_not_end_the_script(run_dir: RunDir) -> None:
     run_dir.metrics.symlink_to("/dev/full")
     isles.report(1, loss=1.0)
+    run_dir.metrics.unlink()
+    isles.report(2, loss=0.5)
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == [2]

@@ -193,8 +193,10 @@ class Lobby:
                 where = f"{self._fleet.head.name} port {self._fleet.port}"
                 told = {"what": refusal.what, "where": where, "fix": refusal.fix}
                 wire.send({"refused": {**told, "exit_code": int(ExitCode.PREFLIGHT)}})
-        except (OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
-            pass  # somebody who knocks at every port
+        except OSError:
+            pass  # it has gone, or knocks at every port
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            say(f"{address} has sent what no node sends: {type(error).__name__}: {error!r:.200}")
         finally:
             wire.close()
 
