@@ -71,6 +71,7 @@ def build(
     signals: StopSignals,
     resume_from: CheckpointInfo | None,
     travel: Travel,
+    attempt: int,
 ) -> Parts:
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
@@ -81,8 +82,7 @@ def build(
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
     strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
-    if why:
-        recorder.phase("building model", why)
+    recorder.phase("building model", why)
     mesh = settle_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
     flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
@@ -97,7 +97,7 @@ def build(
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
         reference.score_all(training, validation, config.training, total_steps, run_dir)
     progress = _take_over(engine, resume_from, config, world, travel, recorder)
-    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel)
+    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
