@@ -164,8 +164,10 @@ def test_a_full_disk_of_another_host_is_named(run_file: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)], check=True)
     try:
         run_dir, attempt, gang = start_on_hosts(run_file, (1, 1), *SAVES, f"output_dir={runs}")
-        assert set(gang.wait()) == {ExitCode.TRAINING}
-        error = read_record(attempt.rank_error(0)) or {}
+        codes = gang.wait()
+        # Who hears of it a step later may have lost the other by then.
+        assert {ExitCode.TRAINING} <= set(codes) <= {ExitCode.TRAINING, ExitCode.COMMUNICATION}
+        error = read_record(attempt.rank_error(codes.index(ExitCode.TRAINING))) or {}
         assert "step 4 could not be saved: No space left" in error["what"], log_of(gang)[-3000:]
         assert "are free on this disk" in error["what"]
         assert str(disk) in error["where"] and "rank 1 on " in error["where"]
