@@ -183,9 +183,8 @@ def test_time_is_up_and_the_next_job_goes_on(site: Site) -> None:
     saved = list_checkpoints(run_dir)[-1].step
     assert saved > 0
     # The run is alive all the time, though its first job is over.
-    assert "is running as PBS job" in site.isles("train", "long.yaml", code=1) or "is queued" in (
-        site.isles("train", "long.yaml", code=1)
-    )
+    said = site.isles("train", "long.yaml", code=1)
+    assert "is running as PBS job" in said or "is queued again as PBS job" in said
     site.until(run_dir, lambda: len(losses(run_dir)) > saved + 2)
     assert site.job(run_dir)["job_id"] == (attempt.path / "job-id").read_text().strip()
     site.isles("stop", "long-1")
