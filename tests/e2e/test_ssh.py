@@ -292,14 +292,18 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
 
     def verdict() -> Path | None:
         """That on the script's last line; where torch takes long to import, there is one before."""
-        paths = attempt.stalls.glob("silence-?.json")
-        return next((p for p in paths if "mine.py:17 <module>()" in p.read_text()), None)
+        return next((p for p in attempt.stalls.glob("silence-?.json") if is_whole(p)), None)
 
-    path = until(verdict, "a verdict")
+    def is_whole(path: Path) -> bool:
+        for rank, host in enumerate(HOSTS):
+            stacks = path.parent / f"{path.stem}-rank-{rank}.txt"
+            begin = f"rank {rank} on {host}, at shared/mine.py:17"
+            if not (stacks.exists() and stacks.read_text().startswith(begin)):
+                return False
+        return True
+
+    path = until(verdict, "a verdict on the last line of every rank")
     assert "no rank has printed or reported anything" in path.read_text()
-    for rank, host in enumerate(HOSTS):
-        stacks = (path.parent / f"{path.stem}-rank-{rank}.txt").read_text()
-        assert stacks.startswith(f"rank {rank} on {host}, at shared/mine.py:17")
     logs = isles(lab, "logs", "mine-1", *FAR)[1]
     for rank, host in enumerate(HOSTS):
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "3", "GROUP_RANK": str(rank)}

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,9 @@ def start_script(folder: Path, stacks: ScriptStacks) -> subprocess.Popen[bytes]:
 def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Path) -> None:
     stacks = ScriptStacks()
     child = start_script(tmp_path, stacks)
+    deadline = time.monotonic() + 60
+    while "hang()" not in stacks.ask(child.pid)["at"]:  # it may still be at its print
+        assert time.monotonic() < deadline
     for _ in range(2):
         answer = stacks.ask(child.pid)
         assert answer["at"].endswith("my.py:9 hang()"), answer

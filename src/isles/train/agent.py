@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import multiprocessing
 import os
 import signal
 import sys
@@ -37,6 +38,9 @@ from isles.train.node_log import NodeLog
 from isles.train.relay import SignalRelay
 
 _LOOK_S = 0.5
+
+_LONGEST_FOLDER = 70
+"""Letters of a folder in which a Unix socket still has room: its whole path has 107 at most."""
 
 
 def main() -> int:
@@ -130,7 +134,11 @@ def _meeting_place(fleet: Fleet, place: FleetNode) -> MeetingPlace | None:
 @contextmanager
 def _ready_to_fork(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
     """The server from which the ranks are forked; gives a folder for their files."""
-    with tempfile.TemporaryDirectory(prefix="isles-") as scratch:
+    # multiprocessing's socket goes there: its path must not be longer than the kernel allows.
+    is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
+    with tempfile.TemporaryDirectory(prefix="isles-", dir="/tmp" if is_long else None) as scratch:
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = scratch
         os.environ[RUN_DIR] = str(run_dir.path)
         os.environ[ATTEMPT] = str(attempt.number)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
