@@ -32,7 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "strategies": SHARED | {"dist"},
     "balance": SHARED | {"dist"},
     "checkpoint": SHARED | {"dist"},
-    "train": SHARED | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance"},
+    "outer": SHARED | {"dist"},
+    "train": SHARED
+    | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance", "outer"},
 }
 CONTROL_WING = {"errors", "facts", "config", "rundir", "launch", "preflight", "monitor", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}

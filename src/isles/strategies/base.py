@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from isles.dist.batch import Batch
@@ -95,4 +96,35 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. All ranks must call this."""
+        ...
+
+    def trained_shapes(self) -> Mapping[str, torch.Size]:
+        """Whole shapes of the trained parameters, in the model's order; tied ones once.
+
+        The same under every strategy.
+
+        Raises:
+            UserError: this engine cannot give them whole.
+        """
+        ...
+
+    def whole_weight(self, name: str) -> Tensor:
+        """One trained parameter, whole, in fp32, on the rank's device. All ranks must call this.
+
+        Under mixed precision these are the fp32 weights that are stepped. The tensor may be the
+        parameter itself: it is to be read only, before anything changes the weights.
+        """
+        ...
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        """Give one trained parameter another value. All ranks must call this.
+
+        Args:
+            name: of the parameter.
+            value: whole, in fp32, the same on every rank.
+        """
+        ...
+
+    def weights_set(self) -> None:
+        """After the last `set_whole_weight`, before the model is used. All ranks must call this."""
         ...

@@ -19,6 +19,7 @@ from isles.dist.world import World
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
+from isles.strategies.whole import WholeWeights
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
@@ -58,6 +59,7 @@ class DDPEngine:
         self._must_learn_graph = config.static_graph and world.world_size > 1
         self._device = world.device
         self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
+        self._whole = WholeWeights(model, world.device)
         self._autocast = _AUTOCAST.get(precision)
         self._ddp: DistributedDataParallel | None = None
         self._forward: nn.Module = model
@@ -123,6 +125,21 @@ class DDPEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Engine."""
         self._stepper.load_state_dict(state)
+
+    def trained_shapes(self) -> Mapping[str, torch.Size]:
+        """See Engine."""
+        return self._whole.shapes()
+
+    def whole_weight(self, name: str) -> Tensor:
+        """See Engine."""
+        return self._whole.get(name)
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        """See Engine."""
+        self._whole.set(name, value)
+
+    def weights_set(self) -> None:
+        """See Engine: nothing follows from the weights."""
 
     def _backward(self, batch: Batch, scale: float, *, syncs: bool) -> Tensor:
         quiet = self._ddp is not None and not syncs

@@ -160,6 +160,22 @@ class DeepSpeedEngine:
             self._scaler.cur_iter = int(growth)
             self._scaler.last_overflow_iter = -1
 
+    def trained_shapes(self) -> Mapping[str, torch.Size]:
+        """See Engine."""
+        return self._state.trained_shapes()
+
+    def whole_weight(self, name: str) -> Tensor:
+        """See Engine."""
+        return self._state.whole_weight(name)
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        """See Engine."""
+        self._state.set_whole_weight(name, value)
+
+    def weights_set(self) -> None:
+        """See Engine."""
+        self._state.push()
+
     def _take_scaler(self) -> Any:
         """DeepSpeed's loss scaler, asked by us; None outside fp16.
 

@@ -36,6 +36,7 @@ class ZeroState:
         # Tied weights have several names in a checkpoint, and state under the first.
         self._names = list(_kept(model).items())
         self._first = {p: name for name, p in model.named_parameters()}
+        self._trained = {name: p for p, name in self._first.items() if p.requires_grad}
         self._owners = self._deal()
         self._start_state()
 
@@ -81,7 +82,23 @@ class ZeroState:
                 self._set_step(whole)
             else:
                 self._set(value, field, whole)
-        self._push()
+        self.push()
+
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        """Whole shapes of the trained parameters, in the model's order; tied ones once."""
+        return {
+            name: torch.Size(getattr(value, "ds_shape", value.shape))
+            for name, value in self._trained.items()
+        }
+
+    def whole_weight(self, name: str) -> Tensor:
+        """One trained parameter, whole, in fp32, on the rank's device. All ranks must call this."""
+        whole = self._whole(self._trained[name], None, is_mine=True)
+        return whole.detach().to(self._device, torch.float32)
+
+    def set_whole_weight(self, name: str, whole: Tensor) -> None:
+        """Give one trained parameter another value; see `push`. All ranks must call this."""
+        self._set(self._trained[name], None, whole)
 
     def share(self, value: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rank 0's number on every rank. All ranks must call this."""
@@ -166,7 +183,7 @@ class ZeroState:
             safe_set_full_optimizer_state(value, whole, field)
 
     @torch.no_grad()
-    def _push(self) -> None:
+    def push(self) -> None:
         """From the fp32 parts to the parameters that the model computes with."""
         zero = self._zero
         if not self._is_stage3:

@@ -23,6 +23,7 @@ from isles.strategies.blocks import find_blocks
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
+from isles.strategies.whole import WholeWeights
 
 _PARAM_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
@@ -61,6 +62,7 @@ class FSDPEngine:
         materialize(model)
         self._objective = make_objective(model)
         self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
+        self._whole = WholeWeights(model, world.device)
         # FSDP2 averages over the ranks that share the data; the global sum is wanted.
         self._parts = mesh.dp_size * mesh.layout.cp
         self._reduces_each = reduces_each_micro_step(config)
@@ -112,6 +114,23 @@ class FSDPEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Engine."""
         self._stepper.load_state_dict(state)
+
+    def trained_shapes(self) -> Mapping[str, torch.Size]:
+        """See Engine."""
+        return self._whole.shapes()
+
+    def whole_weight(self, name: str) -> Tensor:
+        """See Engine."""
+        return self._whole.get(name)
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        """See Engine."""
+        self._whole.set(name, value)
+
+    def weights_set(self) -> None:
+        """See Engine: what an evaluation has left gathered is of the old weights."""
+        for module in self._sharded:
+            module.reshard()
 
     def _mine(self, loss_sum: Tensor) -> Tensor:
         """Tensor parallel ranks all have the same loss; one of them counts it."""

@@ -16,7 +16,7 @@ from isles.config.strategy import FSDPStrategyConfig
 from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
-from isles.errors import CommunicationError
+from isles.errors import CommunicationError, UserError
 from isles.strategies.fsdp import allocate, shard_model
 from isles.strategies.pipeline_schedule import MicroBatches, Pipeline
 from isles.strategies.pipeline_split import (
@@ -165,6 +165,30 @@ class PipelineEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Engine."""
         self._stepper.load_state_dict(state)
+
+    def trained_shapes(self) -> Mapping[str, torch.Size]:
+        """See Engine: no rank of a pipeline has a part of every weight.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            f"several clusters cannot average a pipeline: pp_size is {self._mesh.layout.pp}",
+            where="strategy.pp_size",
+            fix="set it to 1; kind: fsdp cuts any model, also over nodes",
+        )
+
+    def whole_weight(self, name: str) -> Tensor:
+        """See Engine: `trained_shapes` has refused."""
+        raise AssertionError(name)
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        """See Engine: `trained_shapes` has refused."""
+        raise AssertionError(name, value)
+
+    def weights_set(self) -> None:
+        """See Engine: `trained_shapes` has refused."""
+        raise AssertionError
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """What the last stage differentiates, for one micro-batch."""

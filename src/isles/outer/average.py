@@ -1,0 +1,148 @@
+"""The average of one piece over the contributions, as bytes that every cluster decodes alike."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from isles.outer import codec_topk
+from isles.outer.codec import Codec, CodecKind, parse_codec
+from isles.outer.unsound import UnsoundUpdateError, check_magnitude
+
+Buffer = bytes | bytearray | memoryview
+
+Part = tuple[Buffer, float]
+"""One contribution's bytes of a piece, and its weight: the tokens that it was trained on."""
+
+
+def size(codec: str, n: int) -> int:
+    """Bytes of one contribution's piece of n numbers; a codec is named as `Codec.text` does."""
+    return parse_codec(codec).size(n)
+
+
+def average_size(codec: str, n: int, num_parts: int) -> int:
+    """Bytes of the average of a piece of n numbers over so many contributions."""
+    own = parse_codec(codec)
+    if (coded := _average_codec(own.kind)) is not None:
+        return coded.size(n)
+    return num_parts * (4 + own.size(n))
+
+
+def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
+    """The average of one piece, weighted.
+
+    Args:
+        codec: of the contributions.
+        n: numbers in the piece.
+        parts: the contributions, in the order of the members' names.
+
+    Returns:
+        `average_size` bytes, to be read by `decode_average`. Under topk these are the parts
+        themselves and their weights.
+
+    Raises:
+        UnsoundUpdateError: a part has not the right size, or the average is not finite, or the
+            weights are no weights.
+    """
+    own = parse_codec(codec)
+    weights = shares_of([weight for _, weight in parts])
+    tensors = [_tensor(own, n, data) for data, _ in parts]
+    coded = _average_codec(own.kind)
+    if coded is None:
+        return struct.pack(f"<{len(parts)}f", *weights) + b"".join(
+            tensor.numpy().tobytes() for tensor in tensors
+        )
+    total = torch.zeros(n)
+    one = torch.empty(n)
+    if len(parts) == 1 and coded == own:  # as it is, rather than encoded a second time
+        own.decode(tensors[0], one)
+        check_magnitude(one)
+        return bytes(parts[0][0])
+    for weight, tensor in zip(weights, tensors, strict=True):
+        own.decode(tensor, one)
+        total.add_(one.mul_(weight))  # two roundings: no processor may fuse them into one
+    encoded = torch.empty(coded.size(n), dtype=torch.uint8)
+    coded.encode(total, encoded)
+    return encoded.numpy().tobytes()
+
+
+def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
+    """Read an average that `combine` wrote; the same bits on every machine.
+
+    Args:
+        codec: of the contributions.
+        data: the bytes, in uint8, at a multiple of 4.
+        out: [N] in fp32.
+    """
+    coded = _average_codec(codec.kind)
+    if coded is not None:
+        coded.decode(data, out)
+        return
+    each = codec.size(out.numel())
+    num_parts = data.numel() // (4 + each)
+    assert data.numel() == num_parts * (4 + each), (data.numel(), num_parts, each)
+    weights = data[: 4 * num_parts].view(torch.float32).tolist()
+    out.zero_()
+    for weight, part in zip(weights, data[4 * num_parts :].view(num_parts, each), strict=True):
+        codec_topk.add(part, out, codec.density, weight=weight)
+
+
+def inspect(codec: str, n: int, data: Buffer) -> float:
+    """Look at one contribution's piece before it is averaged.
+
+    Returns:
+        The sum of its numbers' squares.
+
+    Raises:
+        UnsoundUpdateError: it has not the right size, or holds what no encoder writes, or a number
+            that is not finite or too large.
+    """
+    own = parse_codec(codec)
+    tensor = _tensor(own, n, data)
+    if own.kind == "topk":
+        codec_topk.check(tensor, n, own.density)
+    values = torch.empty(n)
+    own.decode(tensor, values)
+    check_magnitude(values)
+    return float(values.double().square().sum())
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Weights that add up to 1, as fp32 holds them.
+
+    Raises:
+        UnsoundUpdateError: there are none, or one is negative or not finite, or all are 0.
+    """
+    total = sum(weights)
+    if not (weights and min(weights) >= 0 and 0 < total < math.inf):
+        raise UnsoundUpdateError(f"nothing can be averaged with the weights {list(weights)}")
+    return torch.tensor([weight / total for weight in weights], dtype=torch.float32).tolist()
+
+
+def _average_codec(kind: CodecKind) -> Codec | None:
+    """The codec of the average; None: its parts as they are.
+
+    Nobody feeds back the average's own error, so it is not as coarse as int4.
+    """
+    match kind:
+        case "none" | "bf16" | "int8":
+            return Codec(kind)
+        case "int4":
+            return Codec("int8")
+        case "topk":
+            return None
+        case _:
+            assert_never(kind)
+
+
+def _tensor(codec: Codec, n: int, data: Buffer) -> Tensor:
+    if len(data) != codec.size(n):
+        raise UnsoundUpdateError(
+            f"a piece of {n} numbers has {len(data)} bytes, and {codec.size(n)} as {codec.text}"
+        )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if n else torch.empty(0)

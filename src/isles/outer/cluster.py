@@ -1,0 +1,352 @@
+"""The outer step of one cluster: its weights, whatever holds them, against its anchors."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isles.dist.world import World
+from isles.errors import TrainingError, UserError
+from isles.outer.average import average_size
+from isles.outer.base import Applied, Contribution, Mode, OuterSettings, Weights
+from isles.outer.carry import Carrier
+from isles.outer.diloco import FragmentShare, clip_scale, total_norm
+from isles.outer.layout import Fragment, Layout
+from isles.outer.state_file import check_state, state_head
+from isles.outer.unsound import UnsoundUpdateError
+
+
+class Cluster:
+    """Anchors, momentum and errors, dealt over the ranks of a cluster. All ranks must make one.
+
+    No rank ever holds more than one whole parameter beside its own share of the outer state.
+
+    Args:
+        weights: the engine.
+        world: the ranks.
+        layout: made of `weights.trained_shapes()`.
+        settings: of the outer optimizer.
+    """
+
+    def __init__(
+        self, weights: Weights, world: World, layout: Layout, settings: OuterSettings
+    ) -> None:
+        self._weights, self._world = weights, world
+        self._layout, self._settings = layout, settings
+        # Two: one fragment may be encoded in a thread while another one's average is taken in.
+        self._carrier, self._encoding = Carrier(world), Carrier(world)
+        self._shares = [
+            FragmentShare(
+                [fragment.pieces[i] for i in fragment.share(world.rank, world.world_size)],
+                layout.codec,
+                settings,
+                is_pinned=world.device.type == "cuda",
+            )
+            for fragment in layout.fragments
+        ]
+        self._moves: dict[int, Tensor | None] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The weights as they are become the anchors. All ranks must call this.
+
+        Clusters must begin with the same: compare `digest`. Under bf16 or fp16 DeepSpeed rounds the
+        weights that it is given, so a cluster that differs takes the state of the first one.
+        """
+        for number, share in enumerate(self._shares):
+            share.drop_snapshot()
+            self._read(number, share.split(share.anchor))
+
+    @torch.no_grad()
+    def snapshot(self, fragment: int) -> None:
+        """Copy a fragment's weights, from which `encode` makes the contribution.
+
+        All ranks must call this, between two inner steps. A contribution that was under way and
+        that no average has answered is replaced.
+        """
+        self._read(fragment, self._shares[fragment].begin_snapshot())
+
+    @torch.no_grad()
+    def encode(self, fragment: int, path: Path) -> Contribution:
+        """Encode what `snapshot` has copied into a file on rank 0. All ranks must call this.
+
+        It touches neither the engine nor the GPU: inner steps may go on meanwhile, in another
+        thread.
+
+        Raises:
+            TrainingError: an update is not finite, or the file cannot be written; the same error on
+                all ranks.
+        """
+        share = self._shares[fragment]
+        squares: list[float] = []
+        fault = None
+        try:
+            squares = share.encode()
+        except UnsoundUpdateError as error:
+            fault = TrainingError(
+                f"what this cluster has learnt cannot be averaged: {error}",
+                where=f"fragment {fragment}, rank {self._world.rank} on {self._world.host}",
+                fix="the weights have become so in the inner steps: lower "
+                "training.learning_rate, or go on from an earlier checkpoint",
+            )
+        norm = total_norm([*itertools.chain(*self._encoding.agree(squares, fault))])
+        assert share.encoded is not None
+        size, sha256 = self._encoding.gather(b"", [share.encoded], path)
+        return Contribution(size, sha256, norm)
+
+    def contribution(self, fragment: int, path: Path) -> Contribution:
+        """`snapshot` and `encode` at once. All ranks must call this."""
+        self.snapshot(fragment)
+        return self.encode(fragment, path)
+
+    def apply(
+        self,
+        fragment: int,
+        average: Path,
+        mode: Mode,
+        *,
+        alpha: float = 0.0,
+        sha256: str | None = None,
+    ) -> Applied:
+        """`advance` and `give` at once. All ranks must call this, between two inner steps."""
+        applied = self.advance(fragment, average, mode, alpha=alpha, sha256=sha256)
+        self.give(fragment)
+        return applied
+
+    @torch.no_grad()
+    def advance(
+        self,
+        fragment: int,
+        average: Path,
+        mode: Mode,
+        *,
+        alpha: float = 0.0,
+        sha256: str | None = None,
+    ) -> Applied:
+        """Make the outer step with an average; the weights follow when they are given it.
+
+        All ranks must call this. It touches neither the engine nor the GPU: under overlap and late
+        inner steps may go on meanwhile, in another thread; until `give` nothing may be saved.
+        on_time: the weights become the anchor, the same bits on all clusters. overlap: they go the
+        way from the contribution's weights to the anchor, or 1 - alpha of it, and keep what was
+        learnt since. late: they go the way from the old anchor to the new one, and keep all that
+        they have learnt since the former.
+
+        Args:
+            fragment: of the turn.
+            average: the file on rank 0.
+            mode: see there.
+            alpha: for overlap, 0 to 1.
+            sha256: of the file; None: not looked at.
+
+        Raises:
+            TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
+        """
+        assert fragment not in self._moves, "the last average was not given to the weights"
+        share = self._shares[fragment]
+        num_parts = self._num_parts(fragment, average)
+        data = torch.empty(sum(share.average_sizes(num_parts)), dtype=torch.uint8)
+        self._carrier.spread(average, 0, [data], sha256)
+        squares = self._carrier.agree(share.square_sums(data, num_parts))
+        norm = total_norm([*itertools.chain(*squares)])
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"the average of fragment {fragment} is not finite",
+                where=str(average),
+                fix="a cluster of another version of isles, or a broken one, has taken part: "
+                "look at the rendezvous' log",
+            )
+        scale = clip_scale(norm, self._settings.max_norm)
+        self._moves[fragment] = share.step(data, num_parts, mode, alpha=alpha, scale=scale)
+        return Applied(self.digest(fragment), norm)
+
+    @torch.no_grad()
+    def give(self, fragment: int) -> None:
+        """Give the weights what follows from `advance`.
+
+        All ranks must call this, between two inner steps.
+        """
+        move = self._moves.pop(fragment)
+        anchor = self._shares[fragment].anchor
+        self._write(fragment, anchor if move is None else move, adds=move is not None)
+
+    def drop(self, fragment: int) -> None:
+        """Forget a contribution that will be in no average: its steps stay in the next one."""
+        self._shares[fragment].drop_snapshot()
+
+    @property
+    def pending(self) -> list[int]:
+        """The fragments whose contribution no average has answered yet."""
+        return [i for i, share in enumerate(self._shares) if share.snapshot is not None]
+
+    def digest(self, fragment: int) -> str:
+        """SHA-256 over the SHA-256 of the fragment's anchors, piece by piece. All must call this.
+
+        Equal on all clusters that have applied the same averages.
+        """
+        hashes = self._carrier.agree(self._shares[fragment].hashes())
+        return hashlib.sha256(b"".join(itertools.chain(*hashes))).hexdigest()
+
+    def expect(self, pending: Sequence[int]) -> None:
+        """Make room for the snapshots of a checkpoint that is about to be loaded.
+
+        Args:
+            pending: what `pending` was when it was saved.
+        """
+        for number, share in enumerate(self._shares):
+            share.drop_snapshot()
+            if number in pending:
+                share.begin_snapshot()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's tensors by name, for a checkpoint: as they are held, not copies.
+
+        Each is held by one rank only; names and shapes do not depend on the number of ranks, nor
+        on that of fragments. Filled in place, they are the state.
+        """
+        assert not self._moves, "an average was not given to the weights"
+        state: dict[str, Tensor] = {}
+        for share in self._shares:
+            fields = {
+                "anchor": share.anchor,
+                "momentum": share.momentum,
+                "error": share.error,
+                "snapshot": share.snapshot,
+            }
+            for field, flat in fields.items():
+                if flat is not None:
+                    parts = zip(share.pieces, share.split(flat), strict=True)
+                    state |= {f"outer.{field}.{piece.key}": part for piece, part in parts}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, on any number of ranks; see `expect`.
+
+        This rank needs its own pieces only.
+        """
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+    def export_state(self, fragment: int, path: Path, *, version: int) -> tuple[int, str]:
+        """Write a fragment's anchors and momentum as safetensors on rank 0. All must call this.
+
+        Args:
+            fragment: which one.
+            path: the file.
+            version: turns that this cluster has applied.
+
+        Returns:
+            The file's size and SHA-256; the latter on rank 0 only.
+        """
+        share = self._shares[fragment]
+        parts = [share.anchor] if share.momentum is None else [share.anchor, share.momentum]
+        head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
+        return self._carrier.gather(head, parts, path)
+
+    @torch.no_grad()
+    def import_state(
+        self, fragment: int, path: Path, *, keeps_steps: bool, sha256: str | None = None
+    ) -> int:
+        """Take over a fragment that `export_state` wrote. All ranks must call this.
+
+        Args:
+            fragment: which one.
+            path: the file on rank 0.
+            keeps_steps: whether the weights keep what they have learnt since the last outer step;
+                otherwise they become the anchors, and nothing is owed.
+            sha256: of the file; None: not looked at.
+
+        Returns:
+            The turns that the other cluster had applied.
+
+        Raises:
+            TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
+        """
+        share = self._shares[fragment]
+        fresh = [torch.empty_like(share.anchor)]
+        if share.momentum is not None:
+            fresh.append(torch.empty_like(share.momentum))
+        found, fault = (0, 0), None
+        if self._world.is_main:
+            try:
+                found = check_state(path, self._layout, fragment, has_momentum=len(fresh) > 1)
+            except UserError as error:
+                fault = error
+        offset, version = self._carrier.agree(found, fault)[0]
+        self._carrier.spread(path, offset, fresh, sha256)
+        move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
+        if not keeps_steps and share.error is not None:
+            share.error.zero_()
+        self._write(fragment, move if keeps_steps else share.anchor, adds=keeps_steps)
+        return version
+
+    def _num_parts(self, fragment: int, average: Path) -> int:
+        """Over how many contributions an average is, by its size; what else it may depend on."""
+        counts, text = self._layout.piece_counts(fragment), self._layout.codec.text
+        one = sum(average_size(text, count, 1) for count in counts)
+        two = sum(average_size(text, count, 2) for count in counts)
+        if one == two:
+            return 1
+        size, fault = 0, None
+        if self._world.is_main:
+            try:
+                size = average.stat().st_size
+                if size == 0 or size % one:
+                    fault = TrainingError(
+                        f"{average.name} has {size} bytes, which is not a multiple of {one}",
+                        where=str(average),
+                        fix="delete it: it is brought here once more",
+                    )
+            except OSError as error:
+                fault = TrainingError(
+                    f"{average.name}: {error.strerror}", where=str(average), fix="see the log"
+                )
+        return self._carrier.agree(size, fault)[0] // one
+
+    def _read(self, fragment: int, goals: Sequence[Tensor]) -> None:
+        """Copy this rank's pieces out of the whole weights."""
+        pieces, mine = self._layout.fragments[fragment].pieces, self._mine(fragment)
+        for name, places in self._layout.fragments[fragment].by_name():
+            whole = self._weights.whole_weight(name).reshape(-1)
+            for place in places:
+                if place in mine:
+                    piece = pieces[place]
+                    part = whole[piece.start : piece.stop]
+                    goals[place - mine.start].copy_(part, non_blocking=True)
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+
+    def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:
+        """Give every rank its part of what the ranks hold of a fragment."""
+        own = self._layout.fragments[fragment]
+        mine, owners = self._mine(fragment), self._owners(own)
+        parts = self._shares[fragment].split(flat)
+        for name, places in own.by_name():
+            shape = self._layout.shapes[name]
+            whole = torch.empty(math.prod(shape), device=self._world.device)
+            for place in places:
+                piece = own.pieces[place]
+                part = whole[piece.start : piece.stop]
+                if place in mine:
+                    part.copy_(parts[place - mine.start])
+                if self._world.world_size > 1:
+                    dist.broadcast(part, src=owners[place])
+            whole = whole.view(shape)
+            if adds:
+                whole.add_(self._weights.whole_weight(name))
+            self._weights.set_whole_weight(name, whole)
+        self._weights.weights_set()
+
+    def _mine(self, fragment: int) -> range:
+        return self._layout.fragments[fragment].share(self._world.rank, self._world.world_size)
+
+    def _owners(self, fragment: Fragment) -> list[int]:
+        size = self._world.world_size
+        return [rank for rank in range(size) for _ in fragment.share(rank, size)]

@@ -1,0 +1,253 @@
+"""The outer optimizer on one rank's pieces of one fragment; knows of no engine and no network.
+
+Whatever all clusters must have in common, anchor and momentum, is computed with one operation at a
+time: a fused multiply-add rounds once where two operations round twice, and not every processor has
+it. Nor does any such number depend on the order in which a library adds up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isles.outer.average import average_size, decode_average
+from isles.outer.base import Mode, OuterSettings
+from isles.outer.codec import Codec
+from isles.outer.layout import Piece
+from isles.outer.unsound import UnsoundUpdateError
+
+_LANES = 1 << 16
+
+
+class FragmentShare:
+    """Anchor, momentum, and what encoding has left out so far, in CPU memory.
+
+    Args:
+        pieces: those that this rank keeps.
+        codec: of contributions.
+        settings: of the outer optimizer.
+        is_pinned: whether a GPU copies from and to this memory.
+
+    Source: Douillard et al. 2023 (arXiv:2311.08105).
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], codec: Codec, settings: OuterSettings, *, is_pinned: bool
+    ) -> None:
+        self.pieces = tuple(pieces)
+        self.counts = [piece.count for piece in pieces]
+        self._codec, self._settings, self._is_pinned = codec, settings, is_pinned
+        self._ends = [0, *itertools.accumulate(self.counts)]
+        sizes = [codec.size(count) for count in self.counts]
+        self._encoded_ends = [0, *itertools.accumulate(sizes)]
+        self.anchor = self._zeros()
+        self.momentum = self._zeros() if settings.momentum else None
+        self.error = self._zeros() if codec.feeds_back else None
+        self.snapshot: Tensor | None = None
+        """The local weights of a contribution that no average has answered yet."""
+        self.encoded: Tensor | None = None
+        """Its bytes, once it is encoded."""
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of a tensor that holds all of them in a row."""
+        return list(torch.split(flat, self.counts)) if self.counts else []
+
+    def piece(self, flat: Tensor, index: int) -> Tensor:
+        """One piece of a tensor that holds all of them in a row."""
+        return flat[self._ends[index] : self._ends[index + 1]]
+
+    def begin_snapshot(self) -> list[Tensor]:
+        """Room for the local weights of a contribution, by piece; to be filled by the caller."""
+        if self.snapshot is None:
+            self.snapshot = self._zeros()
+        self.encoded = None
+        return self.split(self.snapshot)
+
+    def drop_snapshot(self) -> None:
+        """Forget a contribution that is in no average: its steps stay in the next one."""
+        self.snapshot = self.encoded = None
+
+    def encode(self) -> list[float]:
+        """Encode the pseudo-gradient of the snapshot, and what is still owed, into `encoded`.
+
+        Nothing else changes: what this leaves out counts once the contribution is averaged.
+
+        Returns:
+            For each piece the sum of the squares of its pseudo-gradient.
+
+        Raises:
+            UnsoundUpdateError: a number is not finite, or too large; it names the parameter.
+        """
+        encoded = torch.empty(self._encoded_ends[-1], dtype=torch.uint8)
+        squares = []
+        rooms = self._rooms()
+        for index in range(len(self.pieces)):
+            update, spare = self._pseudo_gradient(index, rooms)
+            squares.append(square_sum(update))
+            self._owe(update, spare, index)
+            try:
+                self._codec.encode(update, self._encoded_piece(encoded, index))
+            except UnsoundUpdateError as error:
+                raise UnsoundUpdateError(f"{_place(self.pieces[index])}: {error}") from None
+        self.encoded = encoded
+        return squares
+
+    def average_sizes(self, num_parts: int) -> list[int]:
+        """Bytes of each piece of an average over so many contributions."""
+        text = self._codec.text
+        return [average_size(text, count, num_parts) for count in self.counts]
+
+    def square_sums(self, average: Tensor, num_parts: int) -> list[float]:
+        """For each piece of an average the sum of its squares; not finite where it is not."""
+        sums = []
+        room, _ = self._rooms()
+        for data, count in zip(self._cut(average, num_parts), self.counts, strict=True):
+            gradient = room[:count]
+            decode_average(self._codec, data, gradient)
+            sums.append(square_sum(gradient))
+        return sums
+
+    def step(
+        self, average: Tensor, num_parts: int, mode: Mode, *, alpha: float, scale: float
+    ) -> Tensor | None:
+        """Make the outer step.
+
+        Args:
+            average: the bytes of this rank's pieces, one after the other.
+            num_parts: over how many contributions it is.
+            mode: how it finds the local weights.
+            alpha: overlap: which part of the way from the snapshot to the anchor is not gone.
+            scale: what the averaged pseudo-gradient is multiplied with, see `clip_scale`.
+
+        Returns:
+            What is to be added to the local weights; None: they become the anchor.
+        """
+        assert mode == "late" or self.snapshot is not None, "an average without a contribution"
+        if mode != "late" and self.error is not None and self.encoded is None:
+            self.encode()  # it was loaded from a checkpoint, which gives the same bytes
+        move = self._zeros() if mode == "late" else None
+        rooms = self._rooms()
+        for index, data in enumerate(self._cut(average, num_parts)):
+            anchor = self.piece(self.anchor, index)
+            if mode != "late":
+                self._settle(index, rooms)
+            before = None if move is None else self.piece(move, index).copy_(anchor)
+            anchor.sub_(self._direction(index, data, scale, rooms))
+            if before is not None:
+                torch.sub(anchor, before, out=before)
+        if mode == "overlap":
+            assert self.snapshot is not None
+            move = self.snapshot
+            torch.sub(self.anchor, move, out=move).mul_(1.0 - alpha)
+        self.drop_snapshot()
+        return move
+
+    def adopt(self, anchor: Tensor, momentum: Tensor | None) -> Tensor:
+        """Take over another cluster's state; a contribution under way is dropped.
+
+        Args:
+            anchor, momentum: of this rank's pieces in a row.
+
+        Returns:
+            What the anchor has moved by, to be added to weights whose steps are not to be lost.
+        """
+        move = anchor - self.anchor
+        self.anchor.copy_(anchor)
+        if self.momentum is not None and momentum is not None:
+            self.momentum.copy_(momentum)
+        self.drop_snapshot()
+        return move
+
+    def hashes(self) -> list[bytes]:
+        """SHA-256 of each piece of the anchor."""
+        return [
+            hashlib.sha256(anchor.numpy().data.cast("B")).digest()
+            for anchor in self.split(self.anchor)
+        ]
+
+    def _encoded_piece(self, encoded: Tensor, index: int) -> Tensor:
+        return encoded[self._encoded_ends[index] : self._encoded_ends[index + 1]]
+
+    def _rooms(self) -> tuple[Tensor, Tensor]:
+        """Room for two pieces: memory that is touched once, rather than for each piece anew."""
+        largest = max(self.counts, default=0)
+        return torch.empty(largest), torch.empty(largest)
+
+    def _pseudo_gradient(self, index: int, rooms: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """It, and as much room beside it."""
+        assert self.snapshot is not None, "nothing to contribute: no snapshot was taken"
+        update, spare = (room[: self.counts[index]] for room in rooms)
+        torch.sub(self.piece(self.anchor, index), self.piece(self.snapshot, index), out=update)
+        return update, spare
+
+    def _owe(self, update: Tensor, spare: Tensor, index: int) -> None:
+        """Add what earlier encodings left out."""
+        if self.error is not None:
+            error = self.piece(self.error, index)
+            if self._codec.decay != 1.0:
+                error = torch.mul(error, self._codec.decay, out=spare)
+            update.add_(error)
+
+    def _settle(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
+        """The contribution was averaged: what its encoding left out is owed now."""
+        if self.error is None:
+            return
+        assert self.encoded is not None
+        update, sent = self._pseudo_gradient(index, rooms)
+        self._owe(update, sent, index)
+        self._codec.decode(self._encoded_piece(self.encoded, index), sent)
+        torch.sub(update, sent, out=self.piece(self.error, index))
+
+    def _direction(
+        self, index: int, data: Tensor, scale: float, rooms: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """What the anchor is lowered by: torch.optim.SGD(nesterov=True), one rounding at a time."""
+        gradient, spare = (room[: self.counts[index]] for room in rooms)
+        decode_average(self._codec, data, gradient)
+        if scale != 1.0:
+            gradient.mul_(scale)
+        if self.momentum is not None:
+            velocity = self.piece(self.momentum, index)
+            velocity.mul_(self._settings.momentum)
+            velocity.add_(gradient)
+            gradient.add_(torch.mul(velocity, self._settings.momentum, out=spare))
+        return gradient.mul_(self._settings.lr)
+
+    def _cut(self, average: Tensor, num_parts: int) -> list[Tensor]:
+        sizes = self.average_sizes(num_parts)
+        return list(torch.split(average, sizes)) if sizes else []
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(sum(self.counts), pin_memory=self._is_pinned)
+
+
+def square_sum(x: Tensor) -> float:
+    """The sum of the squares of numbers in fp32; the same bits on every machine."""
+    lanes = min(_LANES, 1 << max(0, x.numel() - 1).bit_length())
+    total = torch.zeros(lanes, dtype=torch.float64)
+    for part in torch.split(x, lanes):
+        wide = part.double()
+        total[: part.numel()].add_(wide.mul_(wide))
+    while total.numel() > 1:
+        half = total.numel() // 2
+        total = total[:half] + total[half:]
+    return float(total)
+
+
+def total_norm(square_sums: Sequence[float]) -> float:
+    """The norm of all pieces of a fragment, in their order."""
+    return math.sqrt(math.fsum(square_sums))
+
+
+def clip_scale(norm: float, max_norm: float | None) -> float:
+    """What a vector of this norm is multiplied with to be no longer than wanted."""
+    return 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
+
+
+def _place(piece: Piece) -> str:
+    return f"{piece.name}, numbers {piece.start} to {piece.stop - 1}"

@@ -1,0 +1,273 @@
+"""What clusters and the rendezvous say to each other: the bodies of requests and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+CHUNK_BYTES = 2**20
+"""Every file travels in chunks of this size (the last one is what is left)."""
+
+PROTOCOL = 1
+"""Raised when an older cluster could no longer talk with a newer rendezvous."""
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Positive = Annotated[int, Field(gt=0, lt=2**62)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Interval = tuple[Count, Count]
+"""Samples from a number up to, without, another."""
+
+Intervals = Annotated[list[Interval], Field(max_length=100_000)]
+
+
+class Message(BaseModel):
+    """A body of a request: nothing unknown, nothing converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Answer(BaseModel):
+    """A body of an answer; a newer rendezvous may say more than this cluster knows."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Join(Message):
+    """A cluster asks to take part, or to go on doing so."""
+
+    id: Id
+    name: Name
+    protocol: int = PROTOCOL
+    identity: Annotated[dict[str, str], Field(max_length=64)]
+    """What must be equal on all clusters (layout, outer settings …), by its name."""
+    codec: Annotated[str, StringConstraints(max_length=64)]
+    """As `isles.outer.codec.parse_codec` reads it."""
+    pieces: Annotated[list[list[Positive]], Field(min_length=1, max_length=4096)]
+    """Of each fragment its pieces: numbers of elements."""
+    version: Count
+    """Turns applied to the anchors that it holds."""
+    anchors: list[Sha256]
+    """Of each fragment the digest of its anchors."""
+    holding: Intervals = []
+    """Samples that it has claimed before and still means to train on, or has trained on since its
+    last committed contribution. Whatever else it has claimed is dealt to others."""
+
+
+Standing = Literal["first", "current", "late", "behind"]
+
+
+class JoinAnswer(Answer):
+    """How a cluster takes part."""
+
+    standing: Standing
+    """first: its weights are the run's. current: go on. late: apply the averages of the turns
+    from `version` to `turn`, one after the other. behind: pull the state and join again."""
+    turn: Count
+    """The next turn to be committed: so many have been."""
+    from_turn: Count
+    """The first turn that waits for this cluster."""
+    settings: dict[str, str | int | float]
+    lost: Intervals
+    """Of `holding`, the samples that others have been dealt meanwhile: not to be trained on."""
+    why: str = ""
+    """For `behind`: why."""
+
+
+class Beat(Message):
+    """A sign of life."""
+
+    id: Id
+    step: Count
+    """Inner steps done."""
+    version: Count
+    since: Count = 0
+    """Inner steps since the last contribution."""
+    tokens_per_s: Finite = 0.0
+    phase: Annotated[str, StringConstraints(max_length=64)] = ""
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+
+
+class OpenTurn(Answer):
+    """A turn that waits for contributions."""
+
+    turn: Count
+    due_in_s: float | None
+    """It is closed then without the missing; None where nothing is decided yet."""
+    contributed: list[str]
+    waits_for: list[str]
+
+
+class BeatAnswer(Answer):
+    """What a cluster should know now."""
+
+    turn: Count
+    open: list[OpenTurn]
+    members: list[str]
+    """The living, by name."""
+    order: Literal["", "pull", "reset"] = ""
+    """pull: your anchors are not the run's, pull the state. reset: go back to your anchors (your
+    local steps have been refused)."""
+    order_reason: str = ""
+    donate: bool = False
+    """A cluster needs the state, and this one is asked for it."""
+    upload_average: Count | None = None
+    """Engine gloo: somebody has missed this turn; upload its average if you have it."""
+
+
+class Claim(Message):
+    """A request for samples to train on."""
+
+    id: Id
+    number: Positive
+    """Counts this cluster's claims up: a claim that is repeated with the same number gives the
+    same samples."""
+    samples: Annotated[int, Field(gt=0, le=2**40)]
+
+
+class ClaimAnswer(Answer):
+    """Samples that are this cluster's alone."""
+
+    samples: Intervals
+
+
+class Contribution(Message):
+    """What one cluster adds to a turn, once all its bytes have been sent."""
+
+    id: Id
+    tokens: Positive
+    """The weight: tokens trained on since the last contribution to this fragment."""
+    steps: Count
+    samples: Intervals
+    """Trained on since the last contribution to any fragment."""
+    digest: Sha256
+    """sha256 over the sha256 (as bytes) of all chunks, in order."""
+
+
+class ContributionAnswer(Answer):
+    """What became of a contribution."""
+
+    is_measured: bool = True
+    """False: the rendezvous is still looking at its numbers; say again that it is complete."""
+    repeated: Count = 0
+    """Samples in it that others had been dealt meanwhile: trained on twice, counted once."""
+
+
+class TurnAnswer(Answer):
+    """How a turn stands."""
+
+    turn: Count
+    state: Literal["future", "collecting", "averaging", "committed"]
+    due_in_s: float | None = None
+    contributed: list[str] = []
+    waits_for: list[str] = []
+    weights: dict[str, int] = {}
+    """Committed: the tokens of each cluster that took part."""
+    refused: dict[str, str] = {}
+    """Clusters whose contribution was refused, and why."""
+    digest: str = ""
+    size_bytes: Count = 0
+    """Committed: bytes of the average; 0 where all contributions were refused, so that there is
+    none and the turn changes nothing."""
+    is_kept: bool = False
+    """Its average can be downloaded."""
+
+
+class Applied(Message):
+    """A cluster has applied an average."""
+
+    id: Id
+    turn: Count
+    anchors: Sha256
+    """Digest of the fragment's anchors thereafter."""
+
+
+class StateFile(Message):
+    """One file of a state."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\.safetensors$")]
+    size_bytes: Positive
+    digest: Sha256
+
+
+class StateOffer(Message):
+    """A donor is about to upload its anchors and outer state."""
+
+    id: Id
+    version: Count
+    anchors: list[Sha256]
+    files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
+
+
+class StateAnswer(Answer):
+    """The state for a cluster that is behind."""
+
+    state: Count | None
+    """Its number; None: not there yet."""
+    version: Count = 0
+    donor: str = ""
+    """Who gives it, or is asked for it; empty where nobody can."""
+    anchors: list[str] = []
+    files: list[StateFile] = []
+
+
+class Ready(Message):
+    """Engine gloo: a cluster has its contribution to a turn, and waits for others."""
+
+    id: Id
+    tokens: Positive
+    steps: Count
+    samples: Intervals
+    norm: Finite
+    """Of the contribution, as the cluster has measured it."""
+
+
+class EpochAnswer(Answer):
+    """Engine gloo: how a turn stands for a cluster that is ready for it."""
+
+    state: Literal["waiting", "formed", "committed"]
+    epoch: Count = 0
+    """Formed: its number; never the same twice."""
+    rank: Count = 0
+    members: list[str] = []
+    """By rank."""
+    tokens: list[int] = []
+    """The weight of each rank's contribution."""
+    digest: str = ""
+    """Committed: of the average."""
+    due_in_s: float | None = None
+    waits_for: list[str] = []
+
+
+class Prepared(Message):
+    """Engine gloo: a cluster has the whole average."""
+
+    id: Id
+    turn: Count
+    digest: Sha256
+    size_bytes: Positive
+
+
+class Failed(Message):
+    """Engine gloo: a cluster could not average with the others of its epoch."""
+
+    id: Id
+    why: Annotated[str, StringConstraints(max_length=1000)]
+
+
+class OnlyId(Message):
+    """A body that says no more than who speaks."""
+
+    id: Id
+
+
+class ErrorBody(Answer):
+    """Why a request was refused."""
+
+    kind: str
+    what: str
+    fix: str = ""

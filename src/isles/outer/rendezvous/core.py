@@ -1,0 +1,398 @@
+"""The rendezvous without its network: every request is one method, one transaction."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from isles.outer.messages import (
+    Applied,
+    Beat,
+    BeatAnswer,
+    Claim,
+    ClaimAnswer,
+    Contribution,
+    ContributionAnswer,
+    Join,
+    JoinAnswer,
+    Standing,
+    StateAnswer,
+    StateOffer,
+    TurnAnswer,
+)
+from isles.outer.rendezvous.averaging import Average, Job
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.epochs import Epochs
+from isles.outer.rendezvous.refusal import Refusal
+from isles.outer.rendezvous.roster import Roster
+from isles.outer.rendezvous.rules import divergence
+from isles.outer.rendezvous.samples import Samples
+from isles.outer.rendezvous.settings import Settings
+from isles.outer.rendezvous.states import States
+from isles.outer.rendezvous.turns import Turns
+
+
+class Core:
+    """All that the rendezvous knows and decides. One thread at a time.
+
+    Args:
+        folder: its state directory.
+        settings: the rules of the run.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, clock: Callable[[], float]) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.book = Book(folder / "rendezvous.sqlite")
+        self.samples = Samples(self.book)
+        self.roster = Roster(self.book, settings, self.samples, clock)
+        self.turns = Turns(self.book, settings, self.samples, self.roster, folder / "turns", clock)
+        self.epochs = Epochs(self.book, settings, self.roster, self.turns, clock)
+        self.states = States(self.book, settings, self.roster, folder / "states", clock)
+        self.codec = ""
+        """How contributions are encoded."""
+        self.pieces: list[list[int]] = []
+        """Of each fragment its pieces; none as long as nobody has joined."""
+        self.sizes: list[int] = []
+        """Of each fragment the bytes of a contribution to it."""
+        self._learn()
+        self.book.note("", "started", f"turn {self.turns.next} is next")
+        self._tidy = self.turns.next
+        self._oldest = self._tidy - settings.keep_averages
+        self._sweep()
+
+    def _learn(self) -> None:
+        """What the first cluster has settled, kept at hand for other threads."""
+        known = self.book.get("identity")
+        if known is not None:
+            identity, self.pieces = json.loads(known)
+            self.codec = identity["codec"]
+            self.sizes = json.loads(self.book.get("sizes") or "[]")
+
+    # Members.
+
+    def join(self, join: Join, sizes: Sequence[int] = ()) -> JoinAnswer:
+        """A cluster joins, or joins again.
+
+        Args:
+            join: what it says.
+            sizes: of each fragment the bytes of a contribution; the first cluster's are kept.
+        """
+        self.roster.check(join)
+        with self.book.transaction():
+            is_first = self.book.get("identity") is None
+            if is_first:
+                self.book.put("start", str(join.version))
+                self.book.put("anchors", json.dumps(join.anchors))
+                self.book.put("sizes", json.dumps(list(sizes)))
+            standing: Standing = "first"
+            why = ""
+            if not is_first:
+                standing, why = self._standing(join)
+            number, was_living = self.roster.settle(join)
+            self._learn()
+            before = self.roster.get(number)
+            _, lost = self.samples.give_back(number, join.holding)
+            following = self.turns.next
+            is_behind = standing == "behind"
+            from_turn = before["from_turn"]
+            if not was_living or before["is_behind"]:
+                from_turn = following + int(self._has_begun(following))
+            self.book.run(
+                "UPDATE members SET is_behind = ?, from_turn = ?, version = ?, orders = ?, "
+                "order_reason = ? WHERE number = ?",
+                int(is_behind),
+                from_turn,
+                join.version,
+                "pull" if is_behind else "",
+                why,
+                number,
+            )
+            self.book.note(join.name, "joined", f"{standing}, from turn {from_turn} on; {why}")
+        return JoinAnswer(
+            standing=standing,
+            turn=following,
+            from_turn=from_turn,
+            settings=self.settings.model_dump(),
+            lost=lost,
+            why=why,
+        )
+
+    def _has_begun(self, turn: int) -> bool:
+        return bool(self.book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
+
+    def _standing(self, join: Join) -> tuple[Standing, str]:
+        following = self.turns.next
+        if join.version > following:
+            raise Refusal(
+                409,
+                "ahead",
+                f"{join.name} has applied {join.version} turns, and the rendezvous knows of "
+                f"{following}",
+                "it joins the wrong run, or the rendezvous was set back to an old copy: start a "
+                "rendezvous with an empty folder, and let the most advanced cluster join first",
+            )
+        for fragment, anchors in enumerate(join.anchors):
+            right = self.anchors(fragment, join.version)
+            if right and anchors != right:
+                return "behind", (
+                    f"its anchors of fragment {fragment} after {join.version} turns are not those "
+                    "of the run"
+                )
+        if join.version == following:
+            return "current", ""
+        if self.is_kept_since(join.version):
+            return "late", ""
+        return "behind", f"the average of turn {join.version} is not kept any more"
+
+    def anchors(self, fragment: int, version: int) -> str:
+        """The digest of a fragment's anchors after so many turns; empty if it is not known."""
+        fragments = len(self.pieces)
+        row = self.book.row(
+            "SELECT anchors FROM turns WHERE turn < ? AND turn % ? = ? AND state = 'committed' "
+            "ORDER BY turn DESC LIMIT 1",
+            version,
+            fragments,
+            fragment,
+        )
+        if row is not None:
+            return str(row["anchors"])
+        return str(json.loads(self.book.get("anchors") or "[]")[fragment])
+
+    def is_kept_since(self, version: int) -> bool:
+        """Whether the averages of all turns since so many were applied are on the disk.
+
+        Or with members, where they averaged among themselves not long ago.
+        """
+        following = self.turns.next
+        kept = self.book.number(
+            "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND (kept = 1 OR "
+            "(is_direct = 1 AND turn >= ?))",
+            version,
+            following,
+            following - self.settings.keep_averages,
+        )
+        return kept == following - version
+
+    def beat(self, beat: Beat) -> BeatAnswer:
+        """A cluster lives."""
+        member = self.roster.find(beat.id)
+        number = member["number"]
+        self.roster.hear(number, beat)
+        if member["state"] == "dropped":
+            member = self._back(member)
+        return BeatAnswer(
+            turn=self.turns.next,
+            open=self.turns.open_turns(),
+            members=[row["name"] for row in self.roster.living()],
+            order=member["orders"],
+            order_reason=member["order_reason"],
+            donate=self.states.is_donor(number),
+            upload_average=self.epochs.average_asked_of(number),
+        )
+
+    def _back(self, member: sqlite3.Row) -> sqlite3.Row:
+        """A dropped member is heard again: it keeps its steps, and is waited for again."""
+        following = self.turns.next
+        with self.book.transaction():
+            self.book.run(
+                "UPDATE members SET state = 'living', from_turn = ? WHERE number = ?",
+                following + int(self._has_begun(following)),
+                member["number"],
+            )
+            self.book.note(member["name"], "back", f"heard again before turn {following}")
+            if not self.is_kept_since(member["version"]):
+                self._fell_behind(member)
+        return self.roster.get(member["number"])
+
+    def _fell_behind(self, member: sqlite3.Row) -> None:
+        why = f"the average of turn {member['version']} is not kept any more"
+        self._order_pull(member, why)
+
+    def _order_pull(self, member: sqlite3.Row, why: str) -> None:
+        self.book.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
+        self.roster.order(member["number"], "pull", why)
+        self.book.note(member["name"], "behind", why)
+
+    def obeyed(self, member_id: str) -> None:
+        """A cluster has gone back to its anchors, as it was told."""
+        member = self.roster.find(member_id)
+        if member["orders"] == "reset":
+            self.roster.order(member["number"], "")
+
+    def leave(self, member_id: str) -> None:
+        """A cluster ends: nobody waits for it."""
+        self.roster.drop(self.roster.find(member_id), "it has ended", "left")
+
+    def claim(self, claim: Claim) -> ClaimAnswer:
+        """A cluster needs samples."""
+        member = self.heard(claim.id)
+        return ClaimAnswer(
+            samples=self.samples.claim(member["number"], claim.number, claim.samples)
+        )
+
+    def heard(self, member_id: str) -> sqlite3.Row:
+        """Who asks; whatever it asks is a sign of life."""
+        member = self.roster.find(member_id)
+        self.roster.touch(member["number"])
+        return self._back(member) if member["state"] == "dropped" else member
+
+    # Turns.
+
+    def check_part(self, member_id: str, turn: int) -> tuple[int, int, Path]:
+        """Whether a chunk of a contribution may come.
+
+        Returns:
+            The member's number, the contribution's fragment, and its file.
+        """
+        member = self.heard(member_id)
+        number = member["number"]
+        if self.turns.is_counted(turn, number):
+            raise Refusal(409, "counted", f"the contribution to turn {turn} is counted already")
+        self.turns.check(member, turn)
+        return number, turn % len(self.pieces), self.turns.part_path(turn, number)
+
+    def counted(self, member_id: str, turn: int) -> ContributionAnswer | None:
+        """What was said of a contribution that is complete already."""
+        part = self.turns.part(turn, self.heard(member_id)["number"])
+        if part is None or part["state"] != "complete":
+            return None
+        return ContributionAnswer(repeated=part["repeated"])
+
+    def complete(
+        self, turn: int, contribution: Contribution, norm: float, fault: str = ""
+    ) -> ContributionAnswer:
+        """A contribution is whole, on the disk, and measured. See `Turns.complete`."""
+        member = self.heard(contribution.id)
+        return ContributionAnswer(
+            repeated=self.turns.complete(member, turn, contribution, norm, fault)
+        )
+
+    def drop_silent(self) -> bool:
+        """Drop whoever has not been heard for too long, and let the others form an epoch.
+
+        Returns:
+            Whether that was done.
+        """
+        for row, silent_s in self.roster.silent():
+            self.roster.drop(row, f"not heard for {silent_s:.1f} s")
+        self.epochs.drop()
+        if self.turns.next != self._tidy:  # an epoch has committed a turn
+            self._collect_garbage()
+        return bool(self.pieces) and self.epochs.form()
+
+    def close_turn(self) -> Job | None:
+        """Close the next turn if it is time; what is to be averaged then."""
+        return self.turns.close(len(self.pieces)) if self.pieces else None
+
+    def commit(self, turn: int, average: Average) -> None:
+        """The average of a turn is on the disk; an empty one changes nothing."""
+        self.turns.commit(turn, average)
+        self._collect_garbage()
+
+    def answer(self, turn: int) -> TurnAnswer:
+        """How a turn stands."""
+        return self.turns.answer(turn)
+
+    def applied(self, applied: Applied) -> None:
+        """A cluster has applied an average; whoever has other weights than most pulls the state."""
+        member = self.heard(applied.id)
+        turn = applied.turn
+        if self.turns.state(turn) != "committed":
+            raise Refusal(409, "early", f"turn {turn} is not committed")
+        with self.book.transaction():
+            self.book.run(
+                "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)",
+                turn,
+                member["number"],
+                applied.anchors,
+            )
+            self.book.run(
+                "UPDATE members SET version = MAX(version, ?) WHERE number = ?",
+                turn + 1,
+                member["number"],
+            )
+            rows = self.book.rows("SELECT * FROM applied WHERE turn = ?", turn)
+            right, wrong = divergence({row["member"]: row["anchors"] for row in rows})
+            self.book.run("UPDATE turns SET anchors = ? WHERE turn = ?", right, turn)
+            reason = f"its anchors after turn {turn} are not those of most"
+            for row in rows:
+                other = self.roster.get(row["member"])
+                is_told = other["order_reason"] == reason
+                if row["member"] in wrong and not is_told:
+                    self.book.note(other["name"], "diverged", reason)
+                    self._order_pull(other, reason)
+                elif row["member"] not in wrong and is_told:
+                    self.book.run(
+                        "UPDATE members SET is_behind = 0 WHERE number = ?", row["member"]
+                    )
+                    self.roster.order(row["member"], "")
+
+    def average_expected(self, member_id: str, turn: int) -> tuple[Path, int, str]:
+        """Whether a member may upload the average of a turn: to where, how large, which digest."""
+        number = self.heard(member_id)["number"]
+        row = self.book.row("SELECT * FROM turns WHERE turn = ? AND is_direct = 1", turn)
+        if row is None or row["kept"] or number not in json.loads(row["participants"]):
+            raise Refusal(409, "not_wanted", f"the average of turn {turn} is not wanted")
+        path = self.turns.average_path(turn)
+        return path.with_name("average.upload"), row["size"], row["digest"]
+
+    # State transfer.
+
+    def want_state(self, member_id: str) -> StateAnswer:
+        """A cluster is behind."""
+        return self.states.want(self.heard(member_id)["number"], self.is_kept_since)
+
+    def offer_state(self, offer: StateOffer) -> int:
+        """A donor is about to upload; the state's number."""
+        member = self.heard(offer.id)
+        if member["is_behind"] or offer.version > self.turns.next:
+            raise Refusal(409, "behind", f"the state of {member['name']} is not the run's")
+        for fragment, anchors in enumerate(offer.anchors):
+            right = self.anchors(fragment, offer.version)
+            if right and anchors != right:
+                raise Refusal(409, "diverged", f"the anchors of {member['name']} are not the run's")
+        if not self.is_kept_since(offer.version):
+            raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
+        return self.states.offer(member["number"], offer)
+
+    # Housekeeping.
+
+    def _collect_garbage(self) -> None:
+        """Forget averages that nobody needs, and whoever is too far behind for those left."""
+        self._tidy = following = self.turns.next
+        oldest = following - self.settings.keep_averages
+        pinned = self.states.oldest_version()
+        if pinned is not None:
+            oldest = min(oldest, pinned)
+        self._oldest = oldest
+        with self.book.transaction():
+            self.book.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
+            self.book.run("DELETE FROM applied WHERE turn < ?", oldest)
+            for member in self.roster.living():
+                if not member["is_behind"] and member["version"] < oldest:
+                    self._fell_behind(member)
+            self.states.forget_useless(self.is_kept_since)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the files of what the book knows to be over."""
+        following = self.turns.next
+        for folder in (self.folder / "turns").glob("[0-9]*"):
+            turn = int(folder.name)
+            if turn >= following:
+                continue
+            row = self.book.row("SELECT kept FROM turns WHERE turn = ?", turn)
+            if row is None or not (row["kept"] or turn >= self._oldest):
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            for part in folder.glob("*.part*"):
+                part.unlink(missing_ok=True)
+        states = {str(row["number"]) for row in self.book.rows("SELECT number FROM states")}
+        for folder in (self.folder / "states").glob("[0-9]*"):
+            if folder.name not in states:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,250 @@
+"""Epochs: which members average a turn directly with one another, and whether all got the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from isles.outer.messages import EpochAnswer, Prepared, Ready
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.refusal import Refusal
+from isles.outer.rendezvous.roster import Roster
+from isles.outer.rendezvous.rules import TurnView, Verdict, judge_turn
+from isles.outer.rendezvous.settings import Settings
+from isles.outer.rendezvous.turns import Turns
+
+_MOST_KEYS = 100_000
+
+
+@dataclass(slots=True)
+class Epoch:
+    """Members that average one turn together, once."""
+
+    number: int
+    turn: int
+    ranks: list[int]
+    """Members by rank."""
+    ready: Mapping[int, Ready]
+    prepared: dict[int, Prepared] = field(default_factory=dict)
+    store: dict[str, bytes] = field(default_factory=dict)
+    """What they tell one another of their addresses."""
+
+
+class Epochs:
+    """One epoch at a time, for the turn that is next.
+
+    Contributions lie with the members; what is kept here dies with this process, and members say
+    again that they are ready. The number of an epoch is kept, so that none comes twice.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        settings: Settings,
+        roster: Roster,
+        turns: Turns,
+        clock: Callable[[], float],
+    ) -> None:
+        self._book = book
+        self._settings = settings
+        self._roster = roster
+        self._turns = turns
+        self._clock = clock
+        self._ready: dict[int, dict[int, Ready]] = {}
+        self._first: dict[int, float] = {}
+        self._quorum: dict[int, float] = {}
+        self._again: frozenset[int] = frozenset()
+        self._now: Epoch | None = None
+        self._wanted: dict[int, tuple[int, float]] = {}
+
+    def want_average(self, member: int, turn: int) -> None:
+        """A member has missed a turn that others averaged among themselves, and needs the bytes."""
+        self._wanted.setdefault(turn, (member, self._clock()))
+
+    def average_asked_of(self, member: int) -> int | None:
+        """The turn whose average a member shall upload: it took part, and somebody needs it.
+
+        Another is asked after a while, and so on in turn.
+        """
+        for turn, (asker, since) in sorted(self._wanted.items()):
+            row = self._book.row("SELECT participants, kept FROM turns WHERE turn = ?", turn)
+            if row is None or row["kept"]:
+                del self._wanted[turn]
+                continue
+            living = {other["number"] for other in self._roster.living()}
+            able = [n for n in json.loads(row["participants"]) if n in living and n != asker]
+            asked = int((self._clock() - since) / self._settings.donor_s)
+            if able and member == able[asked % len(able)]:
+                return turn
+        return None
+
+    def ready(self, member: int, turn: int, ready: Ready) -> EpochAnswer:
+        """A member has its contribution, and waits for others.
+
+        Raises:
+            Refusal: the turn is decided, or far off, or the member is behind.
+        """
+        if not self._took_part(member, turn):
+            self._turns.check(self._roster.get(member), turn)
+        epoch = self._now
+        is_in = epoch is not None and epoch.turn == turn and member in epoch.ranks
+        if self._turns.state(turn) != "committed" and not is_in:
+            waiting = self._ready.setdefault(turn, {})
+            waiting[member] = ready
+            self._first.setdefault(turn, self._clock())
+            if len(waiting) >= self._settings.quorum:
+                self._quorum.setdefault(turn, self._clock())
+        return self.answer(member, turn)
+
+    def _took_part(self, member: int, turn: int) -> bool:
+        return self._turns.state(turn) == "committed" and self._turns.is_counted(turn, member)
+
+    def answer(self, member: int, turn: int) -> EpochAnswer:
+        """How a turn stands for a member that is ready for it."""
+        if self._turns.state(turn) == "committed":
+            row = self._book.row("SELECT digest FROM turns WHERE turn = ?", turn)
+            assert row is not None
+            return EpochAnswer(state="committed", digest=row["digest"])
+        epoch = self._now
+        if epoch is not None and epoch.turn == turn and member in epoch.ranks:
+            return EpochAnswer(
+                state="formed",
+                epoch=epoch.number,
+                rank=epoch.ranks.index(member),
+                members=[self._roster.get(number)["name"] for number in epoch.ranks],
+                tokens=[epoch.ready[number].tokens for number in epoch.ranks],
+            )
+        verdict = self._verdict(turn)
+        due_in_s = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+        return EpochAnswer(
+            state="waiting", due_in_s=due_in_s, waits_for=self._roster.names(verdict.waits_for)
+        )
+
+    def _verdict(self, turn: int) -> Verdict:
+        ready = frozenset(self._ready.get(turn, {}))
+        expected = self._roster.expected(turn)
+        if self._again:  # the survivors of an epoch that came to nothing wait for no others
+            expected &= self._again
+        view = TurnView(
+            expected=expected,
+            complete=ready,
+            refused=frozenset(),
+            first_at=None if self._again else self._first.get(turn),
+            quorum_at=None if self._again else self._quorum.get(turn),
+        )
+        return judge_turn(self._settings, view, self._clock())
+
+    def form(self) -> bool:
+        """Form an epoch for the next turn, if its members are there; whether that was done."""
+        turn = self._turns.next
+        ready = self._ready.get(turn)
+        if self._now is not None or not ready or not self._verdict(turn).is_closed:
+            return False
+        living = {row["number"] for row in self._roster.living()}
+        ranks = sorted(living & set(ready), key=lambda n: (self._roster.get(n)["name"], n))
+        if not ranks:
+            return False
+        number = int(self._book.get("epoch") or 0) + 1
+        self._book.put("epoch", str(number))
+        self._now = Epoch(number, turn, ranks, {rank: ready[rank] for rank in ranks})
+        self._ready.pop(turn)
+        return True
+
+    def prepared(self, member: int, number: int, prepared: Prepared) -> EpochAnswer:
+        """A member has the whole average; the turn is committed once all have the same.
+
+        Raises:
+            Refusal: the epoch has ended: the average is void, the contribution is not.
+        """
+        epoch = self._find(member, number)
+        if epoch is None:
+            if self._took_part(member, prepared.turn):
+                return self.answer(member, prepared.turn)
+            raise _ended(number)
+        epoch.prepared[member] = prepared
+        if len(epoch.prepared) == len(epoch.ranks):
+            digests = {other.digest for other in epoch.prepared.values()}
+            if len(digests) > 1:
+                names = ", ".join(
+                    f"{self._roster.get(n)['name']}: {p.digest[:12]}"
+                    for n, p in sorted(epoch.prepared.items())
+                )
+                self.end(number, f"its members have different averages ({names})")
+                raise _ended(number)
+            self._turns.commit_direct(epoch.turn, epoch.ready, prepared)
+            self._clear(epoch.turn)
+        return self.answer(member, prepared.turn)
+
+    def fail(self, member: int, number: int, why: str) -> None:
+        """A member could not average: another epoch will."""
+        if self._find(member, number) is not None:
+            self.end(number, f"{self._roster.get(member)['name']}: {why}")
+
+    def drop(self) -> None:
+        """End the epoch if one of its members is gone."""
+        epoch = self._now
+        if epoch is not None:
+            living = {row["number"] for row in self._roster.living()}
+            if gone := [number for number in epoch.ranks if number not in living]:
+                self.end(epoch.number, f"{', '.join(self._roster.names(gone))} is gone")
+
+    def end(self, number: int, why: str) -> None:
+        """An epoch comes to nothing; its members lose nothing, and are asked again."""
+        epoch = self._now
+        if epoch is None or epoch.number != number:
+            return
+        self._now = None
+        self._again = frozenset(epoch.ranks)
+        self._book.note("", "epoch_ended", f"epoch {number} of turn {epoch.turn}: {why}")
+
+    def _clear(self, turn: int) -> None:
+        self._now = None
+        self._again = frozenset()
+        self._first.pop(turn, None)
+        self._quorum.pop(turn, None)
+
+    def _find(self, member: int, number: int) -> Epoch | None:
+        epoch = self._now
+        if epoch is None or epoch.number != number or member not in epoch.ranks:
+            return None
+        return epoch
+
+    # What gloo's members tell one another.
+
+    def put(self, member: int, number: int, key: str, value: bytes) -> None:
+        """Keep a value for the other members of an epoch.
+
+        Raises:
+            Refusal: the epoch has ended, or has said too much.
+        """
+        epoch = self._find(member, number)
+        if epoch is None:
+            raise _ended(number)
+        if len(epoch.store) >= _MOST_KEYS:
+            raise Refusal(413, "too_large", f"an epoch keeps at most {_MOST_KEYS} keys")
+        epoch.store[key] = value
+
+    def get(self, member: int, number: int, key: str) -> bytes | None:
+        """A value that a member of an epoch has put; None: not yet.
+
+        Raises:
+            Refusal: the epoch has ended.
+        """
+        epoch = self._find(member, number)
+        if epoch is None:
+            raise _ended(number)
+        return epoch.store.get(key)
+
+    def status(self) -> str:
+        """For people."""
+        if self._now is None:
+            return ""
+        names = ", ".join(self._roster.names(self._now.ranks))
+        return f"epoch {self._now.number} of turn {self._now.turn}: {names}"
+
+
+def _ended(number: int) -> Refusal:
+    return Refusal(
+        409, "epoch", f"epoch {number} has ended", "say again that the contribution is ready"
+    )

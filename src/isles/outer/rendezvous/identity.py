@@ -1,0 +1,157 @@
+"""The rendezvous's own secrets: token, key and certificate, made once, kept with mode 0600."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import os
+import secrets
+import ssl
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from isles.errors import ConfigError, MissingDependencyError
+from isles.outer.join_line import SECRET_BYTES, encode
+
+_VALID = datetime.timedelta(days=3650)
+_OPENSSL_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerIdentity:
+    """What lets clusters know this rendezvous, and it them."""
+
+    token_file: Path
+    certificate: Path
+    key: Path
+
+    @property
+    def token(self) -> str:
+        """What every request must carry."""
+        return self.token_file.read_text().strip()
+
+    @property
+    def fingerprint(self) -> bytes:
+        """sha256 of the certificate."""
+        der = ssl.PEM_cert_to_DER_cert(self.certificate.read_text())
+        return hashlib.sha256(der).digest()
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """TLS 1.3 with this certificate: both ends are ours."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+def make_identity(folder: Path) -> ServerIdentity:
+    """The token and certificate of a state directory; made where they are not there yet."""
+    identity = ServerIdentity(folder / "token", folder / "certificate.pem", folder / "key.pem")
+    if not identity.token_file.exists():
+        write_secret(identity.token_file, encode(secrets.token_bytes(SECRET_BYTES)))
+    if not (identity.certificate.exists() and identity.key.exists()):
+        key, certificate = _make_certificate(folder)
+        write_secret(identity.key, key)
+        write_secret(identity.certificate, certificate)
+    return identity
+
+
+def _make_certificate(folder: Path) -> tuple[str, str]:
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        return _certificate_by_openssl(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "isles rendezvous")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + _VALID)
+        .sign(key, hashes.SHA256())
+    )
+    return (
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ).decode(),
+        certificate.public_bytes(serialization.Encoding.PEM).decode(),
+    )
+
+
+def _certificate_by_openssl(folder: Path) -> tuple[str, str]:
+    key = folder / "key.new"
+    certificate = folder / "certificate.new"
+    write_secret(key, "")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-sha256", "-days", str(_VALID.days), "-subj", "/CN=isles rendezvous"]
+    try:
+        subprocess.run(
+            [*command, "-keyout", str(key), "-out", str(certificate)],
+            check=True,
+            capture_output=True,
+            timeout=_OPENSSL_S,
+        )
+        return key.read_text(), certificate.read_text()
+    except FileNotFoundError as error:
+        raise MissingDependencyError(
+            "a certificate is made by the package cryptography or by openssl, and neither is here",
+            fix="pip install cryptography",
+        ) from error
+    except (subprocess.SubprocessError, OSError) as error:
+        said = getattr(error, "stderr", b"") or b""
+        raise ConfigError(
+            f"openssl makes no certificate: {error} {said.decode(errors='replace')[-300:]}",
+            where=str(folder),
+            fix="pip install cryptography",
+        ) from error
+    finally:
+        key.unlink(missing_ok=True)
+        certificate.unlink(missing_ok=True)
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that only this user may read, durably, whole or not at all."""
+    partial = path.with_name(f".{path.name}.new")
+    partial.unlink(missing_ok=True)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text if text.endswith("\n") or not text else f"{text}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+
+
+def lock_folder(folder: Path) -> int:
+    """Make sure that no other rendezvous uses a state directory, for as long as this process lives.
+
+    Returns:
+        A file handle that holds the lock.
+
+    Raises:
+        ConfigError: another does.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        said = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        os.close(handle)
+        raise ConfigError(
+            f"another rendezvous (process {said}) uses this state directory",
+            where=str(folder),
+            fix="stop that one, or give this one a folder of its own",
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle

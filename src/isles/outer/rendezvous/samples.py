@@ -1,0 +1,222 @@
+"""The ledger of samples: every number is free, claimed, contributed or committed; one of them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.refusal import Refusal
+
+Span = tuple[int, int]
+"""Sample numbers from the first up to, without, the second."""
+
+
+class Samples:
+    """Rows that cover all numbers below the frontier, without gaps and without overlaps."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    @property
+    def frontier(self) -> int:
+        """The first number that has never been dealt."""
+        return self._book.number("SELECT MAX(stop) FROM samples")
+
+    def claim(self, member: int, number: int, count: int) -> list[Span]:
+        """Deal samples to a member: those given back first, then new ones.
+
+        A claim with the number of the member's last one gives what that gave: its answer was lost
+        on the way.
+        """
+        last = self._book.row("SELECT claim, claimed FROM members WHERE number = ?", member)
+        assert last is not None
+        if number == last["claim"]:
+            return [(start, stop) for start, stop in json.loads(last["claimed"])]
+        if number < last["claim"]:
+            raise Refusal(
+                409,
+                "old_claim",
+                f"claim {number} comes after claim {last['claim']} of the same cluster",
+                "number the claims upwards; join again after a restart",
+            )
+        with self._book.transaction():
+            dealt = self._deal(member, count)
+            self._book.run(
+                "UPDATE members SET claim = ?, claimed = ? WHERE number = ?",
+                number,
+                json.dumps(dealt),
+                member,
+            )
+        return dealt
+
+    def _deal(self, member: int, count: int) -> list[Span]:
+        dealt: list[Span] = []
+        free = self._book.rows(
+            "SELECT start, stop FROM samples WHERE state = 'free' ORDER BY start"
+        )
+        for row in free:
+            if count == 0:
+                break
+            stop = min(row["stop"], row["start"] + count)
+            self._cut(stop)
+            self._book.run(
+                "UPDATE samples SET state = 'claimed', member = ? WHERE start = ?",
+                member,
+                row["start"],
+            )
+            dealt.append((row["start"], stop))
+            count -= stop - row["start"]
+        if count:
+            start = self.frontier
+            self._book.run(
+                "INSERT INTO samples VALUES (?, ?, 'claimed', ?, NULL)",
+                start,
+                start + count,
+                member,
+            )
+            dealt.append((start, start + count))
+        return joined(dealt)
+
+    def give_back(self, member: int, holding: Sequence[Span] = ()) -> tuple[int, list[Span]]:
+        """Free what a member has claimed, save what it holds.
+
+        What it holds and has been freed before, but not dealt to another, is its own again.
+
+        Returns:
+            How many samples were freed, and what it holds without a right to.
+        """
+        with self._book.transaction():
+            self._cut_all(holding)
+            lost: list[Span] = []
+            kept: set[int] = set()
+            for start, stop in joined(holding):
+                for row in self._within(start, stop):
+                    if row["state"] == "free":
+                        self._book.run(
+                            "UPDATE samples SET state = 'claimed', member = ? WHERE start = ?",
+                            member,
+                            row["start"],
+                        )
+                    elif (row["state"], row["member"]) != ("claimed", member):
+                        lost.append((row["start"], row["stop"]))
+                        continue
+                    kept.add(row["start"])
+            freed = 0
+            for row in self._book.rows(
+                "SELECT start, stop FROM samples WHERE state = 'claimed' AND member = ?", member
+            ):
+                if row["start"] not in kept:
+                    freed += row["stop"] - row["start"]
+                    self._book.run(
+                        "UPDATE samples SET state = 'free', member = NULL WHERE start = ?",
+                        row["start"],
+                    )
+        return freed, joined(lost)
+
+    def contribute(self, member: int, turn: int, spans: Sequence[Span]) -> int:
+        """A member has trained on these, and contributes to a turn what it learned.
+
+        Returns:
+            How many of them belong to another or to an earlier turn: those are not counted again.
+        """
+        with self._book.transaction():
+            self._cut_all(spans)
+            repeated = 0
+            for start, stop in joined(spans):
+                for row in self._within(start, stop):
+                    is_own = row["state"] == "claimed" and row["member"] == member
+                    if is_own or row["state"] == "free":
+                        self._book.run(
+                            "UPDATE samples SET state = 'contributed', member = ?, turn = ? "
+                            "WHERE start = ?",
+                            member,
+                            turn,
+                            row["start"],
+                        )
+                    else:
+                        repeated += row["stop"] - row["start"]
+        return repeated
+
+    def withdraw(self, member: int, turn: int) -> None:
+        """A contribution does not count after all: its samples are the member's claim again."""
+        self._book.run(
+            "UPDATE samples SET state = 'claimed', turn = NULL "
+            "WHERE state = 'contributed' AND member = ? AND turn = ?",
+            member,
+            turn,
+        )
+
+    def commit(self, turn: int) -> None:
+        """All that was contributed to a turn is done, for good."""
+        self._book.run(
+            "UPDATE samples SET state = 'committed' WHERE state = 'contributed' AND turn = ?", turn
+        )
+
+    def counts(self) -> dict[str, int]:
+        """How many samples are in which state."""
+        found = self._book.rows("SELECT state, SUM(stop - start) AS n FROM samples GROUP BY state")
+        return {row["state"]: row["n"] for row in found}
+
+    def audit(self) -> list[str]:
+        """What is wrong with the ledger: a gap, an overlap, a number without an owner."""
+        faults = []
+        end = 0
+        for row in self._book.rows("SELECT * FROM samples ORDER BY start"):
+            span = f"{row['start']}–{row['stop']} ({row['state']})"
+            if row["start"] != end:
+                faults.append(f"{span} begins where {end} was due")
+            if (row["state"] == "free") != (row["member"] is None):
+                faults.append(f"{span} belongs to member {row['member']}")
+            if (row["state"] in ("contributed", "committed")) != (row["turn"] is not None):
+                faults.append(f"{span} belongs to turn {row['turn']}")
+            end = row["stop"]
+        return faults
+
+    def _within(self, start: int, stop: int) -> list[sqlite3.Row]:
+        return self._book.rows(
+            "SELECT * FROM samples WHERE start >= ? AND start < ? ORDER BY start", start, stop
+        )
+
+    def _cut_all(self, spans: Sequence[Span]) -> None:
+        """Let rows begin and end where the spans do."""
+        end = self.frontier
+        for start, stop in spans:
+            if not 0 <= start < stop <= end:
+                raise Refusal(
+                    422,
+                    "samples",
+                    f"samples {start} to {stop} have never been dealt (the next is {end})",
+                    "train on what claims have given, and on nothing else",
+                )
+            self._cut(start)
+            self._cut(stop)
+
+    def _cut(self, at: int) -> None:
+        """Let a row begin at a number, where one covers it."""
+        row = self._book.row(
+            "SELECT * FROM samples WHERE start < ? ORDER BY start DESC LIMIT 1", at
+        )
+        if row is None or row["stop"] <= at:
+            return
+        self._book.run("UPDATE samples SET stop = ? WHERE start = ?", at, row["start"])
+        self._book.run(
+            "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
+            at,
+            row["stop"],
+            row["state"],
+            row["member"],
+            row["turn"],
+        )
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """The same numbers in as few spans as can be, in order, each number once."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
+        else:
+            result.append((start, stop))
+    return result

@@ -1,0 +1,126 @@
+"""A cluster for tests: contributes numbers that follow from its name, and goes on after any kill.
+
+To be started by `tests.ranks`, as is the rendezvous itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isles.outer.client import Client
+from isles.outer.client_http import RendezvousRefusal
+from isles.outer.join_line import JoinLine
+from isles.outer.messages import Beat, Join
+from isles.outer.rendezvous import __main__ as rendezvous
+from isles.rundir.env import RankEnv
+
+FRAGMENTS = 2
+PIECE = 1 << 17
+SAMPLES = 8
+TOKENS = {"a": 100, "b": 200, "c": 300}
+DEADLINE_S = 120.0
+
+
+def pieces(elements: int) -> list[int]:
+    """How a fragment is cut."""
+    return [min(PIECE, elements - start) for start in range(0, elements, PIECE)]
+
+
+def numbers(name: str, turn: int, elements: int) -> NDArray[np.float32]:
+    """What a cluster contributes to a turn."""
+    generator = np.random.default_rng([zlib.crc32(name.encode()), turn])
+    return generator.standard_normal(elements, dtype=np.float32)
+
+
+def member_id(name: str) -> str:
+    """A cluster's id."""
+    return name.encode().hex().rjust(32, "0")
+
+
+def next_anchors(anchors: str, average: bytes) -> str:
+    """The digest of a fragment's anchors after an average."""
+    return hashlib.sha256(anchors.encode() + average).hexdigest()
+
+
+def join(name: str, elements: int, version: int, anchors: list[str], **more: object) -> Join:
+    """How a cluster of these tests joins."""
+    body = {
+        "id": member_id(name),
+        "name": name,
+        "identity": {"layout": "tests"},
+        "codec": "none",
+        "pieces": [pieces(elements)] * FRAGMENTS,
+        "version": version,
+        "anchors": anchors,
+    }
+    return Join.model_validate({**body, **more})
+
+
+async def main(line: JoinLine, name: str, folder: Path, turns: int, elements: int, rate: float):
+    """Take part in so many turns; what was applied stands in NAME.json, with each turn's hash."""
+    record = folder / f"{name}.json"
+    state = {"version": 0, "anchors": ["0" * 64] * FRAGMENTS, "hashes": []}
+    if record.exists():
+        state = json.loads(record.read_text())
+    async with Client(line, member_id(name), up_bytes_per_s=rate) as client:
+        await client.join(join(name, elements, state["version"], state["anchors"]), DEADLINE_S)
+        beats = asyncio.create_task(_beat(client, state))
+        for turn in range(state["version"], turns):
+            file = folder / f"{name}-{turn}.part"
+            file.write_bytes(numbers(name, turn, elements).tobytes())
+            samples = await client.claim(SAMPLES, DEADLINE_S)
+            try:
+                await client.contribute(
+                    turn,
+                    file,
+                    tokens=TOKENS[name],
+                    steps=1,
+                    samples=samples,
+                    deadline_s=DEADLINE_S,
+                )
+            except RendezvousRefusal as error:
+                if error.kind != "late":
+                    raise
+            answer = await client.wait_turn(turn, DEADLINE_S)
+            average = folder / f"{name}-{turn}.average"
+            await client.fetch_average(answer, average, DEADLINE_S)
+            data = average.read_bytes()
+            fragment = turn % FRAGMENTS
+            state["anchors"][fragment] = next_anchors(state["anchors"][fragment], data)
+            state["hashes"].append(hashlib.sha256(data).hexdigest())
+            state["version"] = turn + 1
+            partial = record.with_suffix(".new")
+            partial.write_text(json.dumps(state))
+            partial.replace(record)
+            await client.applied(turn, state["anchors"][fragment], DEADLINE_S)
+            file.unlink()
+            average.unlink()
+        beats.cancel()
+
+
+async def _beat(client: Client, state: dict) -> None:
+    while True:
+        beat = Beat(id=client.id, step=state["version"], version=state["version"])
+        answer = await client.beat(beat, DEADLINE_S)
+        assert not answer.order, f"{answer.order}: {answer.order_reason}"
+        await asyncio.sleep(0.5)
+
+
+def serve(env: RankEnv, state: Path, settings: Path) -> int:
+    """A rendezvous, until it is killed or told to end; its exit code."""
+    return rendezvous.main([str(state), "--run", "test", "--settings", str(settings)])
+
+
+def take_part(
+    env: RankEnv, line: Path, name: str, folder: Path, turns: int, elements: int, rate: float
+) -> int:
+    """A cluster, until it has taken part in so many turns."""
+    asyncio.run(main(JoinLine.read(line), name, folder, turns, elements, rate))
+    return 0

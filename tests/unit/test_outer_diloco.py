@@ -1,0 +1,309 @@
+"""The outer optimizer by itself: against torch's, against algebra, bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from isles.outer.average import combine
+from isles.outer.base import Mode, OuterSettings
+from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
+from isles.outer.diloco import FragmentShare, clip_scale, square_sum, total_norm
+from isles.outer.layout import Piece
+
+COUNTS = (1000, 4096, 1, 333)
+PIECES = [Piece("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
+TOTAL = sum(COUNTS)
+PLAIN = OuterSettings(lr=1.0, momentum=0.0)
+CODECS = ("none", "bf16", "int8", "int4", "topk")
+
+
+def normal(seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(TOTAL, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+class One:
+    """A cluster of one rank with one fragment: its local weights, and its share."""
+
+    def __init__(self, codec: str, settings: OuterSettings) -> None:
+        self.codec = parse_codec(codec)
+        self.share = FragmentShare(PIECES, self.codec, settings, is_pinned=False)
+        self.share.anchor.copy_(normal(0))
+        self.local = self.share.anchor.clone()
+
+    def contribute(self) -> bytes:
+        for part, own in zip(
+            self.share.begin_snapshot(), self.share.split(self.local), strict=True
+        ):
+            part.copy_(own)
+        self.share.encode()
+        assert self.share.encoded is not None
+        return bytes(self.share.encoded.numpy().tobytes())
+
+    def apply(self, average: bytes, mode: Mode, num_parts: int = 1, alpha: float = 0.0) -> None:
+        data = torch.frombuffer(bytearray(average), dtype=torch.uint8)
+        move = self.share.step(data, num_parts, mode, alpha=alpha, scale=1.0)
+        if move is None:
+            self.local.copy_(self.share.anchor)
+        else:
+            self.local.add_(move)
+
+
+def mean(codec: Codec, parts: Sequence[tuple[bytes, float]]) -> bytes:
+    """What a rendezvous does: piece by piece."""
+    found = b""
+    start = 0
+    for count in COUNTS:
+        size = codec.size(count)
+        pieces = [(data[start : start + size], weight) for data, weight in parts]
+        found += combine(codec.text, count, pieces)
+        start += size
+    return found
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nesterov_is_torchs(momentum: float) -> None:
+    one = One("none", OuterSettings(lr=0.7, momentum=momentum))
+    parameter = torch.nn.Parameter(one.share.anchor.clone())
+    nesterov = momentum > 0
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
+    for turn in range(20):
+        one.local.sub_(normal(turn + 1, 0.01))
+        parameter.grad = parameter.detach() - one.local
+        optimizer.step()
+        one.apply(mean(one.codec, [(one.contribute(), 5.0)]), "on_time")
+        difference = (one.share.anchor - parameter.detach()).abs().max()
+        assert float(difference) < 1e-7 * 2 * float(parameter.detach().abs().max())
+        assert torch.equal(one.local, one.share.anchor)
+
+
+def by_hand(anchor: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The step in fp64, rounded to fp32 after every operation: no processor can do otherwise."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.float().double()
+
+    factor, rate = (float(torch.tensor(x)) for x in (0.9, 0.7))
+    velocity = rounded(rounded(velocity.double() * factor) + gradient.double())
+    direction = rounded(gradient.double() + rounded(velocity * factor))
+    return rounded(anchor.double() - rounded(direction * rate)).float(), velocity.float()
+
+
+def test_no_two_roundings_are_fused_into_one() -> None:
+    one = One("none", OuterSettings(lr=0.7, momentum=0.9))
+    velocity = torch.zeros(TOTAL)
+    for turn in range(5):
+        anchor = one.share.anchor.clone()
+        one.local.sub_(normal(turn + 1, 0.3))
+        gradient = anchor - one.local
+        one.apply(mean(one.codec, [(one.contribute(), 1.0)]), "on_time")
+        wanted, velocity = by_hand(anchor, velocity, gradient)
+        assert torch.equal(one.share.anchor, wanted)
+        assert one.share.momentum is not None and torch.equal(one.share.momentum, velocity)
+    fused = torch.addcmul(anchor.double(), gradient.double(), torch.tensor(-0.7).double()).float()
+    assert not torch.equal(fused, anchor - gradient * 0.7), "these numbers could not tell"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_all_clusters_keep_the_same_bits(codec: str) -> None:
+    """Three clusters, unequal tokens; one misses a turn, another has gone on training meanwhile."""
+    clusters = [One(codec, OuterSettings()) for _ in range(3)]
+    for turn in range(8):
+        parts = []
+        for number, cluster in enumerate(clusters):
+            cluster.local.sub_(normal(10 * turn + number, 0.01))
+            parts.append((cluster.contribute(), 100.0 * (number + 1)))
+        missing = turn % 4
+        present = [part for number, part in enumerate(parts) if number != missing]
+        average = mean(clusters[0].codec, present)
+        for number, cluster in enumerate(clusters):
+            if number == missing:
+                cluster.apply(average, "late", len(present))
+            elif turn % 2:
+                cluster.local.sub_(normal(999, 0.01))
+                cluster.apply(average, "overlap", len(present), alpha=0.5)
+            else:
+                cluster.apply(average, "on_time", len(present))
+        assert len({b"".join(cluster.share.hashes()) for cluster in clusters}) == 1
+
+
+def test_one_cluster_with_rate_one_is_plain_training() -> None:
+    """Exactly where the difference to the anchor has no rounding, else to the anchor's last bit."""
+    one = One("none", PLAIN)
+    for turn in range(10):
+        one.local.sub_(normal(turn + 1, 0.01))
+        before, anchor = one.local.clone(), one.share.anchor.clone()
+        one.apply(mean(one.codec, [(one.contribute(), 3.0)]), "on_time")
+        error = (one.local - before).abs()
+        assert float((error / torch.maximum(anchor.abs(), before.abs())).max()) <= 2**-23
+        near = (before / anchor > 0.5) & (before / anchor < 2.0)
+        assert bool((error[near] == 0).all()) and int(near.sum()) > TOTAL // 2
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_no_inner_step_is_lost_or_counted_twice(codec: str) -> None:
+    """Whatever comes late: with rate one, anchor, what is owed, and what is not sent yet add up to
+    all that was ever learnt."""
+    one = One(codec, PLAIN)
+    learnt = one.local.clone().double()
+
+    def train(turn: int) -> None:
+        step = normal(turn, 0.01)
+        one.local.sub_(step)
+        learnt.sub_(step.double())
+
+    for turn in range(12):
+        train(100 + turn)
+        data = one.contribute()
+        train(200 + turn)
+        kind = turn % 3
+        if kind == 0:  # in time for the average, which comes when more steps were made
+            one.apply(mean(one.codec, [(data, 1.0)]), "overlap")
+        elif kind == 1:  # left out: the others' average is of something else
+            other = One(codec, PLAIN)
+            other.share.anchor.copy_(one.share.anchor)
+            other.local = one.share.anchor - normal(300 + turn, 0.01)
+            average = mean(one.codec, [(other.contribute(), 1.0)])
+            before = one.share.anchor.clone()
+            one.apply(average, "late")
+            learnt += one.share.anchor.double() - before.double()
+        else:
+            one.share.drop_snapshot()
+        owed = torch.zeros(TOTAL) if one.share.error is None else one.share.error
+        found = one.local.double() - owed.double()
+        assert float((found - learnt).abs().max()) < 1e-5, turn
+
+
+def test_overlap_goes_a_part_of_the_way() -> None:
+    """alpha 1 keeps the local weights, alpha 0 goes to the anchor; steps since then are kept."""
+    for alpha in (0.0, 0.5, 1.0):
+        one = One("none", OuterSettings())
+        one.local.sub_(normal(1, 0.01))
+        data, snapshot = one.contribute(), one.local.clone()
+        since = normal(2, 0.01)
+        one.local.sub_(since)
+        one.apply(mean(one.codec, [(data, 1.0)]), "overlap", alpha=alpha)
+        wanted = alpha * snapshot + (1 - alpha) * one.share.anchor - since
+        assert torch.allclose(one.local, wanted, atol=1e-6)
+
+
+def test_two_clusters_with_rate_one_are_data_parallel() -> None:
+    """SGD inside, a sync after every step: the step of the mean gradient, by tokens."""
+    left, right = One("none", PLAIN), One("none", PLAIN)
+    together = left.local.clone()
+    for turn in range(10):
+        gradients = normal(turn, 0.1), normal(50 + turn, 0.1)
+        for cluster, gradient in zip((left, right), gradients, strict=True):
+            cluster.local.sub_(gradient * 0.1)
+        together.sub_((gradients[0] * 0.25 + gradients[1] * 0.75) * 0.1)
+        parts = [(left.contribute(), 10.0), (right.contribute(), 30.0)]
+        average = mean(left.codec, parts)
+        left.apply(average, "on_time", 2)
+        right.apply(average, "on_time", 2)
+        assert torch.equal(left.local, right.local)
+        assert torch.allclose(left.local, together, atol=1e-6)
+
+
+def test_norms_are_added_in_one_order_on_every_machine() -> None:
+    for n in (1, 2, 3, 1000, 65536, 65537, 200_001):
+        x = torch.randn(n)
+        assert math.isclose(square_sum(x), float(x.double().square().sum()), rel_tol=1e-12)
+    assert square_sum(torch.tensor([1.0, torch.nan])) != square_sum(torch.tensor([1.0, torch.nan]))
+    lanes = torch.randn(65536 * 3 + 5)
+    by_hand = torch.zeros(65536, dtype=torch.float64)
+    for part in lanes.split(65536):
+        for index, value in enumerate(part.tolist() if len(part) < 100 else []):
+            by_hand[index] += value * value
+        if len(part) == 65536:
+            by_hand += part.double() * part.double()
+    while len(by_hand) > 1:
+        by_hand = by_hand[: len(by_hand) // 2] + by_hand[len(by_hand) // 2 :]
+    assert square_sum(lanes) == float(by_hand)
+    assert clip_scale(2.0, 1.0) == 0.5 and clip_scale(0.5, 1.0) == clip_scale(9.0, None) == 1.0
+    assert total_norm([9.0, 16.0]) == 5.0
+
+
+def test_what_is_not_finite_names_the_parameter_and_changes_nothing() -> None:
+    one = One("int8", OuterSettings())
+    one.local[1500] = torch.nan
+    before = one.share.error.clone() if one.share.error is not None else None
+    with pytest.raises(UnsoundUpdateError, match="w, numbers 1000 to 5095: number 500 of 4096"):
+        one.contribute()
+    assert before is not None and one.share.error is not None
+    assert torch.equal(one.share.error, before)
+
+
+def test_a_contribution_from_a_checkpoint_is_encoded_again_to_the_same_bytes() -> None:
+    """What encoding leaves out is only owed once the average has come, also after a restart."""
+    one, other = One("int4", OuterSettings()), One("int4", OuterSettings())
+    for cluster in (one, other):
+        cluster.local.sub_(normal(1, 0.01))
+        data = cluster.contribute()
+    other.share.encoded = None
+    average = mean(one.codec, [(data, 1.0)])
+    for cluster in (one, other):
+        cluster.apply(average, "on_time")
+    assert one.share.error is not None and other.share.error is not None
+    assert float(one.share.error.abs().max()) > 0
+    assert torch.equal(one.share.error, other.share.error)
+
+
+OTHER_MACHINE = """
+import sys
+from pathlib import Path
+import torch
+from tests.unit.test_outer_diloco import outcome
+print(torch.backends.cpu.get_cpu_capability(), *outcome(Path(sys.argv[1])))
+"""
+
+
+def outcome(folder: Path) -> list[str]:
+    """What a cluster computes from given bytes with every codec, as hashes."""
+    found = []
+    anchor = torch.frombuffer(bytearray((folder / "anchor").read_bytes()), dtype=torch.float32)
+    for codec in CODECS:
+        share = FragmentShare(PIECES, parse_codec(codec), OuterSettings(), is_pinned=False)
+        share.anchor.copy_(anchor)
+        average = bytearray((folder / codec).read_bytes())
+        data = torch.frombuffer(average, dtype=torch.uint8)
+        for _ in range(3):
+            norm = total_norm(share.square_sums(data, 2))
+            share.step(data, 2, "late", alpha=0.0, scale=clip_scale(norm, norm * 0.7))
+        assert share.momentum is not None
+        digest = hashlib.sha256(b"".join(share.hashes()) + share.momentum.numpy().tobytes())
+        found.append(f"{codec}:{norm.hex()}:{digest.hexdigest()}")
+    return found
+
+
+def test_another_kind_of_processor_computes_the_same_bits(tmp_path: Path) -> None:
+    """torch without vector instructions, in a process of its own, from the same bytes."""
+    (tmp_path / "anchor").write_bytes(normal(0).numpy().tobytes())
+    for codec in CODECS:
+        parts = []
+        for seed in (1, 2):
+            one = One(codec, OuterSettings())
+            one.local.sub_(normal(seed, 0.01))
+            parts.append((one.contribute(), float(seed)))
+        (tmp_path / codec).write_bytes(mean(one.codec, parts))
+    child = subprocess.run(
+        [sys.executable, "-c", OTHER_MACHINE, str(tmp_path)],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    capability, *found = child.stdout.split()
+    assert capability == "DEFAULT"
+    assert found == outcome(tmp_path)
