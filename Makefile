@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Processes that run tests side by side, a module at a time; many tests mostly wait. 0: one by one.
+WORKERS ?= 3
 
 .PHONY: quickstart test check format clean
 
@@ -11,7 +13,7 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	tests/lab/install.sh
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples docs

@@ -12,14 +12,44 @@ import yaml
 
 # Before anything imports the hub's library, which reads it once: no test reaches for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if _IS_WORKER:
+    # Tests run side by side: a thread per core in each of them would fight for the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# The modules that take longest, the longest first. Workers of pytest-xdist take whole modules in
+# the order in which they stand: a long one at the end would leave all but one without work.
+_LONGEST = (
+    "test_slurm",
+    "test_pbs",
+    "test_elastic",
+    "test_unshared",
+    "test_fleet",
+    "test_anywhere",
+    "test_script",
+    "test_ssh_faults",
+    "test_ssh",
+    "test_check",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever takes a test cluster is marked `lab`."""
+    """Whatever takes a test cluster is marked `lab`; among several workers the longest go first."""
     for item in items:
         names = item.fixturenames if isinstance(item, pytest.Function) else ()
         if any(name == "lab" or name.endswith("_lab") for name in names):
             item.add_marker("lab")
+    if _IS_WORKER:
+        items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Where a test's module stands among those that take long; the unit tests come last."""
+    folder, name = item.path.parent.name, item.path.stem
+    if folder == "unit":
+        return len(_LONGEST) + 1
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
 
 
 @pytest.fixture(autouse=True)

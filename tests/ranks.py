@@ -33,7 +33,7 @@ _CONTEXT.set_forkserver_preload(
         "tests.ranks",
     ]
 )
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 def _prepare_child(log: str) -> None:

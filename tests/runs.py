@@ -21,7 +21,7 @@ from isles.rundir.process import ProcessId
 from isles.rundir.signals import kill_now
 
 FAKE_AGENT = Path(__file__).with_name("fake_agent.py")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass

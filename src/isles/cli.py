@@ -93,6 +93,7 @@ def train(
     from isles.launch.login import started_line
     from isles.launch.start import StartOptions, start
     from isles.monitor.inbox import caught_signals
+    from isles.rundir.find import typed_name
 
     options = StartOptions(run_file, overrides, resume, dry_run, _say, _warn)
     with caught_signals() as inbox:
@@ -103,11 +104,11 @@ def train(
         if started.text:
             print(started.text)
             return ExitCode.OK
-        name = started.remote.label if started.remote else started.run_dir.name
         if announce:
             _say(started_line(started))
             return ExitCode.OK
         if detach:
+            name = started.remote.typed if started.remote else typed_name(started.run_dir)
             _say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
         _say("Ctrl+C saves and stops; closing this terminal leaves it running")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.lab.home import HOSTS, ISLES, sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import slurm
 
-SITE = Path(sys.executable).parents[1] / "lib" / f"python3.{sys.version_info.minor}/site-packages"
+SITE = Path(str(distribution("torch").locate_file("")))
 FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
 DEADLINE_S = 150.0
 

@@ -81,7 +81,7 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
         what = str(outcome["error"]["what"])
         assert "node 2 (a3, 10.77.1.3) is lost: it has not been heard of for 2" in what
         assert outcome["error"]["host"] == "a3"
-        assert 15 < took_s < 60
+        assert 15 < took_s < 90
         # Also on the host that nobody reaches.
         assert_nothing_left(lab)
     finally:

@@ -45,6 +45,17 @@ def type_on(lab: Lab, host: str, words: list[str]) -> subprocess.Popen[bytes]:
     return lab.popen(host, ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *words])
 
 
+def first_to_stay(
+    one: subprocess.Popen[bytes], other: subprocess.Popen[bytes], words: str, code: ExitCode
+) -> subprocess.Popen[bytes]:
+    """Of a command that was typed twice at once, the one that goes on; the other is refused."""
+    until(lambda: {one.poll(), other.poll()} != {None}, "one is refused")
+    gone, stays = (one, other) if one.poll() is not None else (other, one)
+    text = end(gone)
+    assert gone.returncode == code and words in text, text
+    return stays
+
+
 def end(process: subprocess.Popen[bytes]) -> str:
     out, _ = process.communicate(timeout=240)
     return out.decode()
@@ -55,8 +66,10 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     first, second, third = prepare(lab, "typed", **long)
     run_dir = RunDir(lab.root("a1") / "root" / "runs" / "typed-1")
     attempt = run_dir.attempt(1)
-    on_a2 = type_on(lab, "a2", second)
-    on_a1 = type_on(lab, "a1", first)
+    on_a2, twice_a2 = type_on(lab, "a2", second), type_on(lab, "a2", second)
+    on_a1, twice_a1 = type_on(lab, "a1", first), type_on(lab, "a1", first)
+    on_a1 = first_to_stay(on_a1, twice_a1, "typed-1 is on its way already", ExitCode.USER)
+    on_a2 = first_to_stay(on_a2, twice_a2, "node 1 is there already: a2", ExitCode.PREFLIGHT)
     missing = "waiting for node 2 (10.77.1.3)"
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
     on_a3 = type_on(lab, "a3", third)

@@ -31,6 +31,9 @@ clusters:
     environment: {{venv: {folder}/venv}}
 """
 
+OWN = f"name: tiny\ntraining: {{{{script: own.py}}}}\n{RUN[RUN.index('clusters:') :]}"
+"""With a script of the user's own."""
+
 FAKES = {
     "qstat": 'case "$1" in --version) echo "pbs_version = 23.06" ;; *) exit 35 ;; esac',
     # The job's id tells how often it was called.
@@ -66,10 +69,12 @@ class Job:
         time: str = "1h",
         save_before: str = "5m",
         start_timeout: str = "60s",
+        check: bool = False,
+        text: str = RUN,
     ) -> None:
         self.folder = folder
-        for name, text in FAKES.items():
-            write_program(folder / "bin" / name, f"#!/bin/bash\n{text}\n")
+        for name, lines in FAKES.items():
+            write_program(folder / "bin" / name, f"#!/bin/bash\n{lines}\n")
         write_program(folder / "venv" / "bin" / "torchrun", TORCHRUN + torchrun)
         write_program(
             folder / "venv" / "bin" / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n'
@@ -77,7 +82,9 @@ class Job:
         activate = f'export FOLDER={folder} PATH={folder}/venv/bin:{folder}/bin:"$PATH"\n'
         (folder / "venv" / "bin" / "activate").write_text(activate)
         values = {"time": time, "save_before": save_before, "start_timeout": start_timeout}
-        (folder / "run.yaml").write_text(RUN.format(folder=folder, **values))
+        if check:
+            text = text.replace("kind: pbs", "kind: pbs, check: true")
+        (folder / "run.yaml").write_text(text.format(folder=folder, **values))
         self.train("--detach")
         self.attempt = RunDir(folder / "runs" / "tiny-1").attempt(1)
         self.script = self.attempt.script
@@ -208,6 +215,68 @@ def test_before_the_time_limit_it_saves_and_is_submitted_again(tmp_path: Path) -
     assert len((job.folder / "bin" / "qsub.calls").read_text().splitlines()) == 2
     assert job.outcome["state"] == "failed"
     assert "no time for a single step" in job.outcome["reason"]
+
+
+def test_a_submission_without_an_answer_is_not_made_twice(tmp_path: Path) -> None:
+    job = Job(tmp_path, STOPPED, time="60s", save_before="58s")
+    text = job.script.read_text()
+    assert text.count("timeout 60 ") == 2
+    job.script = tmp_path / "job.sh"
+    job.script.write_text(text.replace("timeout 60 ", "timeout 1 "))
+    write_program(tmp_path / "bin" / "qsub", '#!/bin/sh\necho "$1" >>"$0.calls"; exec sleep 100')
+    write_program(tmp_path / "bin" / "ssh", "#!/bin/sh\ntouch $0.calls; echo 3.srv")
+    assert job.run() == 85, job.log
+    assert len((tmp_path / "bin" / "qsub.calls").read_text().splitlines()) == 2
+    assert not (tmp_path / "bin" / "ssh.calls").exists()
+    assert job.outcome["state"] == "stopped"
+    assert "no answer in" in job.log
+    # The job that was taken all the same ends as it begins.
+    before = job.calls
+    assert job.run(PBS_JOBID="2.srv") == 85
+    assert job.calls == before
+
+
+def test_nodes_that_are_not_fit_start_no_ranks(tmp_path: Path) -> None:
+    """Step 0 runs on every host, and only its 2 keeps the ranks from being started."""
+    job = Job(tmp_path, FINISHED, check=True)
+    finding = '{"findings": [{"level": "error", "id": "disk.free", "where": "a2", "text": "full"}]}'
+    python = f"""#!/bin/bash
+case "$*" in *isles.preflight.step*) ;; *) exec {sys.executable} "$@" ;; esac
+echo "$*" >>{tmp_path}/step.calls; echo "disk.free a2: full"
+echo '{finding}' >{job.attempt.findings}; exit 2
+"""
+    write_program(tmp_path / "venv" / "bin" / "python", python)
+    assert job.run() == 2, job.log
+    calls = sorted((tmp_path / "step.calls").read_text().splitlines())
+    assert len(calls) == 2
+    for node, call in enumerate(calls):
+        assert f"--attempt 1 --node {node} --hosts a1,a2 --master " in call
+    assert not (tmp_path / "torchrun.calls").exists()
+    assert "are not fit: full" in job.outcome["reason"]
+    assert job.outcome["error"]["where"] == "a2: disk.free"
+    assert "disk.free a2: full" in job.log
+
+
+def test_a_rendered_job_of_a_users_script_does_not_go_on_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    job = Job(
+        tmp_path,
+        "trap 'exit 1' TERM; sleep 1000 & wait $!",
+        time="60s",
+        save_before="58s",
+        text=OWN,
+    )
+    job.script = tmp_path / "render.sh"
+    words = [sys.executable, "-m", "isles", "render", "run.yaml", "--to", "pbs"]
+    subprocess.run([*words, "-o", job.script], cwd=tmp_path, check=True, timeout=DEADLINE_S)
+    count = tmp_path / "tiny.times"
+    count.write_text("19\n")
+    assert job.run() == 0
+    submitted = (tmp_path / "bin" / "qsub.calls").read_text().splitlines()[1:]
+    assert submitted == [str(job.script)] and count.read_text() == "20\n"
+    assert job.run() != 0
+    assert (tmp_path / "bin" / "qsub.calls").read_text().splitlines()[1:] == submitted
+    assert not count.exists(), "typed once more, it goes on"
 
 
 def test_a_stop_that_a_user_wants_is_not_submitted_again(tmp_path: Path) -> None:

@@ -53,7 +53,10 @@ match sys.argv[1]:
         fail()
     case "obey":
         signal.signal(signal.SIGTERM, obey)
-    case "refuse":
+    case "fail-alone" if rank == "1":
+        (here / "go").read_text()
+        fail()
+    case "refuse" | "fail-alone":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 leave("began")
 if sys.argv[1] != "end" and restart == "0":
@@ -152,6 +155,23 @@ def test_an_error_names_the_rank_and_the_line(tmp_path: Path, own: RunDir) -> No
     # So soon after its start it would only come again.
     assert not (tmp_path / "began-0-1").exists()
     assert not Path(f"/proc/{script_pid(own, 0)}").exists()
+
+
+def test_an_error_is_told_while_another_rank_still_takes_its_time(
+    tmp_path: Path, own: RunDir
+) -> None:
+    file = write_probe(tmp_path, "fail-alone")
+    os.mkfifo(tmp_path / "go")
+    command = Command("train", str(file), "checkpoint.timeout=60s", cwd=tmp_path)
+    command.until((tmp_path / "began-0-0").exists)
+    (tmp_path / "go").write_text("it refuses to end from now on")
+    command.until(own.attempt(1).outcome.exists)
+    slow = script_pid(own, 0)
+    assert Path(f"/proc/{slow}").exists(), "it refuses to end"
+    error = (read_record(own.attempt(1).outcome) or {})["error"]
+    assert error["rank"] == 1 and "the data is odd" in error["what"]
+    os.kill(slow, signal.SIGKILL)
+    assert command.end() == ExitCode.TRAINING
 
 
 def test_a_killed_rank_is_started_again(tmp_path: Path, own: RunDir) -> None:
@@ -293,3 +313,41 @@ def test_what_it_has_started_ends_with_it_when_it_is_stopped_now(
     assert stop.end() == ExitCode.OK, stop.err
     child.wait(DEADLINE_S)
     command.end()
+
+
+def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
+    """Stacks can be had at any time; a frozen rank is named, and ends the run if that is asked."""
+    file = write_probe(tmp_path, "wait")
+    attempt = own.attempt(1)
+    command = Command("train", str(file), "watchdog.max_silence=6s", cwd=tmp_path)
+    command.until(lambda: list(attempt.stalls.glob("silence-1.json")))
+    stall = read_record(attempt.stalls / "silence-1.json") or {}
+    assert stall["text"].startswith("no rank has printed or reported anything for ")
+    assert "all ranks are busy; rank 0 on" in stall["text"]
+    line = PROBE.splitlines().index("    signal.pause()") + 1
+    for rank in range(2):
+        stacks = (attempt.stalls / f"silence-1-rank-{rank}.txt").read_text()
+        assert stacks.startswith(f"rank {rank} on {os.uname().nodename}, at ")
+        assert f'probe.py", line {line} in <module>' in stacks
+    assert stall["text"] in attempt.rank_log(0).read_text()
+    status = Command("status", "own-1", cwd=tmp_path)
+    assert status.end() == ExitCode.OK
+    assert "no rank has printed or reported anything" in " ".join(status.out.split())
+    (attempt.path / "stacks").touch()
+    command.until((attempt.stalls / "asked-1-rank-1.txt").exists)
+    stop = Command("stop", "own-1", "--now", cwd=tmp_path)
+    assert stop.end() == ExitCode.OK, stop.err
+    command.end()
+    assert "note: no rank has printed" in command.out
+
+    overrides = ("watchdog.max_silence=6s", "watchdog.action=stop", "clusters.0.max_restarts=0")
+    for path in tmp_path.glob("began-*"):
+        path.unlink()
+    command = Command("train", str(file), *overrides, "name=frozen", cwd=tmp_path)
+    command.until(lambda: began(tmp_path))
+    frozen = RunDir(tmp_path / "runs" / "frozen-1")
+    scripts = [psutil.Process(script_pid(frozen, rank)) for rank in range(2)]
+    scripts[1].suspend()
+    assert command.end() == ExitCode.COMMUNICATION, command.err
+    assert f"rank 1 on {os.uname().nodename}: it is frozen" in command.err
+    assert psutil.wait_procs(scripts, timeout=DEADLINE_S)[1] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,12 @@ def test_two_nodes_train_as_one_machine(lab: Lab, whole: RunDir) -> None:
     assert "finished" in text and "slurm job" in text
 
 
-def test_a_killed_rank_and_the_time_limit_change_nothing(lab: Lab, whole: RunDir) -> None:
+def test_a_killed_rank_the_time_limit_and_preemption_change_nothing(
+    lab: Lab, whole: RunDir
+) -> None:
     """A restart inside the allocation; then the signal before the limit, a save, the same job
-    queued again, and the same weights in the end, bit for bit."""
-    job_run(lab, "torn", launcher={"save_before": "1m"})
+    queued again; then a job that comes first; and the same weights in the end, bit for bit."""
+    job_run(lab, "torn", launcher={"save_before": "2m"})
     run_dir, attempt, job_id = start(lab, "torn", "checkpoint.every_steps=10")
     pid = pause(lab, attempt, step=12)
     sh(lab, "a2", f"kill -KILL {pid}")
@@ -115,7 +118,7 @@ def test_a_killed_rank_and_the_time_limit_change_nothing(lab: Lab, whole: RunDir
 
     pid = pause(lab, attempt, step=40, restart=1)
     hours, minutes, _ = job_fields(lab, job_id)["RunTime"].split(":")
-    # At least a minute from now; the job asked to be told a minute before.
+    # At least a minute from now, and the job asked to be told two minutes before: at once.
     limit = 60 * int(hours) + int(minutes) + 2
     sh(lab, "ctl", f"scontrol update jobid={job_id} TimeLimit={limit}")
     until(attempt.stop_request.exists, "Slurm tells the script that the limit is near")
@@ -126,13 +129,27 @@ def test_a_killed_rank_and_the_time_limit_change_nothing(lab: Lab, whole: RunDir
     waits = until(lambda: job_fields(lab, job_id)["JobState"] == "PENDING", "it is queued again")
     assert waits and not attempt.outcome.exists() and not attempt.stop_request.exists()
     sh(lab, "ctl", f"scontrol update jobid={job_id} TimeLimit=20")
+    _, text, _ = isles(lab, "status", "torn-1")
+    assert "queued" in text
+    assert job_fields(lab, job_id)["Reason"] == "BeginTime", "a look changes nothing"
     code, text, _ = isles(lab, "train", "torn.yaml", "checkpoint.every_steps=10")
-    # It has asked, and by that also let the job start without Slurm's two minutes.
+    # Who asks for the run need not wait for Slurm's two minutes.
     assert code == 1 and f"queued again as Slurm job {job_id}" in text
+
+    pid = pause(lab, attempt, step=60, restart=2)
+    other = sh(lab, "ctl", "sbatch --parsable -p high --exclusive -N 2 -o /dev/null --wrap true")
+    until(lambda: job_fields(lab, job_id)["PreemptTime"] != "None", "another job wants its nodes")
+    sh(lab, "a2", f"kill -CONT {pid}")
+    restart = until(lambda: read_record(attempt.restart(3)), "saved, to go on")
+    assert f"another job took the nodes of Slurm job {job_id}" in restart["text"]
+    assert restart["reached"] == restart["saved"] >= 60
+    until(lambda: job_fields(lab, job_id)["JobState"] == "PENDING", "it is queued again")
+    until(lambda: job_fields(lab, other.strip())["JobState"] == "COMPLETED", "the other has run")
+    isles(lab, "train", "torn.yaml", "checkpoint.every_steps=10")
 
     outcome = outcome_of(attempt)
     assert (outcome["state"], outcome["step"]) == ("finished", STEPS), outcome
-    assert job_fields(lab, job_id)["Restarts"] == "1"
+    assert job_fields(lab, job_id)["Restarts"] == "2"
     ours, theirs = weights_of(run_dir), weights_of(whole)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
@@ -175,10 +192,11 @@ with open(f"place-{place['RANK']}.json", "w") as stream:
 
 
 def test_a_script_of_the_users_own(lab: Lab) -> None:
+    """And a folder whose name means something else to sbatch, to srun and to bash."""
     (lab.shared / "place.py").write_text(SCRIPT)
     text = """
 name: mine
-output_dir: runs
+output_dir: "o ut#1%j'q"
 training: {script: place.py, script_args: [--epochs, 2]}
 clusters:
   - launcher: {kind: slurm, gres: none, check: true}
@@ -188,9 +206,14 @@ clusters:
     workdir: /shared
 """
     (lab.shared / "mine.yaml").write_text(text)
-    _, attempt, _ = start(lab, "mine")
+    code, text, _ = isles(lab, "train", "mine.yaml", "--detach")
+    assert code == 0, text
+    attempt = RunDir(lab.shared / "o ut#1%j'q" / "mine-1").attempt(1)
     outcome = outcome_of(attempt)
     assert outcome["state"] == "finished", outcome
+    job_id = (read_record(attempt.launch) or {})["job_id"]
+    assert (attempt.path / f"slurm-{job_id}.out").stat().st_size
+    assert "joins the others" in (attempt.path / "node-1.log").read_text()
     for rank, host in enumerate(NODES):
         place, arguments = json.loads((lab.shared / f"place-{rank}.json").read_text())
         assert (place["RANK"], place["GROUP_RANK"], place["host"]) == (str(rank), str(rank), host)
@@ -213,6 +236,66 @@ def test_a_job_on_unfit_nodes_does_not_start(lab: Lab) -> None:
     assert (outcome["state"], outcome["exit_code"]) == ("failed", 2), outcome
     assert "2.11.0" in outcome["reason"] and "a2: version.torch" in outcome["error"]["where"]
     assert not attempt.rank_record(0).exists()
+
+
+def test_a_rendered_script_trains_by_sbatch_alone(lab: Lab) -> None:
+    job_run(lab, "rendered", training={"max_steps": 8})
+    words = ("--to", "sbatch", "-o", "rendered.sh")
+    code, text, _ = isles(lab, "render", "rendered.yaml", *words)
+    assert code == 0, text
+    # The nodes have the trainer, and no command isles.
+    line = "cd /shared && env PATH=/usr/bin:/bin sbatch --parsable rendered.sh"
+    job_id = sh(lab, "ctl", line).strip()
+    ended = ("COMPLETED", "FAILED", "CANCELLED")
+    state = until(
+        lambda: (s := job_fields(lab, job_id)["JobState"]) in ended and s, "the job is over"
+    )
+    assert state == "COMPLETED", (lab.shared / f"slurm-{job_id}.out").read_text()
+    run_dir = RunDir(lab.shared / "runs" / "rendered-1")
+    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert len(losses) == 8
+    assert (read_record(run_dir.attempt(1).outcome) or {})["state"] == "finished"
+
+
+def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
+    """ctl is the laptop, and a1 the login node: start, lose the laptop, find the run again."""
+    job_run(lab, "afar", launcher={"login": "a1"}, training={"max_steps": 100_000})
+    path = lab.shared / "afar.yaml"
+    path.write_text(path.read_text().replace("output_dir: /shared/runs", "output_dir: runs"))
+    sh(lab, "ctl", f"mkdir -p /root/home && mv /shared/{path.name} /root/home")
+
+    def typed(*words: str) -> str:
+        return sh(lab, "ctl", f"cd /root/home && {shlex.join((ISLES, *words))} 2>&1")
+
+    code = f"cd /root/home && exec {ISLES} train afar.yaml"
+    laptop = lab.popen("ctl", ["bash", "-c", code])
+    run_dir = RunDir(lab.shared / "runs" / "afar-1")
+    until(lambda: (a := run_dir.last_attempt()) and (read_last_step(a, 0) or 0) >= 3, "step 3")
+    sh(lab, "ctl", "pkill -KILL -f '[i]sles train afar.yaml'; pkill -KILL -x ssh || true")
+    laptop.communicate(timeout=DEADLINE_S)
+    attempt = run_dir.attempt(1)
+    reached = read_last_step(attempt, 0) or 0
+    until(lambda: (read_last_step(attempt, 0) or 0) > reached + 2, "it goes on without the laptop")
+
+    assert not (lab.root("ctl") / "root/home/runs/afar-1").exists()
+    text = typed("status", "afar-1")
+    assert "running" in text and "on a[1-2]" in text, text
+    assert "joins the others at" in typed("logs", "afar-1", "-n", "200")
+    text = typed("stop", "afar-1")
+    assert "stopped at step" in text, text
+    assert outcome_of(attempt)["exit_code"] == 85
+    assert_nothing_left(lab)
+
+
+def test_a_held_job_stays_held(lab: Lab) -> None:
+    job_run(lab, "held", launcher={"extra": ["--hold", '--comment="a #b"']})
+    _, _, job_id = start(lab, "held")
+    assert "Comment=a #b" in sh(lab, "ctl", f"scontrol show job {job_id}")
+    _, shown, _ = isles(lab, "status", "held-1")
+    assert "held by its user" in shown
+    assert job_fields(lab, job_id)["Reason"] == "JobHeldUser", "a look changes nothing"
+    code, text, _ = isles(lab, "stop", "held-1")
+    assert code == 0, text
 
 
 def test_a_job_that_waits_says_why(lab: Lab) -> None:
@@ -242,6 +325,7 @@ def test_a_job_that_waits_says_why(lab: Lab) -> None:
         ("memory_per_node=900G", "memory_per_node", "sinfo -o '%n %m'"),
         ("nodelist=a9", "nodelist", "sinfo -N"),
         ("extra=[--array=1-3]", "extra", "an `isles train` of its own"),
+        ("extra=['--comment=run #3']", "extra", '--comment="run #3"'),
         ("extra=[--nope]", "extra", "sbatch --help"),
         ("bin_path=/opt/slurm/bin", "bin_path", "start from a login node"),
     ],

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from isles.errors import ExitCode
+from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
 from isles.rundir.remote import list_remotes
+from isles.rundir.restarts import read_last_step
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import HOSTS, assert_nothing_left, isles, left, sh, until, write_run
 from tests.lab.hosts import Lab, hosts
+
+SLEEPER = """
+import os, signal, time
+from pathlib import Path
+from isles.rundir.begin import new_attempt, write_launch
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.process import ProcessId
+run_dir = RunDir(Path("runs/sync-1"))
+run_dir.path.mkdir(parents=True)
+run_dir.resolved.touch()
+me = ProcessId.of(os.getpid())
+write_launch(new_attempt(run_dir), me, world_size=1, device="cpu", command=())
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+"""A process that a run's record names, and nothing more."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +50,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         sh(lab, "a2", "echo 'Banner /etc/lab/banner' >> /etc/lab/sshd_config; kill -HUP 1")
         jump = "Host attic\n  HostName a3\n  ProxyJump a1\n"
         sh(lab, "ctl", f"printf '{jump}' | cat - ~/.ssh/config > x && cat x > ~/.ssh/config")
+        # Login shells of which none is bash.
+        for host, shell in (("a1", "/bin/csh"), ("a3", "/usr/bin/fish")):
+            sh(lab, host, f"usermod -s {shell} root")
         yield lab
 
 
@@ -93,6 +119,42 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
         listener.wait(timeout=30)
 
 
+def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
+    """The run directory is in the home of each; a killed run goes on with other hosts."""
+    python = Path(sys.executable).resolve()
+    for host, user in (("a1", "ann"), ("a2", "bob")):
+        # Others may pass the homes on the way to this Python.
+        sh(lab, host, f"for d in {' '.join(map(str, python.parents))}; do chmod o+x $d; done")
+        sh(lab, host, f"useradd -m {user}; usermod -p '*' {user}; cd /home/{user}; mkdir .ssh w")
+        sh(lab, host, f"cd /home/{user}; cp /root/.ssh/authorized_keys .ssh; chown -R {user}: .")
+    files = {"data.sources.0.path": "/shared/words.jsonl", "model.name_or_path": "/shared/tiny"}
+    values = [f"{key}={value}" for key, value in files.items()]
+    more = {"workdir": "~/w", "output_dir": "runs", "training": {"max_steps": 100_000}}
+    write_run(lab, "users", hosts=["ann@a1", "bob@a2"], **more)
+    values.append("checkpoint.every_steps=2")
+    code, text, _ = isles(lab, "train", "users.yaml", "--detach", *values)
+    assert code == 0, text
+    run_dir = RunDir(lab.root("a1") / "home/ann/w/runs/users-1")
+    until(lambda: list_checkpoints(run_dir), "a checkpoint")
+    assert read_record(lab.root("a2") / "home/bob/w/runs/users-1/node-of.json")
+    assert "[a2 rank 1]" in isles(lab, "logs", "users", "--node", "1")[1]
+    for host in ("a1", "a2"):
+        sh(lab, host, "pkill -9 -f isles.train")
+    assert "killed" in isles(lab, "status", "users-1@ann@a1")[1]
+
+    hosts = "clusters.0.launcher.hosts="
+    code, text, _ = isles(lab, "train", "users.yaml", "--dry-run", *values, f"{hosts}[bob@a2]")
+    assert "users-1 is kept by a1, its first host; this is a new run: users-2" in text
+    step = list_checkpoints(run_dir)[-1].step
+    values += [f"{hosts}[ann@a1]", f"training.max_steps={step + 1}"]
+    code, text, _ = isles(lab, "train", "users.yaml", "--resume", "w/runs/users-1", *values)
+    assert code == 1 and "no run 'w/runs/users-1'" in text
+    code, text, _ = isles(lab, "train", "users.yaml", "--resume", "runs/users-1", *values)
+    assert code == 0, text
+    assert f"step {step + 1}/{step + 1}" in text and f"step {step}/" not in text
+    assert "  isles eval users-1@a1\n" in text
+
+
 def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     """The hosts have no such folder, and no files: sync brings both."""
     sh(lab, "ctl", "mkdir -p /root/here/runs; cp -r /shared/tiny /shared/words.jsonl /root/here")
@@ -101,6 +163,8 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     begin = f"cd /root/here && {sys.executable} -m isles"
     text = sh(lab, "ctl", f"{begin} train sync.yaml training.max_steps=0 2>&1 || true")
     assert "training.max_steps" in text and not left(lab), "nothing is copied for a wrong run file"
+    text = sh(lab, "ctl", f"{begin} train sync.yaml --dry-run")
+    assert "would copy . to /root/there on every host; it is not there yet on a1, a2, a3" in text
     text = sh(lab, "ctl", f"{begin} setup sync.yaml clusters.0.workdir=/shared --check")
     assert "3 hosts are equal: python" in text
     command = f"{begin} train sync.yaml data.sources.0.path=no.jsonl 2>&1 || true"
@@ -112,6 +176,13 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     assert "data.sources.0.path (on host a1): there is no such file: /root/there/no.jsonl" in text
     assert "did you mean words.jsonl?" in text
     assert sh(lab, "a3", "ls -A /root/there").split() == ["sync.yaml", "tiny", "words.jsonl"]
+    # A run that is on its way keeps the files that it has.
+    sh(lab, "a1", f"cd /root/there; setsid {sys.executable} -c '{SLEEPER}' >/root/pid 2>&1 &")
+    until(lambda: lab.root("a1").joinpath("root/pid").read_text(), "a run")
+    sh(lab, "ctl", "touch /root/here/new")
+    text = sh(lab, "ctl", f"{begin} train sync.yaml 2>&1 || true")
+    assert "host a1: runs/sync-1: sync-1 is running on a1" in text and "isles stop sync-1" in text
+    sh(lab, "a1", "kill $(cat /root/pid); [ ! -e /root/there/new ]")
 
 
 def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
@@ -133,3 +204,123 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     assert sh(lab, "a3", look).startswith("/root/fresh/")
     code, text, _ = isles(lab, "setup", "fresh.yaml")
     assert code == 0 and "installing" not in text and "a3: was ready" in text, text
+
+
+def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
+    """No common disk: the verdict and the stacks of all hosts lie on the head all the same, also
+    where the head's own rank is the one that is frozen."""
+    run_dir = RunDir(lab.root("a1") / "root/runs/frozen-1")
+    write_run(lab, "frozen", output_dir="/root/runs", training={"max_steps": 1_000_000})
+    quick = ("watchdog.min_time=3s", "watchdog.slow_factor=2")
+    code, text, _ = isles(lab, "train", "frozen.yaml", *quick, "--detach")
+    assert code == 0, text
+    attempt = run_dir.attempt(1)
+    until(lambda: (read_last_step(attempt, 0) or 0) > 5, "steps are done")
+
+    def freeze(rank: int) -> tuple[dict[str, Any], str]:
+        """Freeze one rank until a new verdict is on the head; the verdict and the pid."""
+        host, before = HOSTS[rank], set(attempt.stalls.glob("step-?*.json"))
+        record = RunDir(lab.root(host) / "root/runs/frozen-1").attempt(1).rank_record(rank)
+        pid = str((read_record(record) or {})["pid"])
+        sh(lab, host, f"kill -STOP {pid}")
+
+        def verdict() -> dict[str, Any] | None:
+            paths = set(attempt.stalls.glob("step-?*.json")) - before
+            found = (read_record(path) or {} for path in paths)
+            return next((entry for entry in found if entry.get("culprits") == [rank]), None)
+
+        return until(verdict, f"a verdict on rank {rank}"), pid
+
+    stall, pid = freeze(2)
+    assert "rank 2 on a3 has not been heard of for" in stall["text"]
+    stacks = [attempt.stalls / f"step-{stall['step']}-rank-{rank}.txt" for rank in (0, 1)]
+    until(lambda: all(path.exists() for path in stacks), "the stacks of a1 and a2")
+    assert stacks[1].read_text().startswith("rank 1 on a2, step ")
+    status = isles(lab, "status", "frozen-1", *FAR)[1]
+    assert "rank 2 on a3 has not been heard of for" in " ".join(status.split())
+    sh(lab, "a3", f"kill -CONT {pid}")
+    went_on = attempt.stalls / f"step-{stall['step']}.json"
+    until(lambda: (read_record(went_on) or {})["went_on_after_s"], "it goes on")
+
+    stall, pid = freeze(0)
+    assert "rank 0 on a1 has not been heard of for" in stall["text"]
+    until(lambda: "rank 0 on a1 has not" in run_dir.status.read_text(), "a note")
+    sh(lab, "a1", f"kill -CONT {pid}")
+    code, text, _ = isles(lab, "stop", "frozen-1", "--now", *FAR)
+    assert code == 0, text
+    assert_nothing_left(lab)
+
+
+FAR = ("--output-dir", "/root/runs")
+SCRIPT = """\
+import json, os, signal, sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+print(json.dumps({name: os.environ[name] for name in names}))
+dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+total = torch.tensor([1 + dist.get_rank()])
+dist.all_reduce(total)
+print("sum", total.item(), flush=True)
+if dist.get_rank() == 2 and sys.argv[1] == "fail":
+    raise RuntimeError("no such shard")
+signal.signal(signal.SIGTERM, lambda *_: (print("saving", flush=True), os._exit(0)))
+while True:  # the signal that asks for the stacks ends a pause
+    signal.pause()
+"""
+
+
+def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
+    (lab.shared / "mine.py").write_text(SCRIPT)
+
+    def write(name: str, how: str, **cluster: Any) -> None:
+        launcher = {"kind": "ssh", "hosts": list(HOSTS)}
+        content = {"name": name, "output_dir": "/root/runs"}
+        content |= {"training": {"script": "mine.py", "script_args": [how]}}
+        content |= {"watchdog": {"max_silence": "4s"}}
+        content |= {"clusters": [{"workdir": "/shared", "launcher": launcher, **cluster}]}
+        (lab.shared / f"{name}.yaml").write_text(yaml.safe_dump(content))
+
+    write("mine", "wait")
+    code, text, _ = isles(lab, "train", "mine.yaml", "--detach")
+    assert code == 0, text
+    attempt = RunDir(lab.root("a1") / "root/runs/mine-1").attempt(1)
+    # The hosts share no disk: a1 asks the others, and their stacks travel.
+
+    def verdict() -> Path | None:
+        """That on the script's last line; where torch takes long to import, there is one before."""
+        return next((p for p in attempt.stalls.glob("silence-?.json") if is_whole(p)), None)
+
+    def is_whole(path: Path) -> bool:
+        for rank, host in enumerate(HOSTS):
+            stacks = path.parent / f"{path.stem}-rank-{rank}.txt"
+            begin = f"rank {rank} on {host}, at shared/mine.py:17"
+            if not (stacks.exists() and stacks.read_text().startswith(begin)):
+                return False
+        return True
+
+    path = until(verdict, "a verdict on the last line of every rank")
+    assert "no rank has printed or reported anything" in path.read_text()
+    logs = isles(lab, "logs", "mine-1", *FAR)[1]
+    for rank, host in enumerate(HOSTS):
+        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "3", "GROUP_RANK": str(rank)}
+        assert f"[{host} rank {rank}] {json.dumps({**place, 'MASTER_ADDR': '10.77.1.1'})}" in logs
+        assert f"[{host} rank {rank}] sum 6" in logs
+    assert "mine-1" in isles(lab, "status", *FAR)[1]
+    code, text, _ = isles(lab, "stop", "mine-1", *FAR)
+    assert code == 0, text
+    outcome = until(lambda: read_record(attempt.outcome), "an outcome")
+    assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
+    assert "the script ended with exit code 0" in outcome["reason"]
+    assert "[a3 rank 2] saving" in isles(lab, "logs", "mine-1", *FAR)[1]
+    assert_nothing_left(lab)
+
+    write("odd", "fail", max_restarts=0)
+    code, text, _ = isles(lab, "train", "odd.yaml")
+    assert code == ExitCode.TRAINING, text
+    assert "mine.py failed: RuntimeError: no such shard" in text
+    assert "/shared/mine.py:14, rank 2 on a3" in text
+    assert_nothing_left(lab)

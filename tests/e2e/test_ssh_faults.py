@@ -11,6 +11,7 @@ import pytest
 from isles.errors import ExitCode
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
+from isles.rundir.restarts import read_last_step
 from tests.lab.home import (
     ISLES,
     assert_nothing_left,
@@ -28,10 +29,12 @@ BOUND_S = 90.0
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with hosts(tmp_path_factory.mktemp("ssh"), 3) as lab:
-        sh(lab, "a2", "mkdir -p /root/torch-2.0/torch-2.0.1.dist-info /root/bad/torch")
+        folders = "/root/torch-2.0/torch-2.0.1.dist-info /root/bad/torch /root/held/torch"
+        sh(lab, "a2", f"mkdir -p {folders}")
         metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.0.1\\n"
         sh(lab, "a2", f"printf '{metadata}' > /root/torch-2.0/torch-2.0.1.dist-info/METADATA")
         sh(lab, "a2", "echo 'raise ImportError(\"libcudart.so.13\")' > /root/bad/torch/__init__.py")
+        sh(lab, "a2", "echo 'import signal; signal.pause()' > /root/held/torch/__init__.py")
         yield lab
 
 
@@ -103,6 +106,30 @@ def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
+def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> None:
+    """A rank dies while nothing can be written: the run ends, and says why."""
+    small = "mkdir -p /root/runs; mount -t tmpfs -o size=2m tmpfs /root/runs"
+    with undone(lab, "a1", small, "umount /root/runs"):
+        write_run(lab, "filled", output_dir="/root/runs", training={"max_steps": 1_000_000})
+        command = lab.popen("ctl", ["bash", "-c", f"cd /shared && exec {ISLES} train filled.yaml"])
+        try:
+            name = "root/runs/filled-1"
+            attempt = RunDir(lab.root("a1") / name).attempt(1)
+            until(lambda: (read_last_step(attempt, 0) or 0) > 3, "steps are done")
+            sh(lab, "a1", "cat /dev/zero > /root/runs/fill || true")
+            record = RunDir(lab.root("a2") / name).attempt(1).rank_record(1)
+            sh(lab, "a2", f"kill -9 {(read_record(record) or {})['pid']}")
+            text = command.communicate(timeout=BOUND_S)[0].decode()
+        finally:
+            command.kill()
+            command.wait()
+        assert command.returncode == ExitCode.TRAINING, text
+        assert "rank 1 was killed by SIGKILL" in text and "Traceback" not in text
+        outcome = read_record(attempt.outcome) or {}
+        assert outcome["state"] == "failed" and "killed by SIGKILL" in outcome["reason"]
+        assert_nothing_left(lab)
+
+
 def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None:
     """Its torch is there, by its version, and cannot be imported."""
     setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/bad'
@@ -118,9 +145,13 @@ def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None
 
 @pytest.mark.parametrize("how", ["ctrl-c", "killed", "cut off"])
 def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> None:
-    """The run directory says that it was not started."""
+    """The run directory says that it was not started.
+
+    The torch of a2 takes for ever to import, so that the start is certainly still on its way.
+    """
     name = f"gone-{how.replace(' ', '-')}"
-    write_run(lab, name)
+    setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/held'
+    write_run(lab, name, environment={"setup": [setup]})
     attempt = RunDir(lab.shared / "runs" / f"{name}-1").attempt(1)
     script = f"cd /shared && echo $$ && exec {ISLES} train {name}.yaml"
     command = lab.popen("ctl", ["bash", "-c", script])

@@ -22,7 +22,7 @@ from isles.rundir.paths import RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, read_rows
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 ISLES = (sys.executable, "-m", "isles")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
 
@@ -48,11 +48,11 @@ class Command:
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Wait until a record says so; fails when the command ends first."""
-        for _ in range(int(DEADLINE_S / 0.02)):
+        for _ in range(int(DEADLINE_S / 0.05)):
             if found := condition():
                 return found
             try:
-                self.process.wait(0.02)
+                self.process.wait(0.05)
             except subprocess.TimeoutExpired:
                 continue
             raise AssertionError(f"ended with {self.end()}\n{self.out}\n{self.err}")
@@ -130,6 +130,7 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     assert {"step", "tokens", "samples", "config_digest", "git_commit", "world_size"} <= set(
         manifest
     )
+    assert manifest["attempt"] == len(run_dir.attempts())
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -106,7 +106,7 @@ start_ranks() {
     -m isles.train run.yaml
 }
 
-# ---- One start of all ranks -------------------------------------------------------------------
+# ---- One start of all nodes -------------------------------------------------------------------
 start_nodes() {
   rm -rf "$start" && mkdir -p "$start"
   # A task of pbsdsh gets no variable of this script: it reads them, and its part, from a file.
@@ -115,7 +115,6 @@ start_nodes() {
     declare -f setting on_node start_ranks
     echo on_node
   } >"$start/node.sh"
-  say "2 x 4 ranks on ${nodes[*]} meet at $master_addr:$master_port"
   if command -v pbsdsh >/dev/null; then
     pbsdsh -- /bin/bash -l "$start/node.sh" &
   else
@@ -182,6 +181,7 @@ trap 'terminated=--terminated' TERM
 # ---- The run ------------------------------------------------------------------------------------
 start=$logs/start
 master_port=$(free_port) || exit 1
+say "2 x 4 ranks on ${nodes[*]} meet at $master_addr:$master_port"
 start_nodes
 wait_for_nodes
 if [ -n "$again" ] && [ "$status" -ne 0 ] && [ -z "$terminated" ]; then

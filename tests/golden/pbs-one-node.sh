@@ -103,7 +103,7 @@ start_ranks() {
     -m isles.train /home/me/train/runs/llama-1b-1 --attempt 1
 }
 
-# ---- One start of all ranks -------------------------------------------------------------------
+# ---- One start of all nodes -------------------------------------------------------------------
 start_nodes() {
   rm -rf "$start" && mkdir -p "$start"
   # A task of pbsdsh gets no variable of this script: it reads them, and its part, from a file.
@@ -112,7 +112,6 @@ start_nodes() {
     declare -f setting on_node start_ranks
     echo on_node
   } >"$start/node.sh"
-  say "1 x 4 ranks on ${nodes[*]} meet at $master_addr:$master_port"
   bash -l "$start/node.sh" &
 }
 
@@ -167,13 +166,21 @@ decide() {
 
 # The same script once more: from here or, where compute nodes may not submit, from its origin.
 queue_again() {
-  local id submit
+  local id submit code
   submit="cd $(printf %q "$PBS_O_WORKDIR") && qsub $(printf %q "$attempt_dir/job.sh")"
-  if id=$(bash -c "$submit") || id=$(ssh -n -o BatchMode=yes "$PBS_O_HOST" "$submit"); then
+  id=$(timeout 60 bash -c "$submit")
+  code=$?
+  if [ "$code" -ne 0 ] && [ "$code" -ne 124 ]; then
+    id=$(timeout 60 ssh -n -o BatchMode=yes "$PBS_O_HOST" "$submit")
+    code=$?
+  fi
+  if [ "$code" -eq 0 ]; then
     echo "$id" >"$attempt_dir/job-id.new" && mv "$attempt_dir/job-id.new" "$attempt_dir/job-id"
     say "it goes on as job $id"
     exit 0
   fi
+  # A job that was taken without an answer finds this end on record, and ends as it begins.
+  say "error: it cannot be submitted again (exit status $code; 124: no answer in 60 s)"
   decide --stranded
   exit 85
 }
@@ -185,6 +192,7 @@ while [ "$next" = start ]; do
   export ISLES_RESTART
   start=$attempt_dir/start-$PBS_JOBID-$ISLES_RESTART
   master_port=$(free_port) || exit 1
+  say "1 x 4 ranks on ${nodes[*]} meet at $master_addr:$master_port"
   start_nodes
   wait_for_nodes
   # shellcheck disable=SC2086  # nothing, where it is empty

@@ -107,6 +107,11 @@ wait_for_gang() {
   gang=''
 }
 
+# Preemption with a time of grace is a SIGTERM to the ranks alone, and queues nothing again.
+preempted() {
+  scontrol show job -o "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]' && echo --preempted
+}
+
 # ---- The time limit: the ranks save, and the job is queued again to go on ------------------------
 before_the_limit() {
   signalled=1
@@ -120,10 +125,11 @@ before=$(checkpoints)
 
 start_gang
 wait_for_gang
+[ "$status" -eq 0 ] || again=$again$(preempted)
 if [ -n "$again" ] && [ "$status" -ne 0 ]; then
   # A run that came no further would be queued for ever.
   [ "$(checkpoints)" != "$before" ] || {
-    echo "isles: the time limit is over, and nothing was saved: it is not queued again" >&2
+    echo "isles: its time is over, and nothing was saved: it is not queued again" >&2
     exit "$status"
   }
   scontrol requeue "$SLURM_JOB_ID"

@@ -123,6 +123,11 @@ wait_for_gang() {
   gang=''
 }
 
+# Preemption with a time of grace is a SIGTERM to the ranks alone, and queues nothing again.
+preempted() {
+  scontrol show job -o "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]' && echo --preempted
+}
+
 # ---- The time limit, preemption, scancel -----------------------------------------------------
 # Before the time limit: rank 0 looks for this file, and all ranks save at the end of a step.
 before_the_limit() {
@@ -135,7 +140,8 @@ before_the_limit() {
     mv "$request.new" "$request"
 }
 trap before_the_limit USR1
-# scancel or preemption: Slurm tells the ranks itself, and queues the job again if that is its way.
+# scancel, or preemption without grace: Slurm tells the ranks itself, and queues the job again if that
+# is its way.
 trap 'signalled=1 terminated=--terminated' TERM
 
 decide() {
@@ -144,7 +150,9 @@ decide() {
 }
 
 queue_again() {
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
+  # Slurm ends a job to queue it again: this script, and also the command that has asked for it.
+  (trap '' TERM && exec scontrol requeue "$SLURM_JOB_ID") && exit 0
+  [ -z "$terminated" ] || exit 0
   echo "Slurm does not queue this job again: submitting it once more"
   sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$attempt_dir"/job.sh \
     >"$attempt_dir"/job-id.new && mv "$attempt_dir"/job-id.new "$attempt_dir"/job-id && exit 0
@@ -159,7 +167,7 @@ while [ "$next" = start ]; do
   export ISLES_RESTART
   start_gang
   wait_for_gang
-  next=$(decide --status "$status" $terminated)
+  next=$(decide --status "$status" $terminated $(preempted))
 done
 [ "$next" != requeue ] || queue_again
 exit "${next:-3}"

@@ -101,7 +101,8 @@ before_the_limit() {
     mv "$request.new" "$request"
 }
 trap before_the_limit USR1
-# scancel or preemption: Slurm tells the ranks itself, and queues the job again if that is its way.
+# scancel, or preemption without grace: Slurm tells the ranks itself, and queues the job again if that
+# is its way.
 trap 'signalled=1 terminated=--terminated' TERM
 
 decide() {
@@ -110,7 +111,9 @@ decide() {
 }
 
 queue_again() {
-  scontrol requeue "$SLURM_JOB_ID" && exit 0
+  # Slurm ends a job to queue it again: this script, and also the command that has asked for it.
+  (trap '' TERM && exec scontrol requeue "$SLURM_JOB_ID") && exit 0
+  [ -z "$terminated" ] || exit 0
   echo "Slurm does not queue this job again: submitting it once more"
   sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" "$attempt_dir"/job.sh \
     >"$attempt_dir"/job-id.new && mv "$attempt_dir"/job-id.new "$attempt_dir"/job-id && exit 0

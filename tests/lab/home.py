@@ -80,14 +80,20 @@ def sh(lab: Lab, host: str, text: str) -> str:
     return done.stdout
 
 
-def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait for something that a record or a process will show."""
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
+def until(
+    condition: Callable[[], Any], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> Any:
+    """Wait for something that a record or a process will show; else say what has not come."""
+    now = time.monotonic()
+    end = now + deadline_s
+    while now < end:
         if found := condition():
             return found
-        select.select([], [], [], 0.05)
-    raise AssertionError(f"not within {deadline_s:.0f} s: {what}")
+        # As long as the look took: it must not take from others the time that they need.
+        select.select([], [], [], min(1.0, max(0.05, time.monotonic() - now)))
+        now = time.monotonic()
+    text = what if isinstance(what, str) else what()
+    raise AssertionError(f"not within {deadline_s:.0f} s: {text}")
 
 
 def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:
@@ -102,7 +108,7 @@ def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:
 
 def assert_nothing_left(lab: Lab, deadline_s: float = 30.0) -> None:
     """No process of isles stays on any host."""
-    until(lambda: not left(lab), f"no process left, and there are {left(lab)}", deadline_s)
+    until(lambda: not left(lab), lambda: f"no process left, and there is {left(lab)}", deadline_s)
 
 
 def _write_inputs(folder: Path) -> None:

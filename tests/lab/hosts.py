@@ -7,6 +7,7 @@ Needs root and the Debian packages openssh-server, iproute2, rsync and nftables.
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,6 @@ from pathlib import Path
 
 _NET = Path(__file__).parent / "net"
 _UP_S, _DOWN_S = 60, 30
-# A name of four characters at most: the kernel's names of interfaces are short.
-_PREFIXES = (f"i{number:x}" for number in iter(lambda: os.getpid() % 4096, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +118,34 @@ def hosts(folder: Path, num_a: int = 3, num_b: int = 0) -> Iterator[Lab]:
     Raises:
         RuntimeError: they cannot be started; never a skip.
     """
-    lab = Lab(folder / "lab", folder / "shared", next(_PREFIXES))
+    # Also other labs of this machine, and what a killed one has left, have names of their own.
+    prefix = f"isles-{os.getpid():x}-{secrets.token_hex(2)}"
+    lab = Lab(folder / "lab", folder / "shared", prefix)
     lab.shared.mkdir(parents=True, exist_ok=True)
-    try:
+    with _taken_down(lab):
         lab._script("up.sh", str(num_a), str(num_b))
         yield lab
+
+
+@contextmanager
+def _taken_down(lab: Lab) -> Iterator[None]:
+    """Take the hosts down at the end, also when this process is killed before.
+
+    A process that waits for the end of its input does it: the kernel closes that for a process
+    which is gone.
+    """
+    keeper = subprocess.Popen(
+        ["bash", "-c", 'read -r; exec "$0"', str(_NET / "down.sh")],
+        env=lab.environ(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield
     finally:
-        lab._script("down.sh", timeout_s=_DOWN_S)
+        said, _ = keeper.communicate(timeout=_DOWN_S)
+        if keeper.returncode:
+            raise RuntimeError(f"down.sh: {said}")

@@ -1,10 +1,10 @@
 #!/bin/bash
-# What the test clusters need of Debian or Ubuntu: sshd, network namespaces, nftables, rsync, Slurm.
+# What the test clusters need of Debian or Ubuntu: sshd, network namespaces, nftables, rsync, shells, Slurm.
 # Does nothing where all of it is there. Needs root to install.
 set -euo pipefail
 need=()
 for pair in sshd:openssh-server ssh:openssh-client ip:iproute2 nft:nftables rsync:rsync \
-  slurmctld:slurmctld slurmd:slurmd sinfo:slurm-client munged:munge faketime:faketime; do
+  csh:csh fish:fish slurmctld:slurmctld slurmd:slurmd sinfo:slurm-client munged:munge faketime:faketime; do
   PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || need+=("${pair##*:}")
 done
 [ ${#need[@]} = 0 ] && exit 0

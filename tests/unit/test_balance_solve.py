@@ -74,6 +74,12 @@ def test_a_hopeless_rank_gets_next_to_nothing() -> None:
     assert rank_seconds(split, 2, ranks[2]) == step_seconds(split, ranks)
 
 
+def test_slow_ranks_keep_a_row_where_it_costs_nothing() -> None:
+    """Without rows a rank computes one all the same: to give it none gains nothing."""
+    ranks = [affine(1.0, 1.0, 8), affine(1.0, 1.0, 8), affine(0.01, 0.01, 8)]
+    assert fastest_split(ranks, 6, in_step=False).rows == (1, 1, 4)
+
+
 def test_memory_is_a_limit() -> None:
     """Two ranks as fast as each other, one with room for one row at a time."""
     ranks = [affine(1.0, 0.1, 16), affine(1.0, 0.1, 1)]

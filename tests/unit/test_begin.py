@@ -15,7 +15,14 @@ from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, load_resolved, resolve
 from isles.errors import UserError
 from isles.monitor.collect import collect
-from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_launch
+from isles.rundir.begin import (
+    Begun,
+    begin_run,
+    choose_run,
+    new_attempt,
+    refuse_second,
+    write_launch,
+)
 from isles.rundir.find import find_run, list_runs
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
@@ -166,7 +173,10 @@ def test_a_running_run_is_never_started_twice(run_file: Path, by_path: bool) -> 
         text = str(caught.value)
         assert f"pid {agent.process.pid}" in text
         assert agent.process.host in text
-        assert "isles stop tiny-1" in text
+        with pytest.raises(UserError, match="is running"):
+            refuse_second(run_dir.path.parent, "tiny", str(run_dir.path) if by_path else "auto")
+        refuse_second(run_dir.path.parent, "tiny", "no")
+        assert f"isles stop {run_dir.path}" in text, "it is not in ./runs"
         assert "--resume no" in text
         with pytest.raises(UserError, match="is running"):
             new_attempt(run_dir)

@@ -17,7 +17,10 @@ from isles.dist.disks import Disks
 from isles.dist.place import Place
 from isles.dist.world import World
 from isles.errors import TrainingError
+from isles.rundir.manifest import MANIFEST, MANIFEST_VERSION, checkpoint_name
 from isles.rundir.paths import RunDir
+from isles.rundir.records import write_record
+from isles.rundir.restarts import checkpoint_to_load
 
 
 def manager(tmp_path: Path, timeout_s: float) -> CheckpointManager:
@@ -26,7 +29,7 @@ def manager(tmp_path: Path, timeout_s: float) -> CheckpointManager:
     world = World(0, 0, 1, 1, device, group, group, group, 1.0)
     run_dir = RunDir(tmp_path)
     travel = Travel(run_dir, world, Disks((Place(0, 0, "here"),), (False,)))
-    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), travel)
+    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), travel, 1)
 
 
 def wait_for(checkpoints: CheckpointManager, pending: Future[None]) -> None:
@@ -53,3 +56,25 @@ def test_a_save_may_take_as_long_as_its_parts_move(tmp_path: Path) -> None:
     assert checkpoints.last_step == 4
     with pytest.raises(TrainingError, match="step 4 is not over after 1s"):
         wait_for(checkpoints, Future())
+
+
+def test_what_was_asked_for_is_loaded_until_this_start_has_saved(tmp_path: Path) -> None:
+    """Whatever the clocks of the hosts say that began the run and wrote the checkpoints."""
+    run_dir = RunDir(tmp_path)
+    asked = run_dir.checkpoints / checkpoint_name(4)
+    second = run_dir.attempt(2)
+
+    def save(step: int, attempt: int, created_at: float) -> None:
+        folder = run_dir.checkpoints / checkpoint_name(step)
+        folder.mkdir(parents=True)
+        manifest = {"version": MANIFEST_VERSION, "step": step, "files": {}, "attempt": attempt}
+        write_record(folder / MANIFEST, manifest | {"created_at": created_at})
+
+    second.path.mkdir(parents=True)
+    write_record(second.launch, {"begun_at": 10_000.0})
+    save(4, 1, 13_600.0)
+    assert checkpoint_to_load(run_dir, second, asked, 0) == asked
+    assert checkpoint_to_load(run_dir, second, asked, 1) == asked, "an hour ahead"
+    save(6, 2, 6_400.0)
+    assert checkpoint_to_load(run_dir, second, asked, 1) is None, "an hour behind"
+    assert checkpoint_to_load(run_dir, second, None, 1) is None

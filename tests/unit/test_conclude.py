@@ -9,7 +9,8 @@ import pytest
 
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import list_restarts
-from isles.train.conclude import _go_on, begin, conclude
+from isles.train.conclude import begin, conclude
+from isles.train.requeue import go_on
 from tests.unit.test_slurm import Job
 
 
@@ -54,7 +55,7 @@ def test_a_stop_asked_for_while_the_job_is_queued_again_holds(job: Job) -> None:
     own = {"kind": "save", "at": 0, "requeue": True}
     for request in (own, {"kind": "save", "at": 1}):
         write_record(job.attempt.stop_request, request)
-        _go_on(job.gang, "the time limit was near")
+        go_on(job.gang, "the time limit was near")
     assert begin(job.gang) == "85"
     assert (read_record(job.attempt.outcome) or {})["state"] == "stopped"
 

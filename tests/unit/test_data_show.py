@@ -15,13 +15,14 @@ import yaml
 from isles.config.data import DataConfig, SourceConfig
 from isles.data.encode import Encoder
 from isles.data.prepare import prepare
-from isles.data.show import SHOWN_TOKENS, figures_of, printable, shown_documents
+from isles.data.show import SHOWN_TOKENS, figures_of, shown_documents
 from isles.data.sources import open_source
 from isles.data.store import TokenStore
 from isles.data.template_choice import use_template
 from isles.data.tokenizer import train_tokenizer
+from isles.facts.text import printable
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 def talk(asked: str, said: str) -> list[dict[str, str]]:

@@ -130,7 +130,7 @@ def test_no_read_permission(closed: str):
             capture_output=True,
             check=False,
             text=True,
-            timeout=60,
+            timeout=180,
         )
         folder.chmod(0o700)
     assert ended.returncode == 1
@@ -324,7 +324,7 @@ def test_a_hub_id_that_cannot_be_reached(tmp_path: Path):
         capture_output=True,
         check=False,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.returncode == 1
     assert "no-such-owner/no-such-data: cannot be loaded" in ended.stderr

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isles.errors import UserError
+from isles.launch.passing import remote_script
 from isles.monitor import stream
 from isles.monitor.collect import RunReport, collect
 from isles.monitor.logs import LogChoice, log_lines
@@ -18,13 +20,13 @@ from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.monitor.table import report_lines
 from isles.rundir.begin import new_attempt, write_launch
-from isles.rundir.find import find_any, remote_runs
-from isles.rundir.fleet import Fleet, FleetNode
+from isles.rundir.find import find_any, remote_runs, typed_name
+from isles.rundir.fleet import Fleet, FleetNode, read_fleet
 from isles.rundir.node_log import latest_node_log
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record
-from isles.rundir.remote import RemoteRun, write_remote
+from isles.rundir.remote import RemoteRun, forget_remote, list_remotes, write_remote
 from isles.rundir.state import FRESH_S, attempt_state
 from isles.rundir.stop_request import read_stop_request, request_stop
 from isles.train.node_log import NodeLog
@@ -186,6 +188,73 @@ def test_runs_of_other_machines_are_found_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run 'c'") as caught:
         find_any("c", tmp_path)
     assert "b-1@y" in caught.value.fix
+
+
+def test_runs_that_are_called_the_same_are_kept_apart(tmp_path: Path) -> None:
+    """Two users of one host, each with a run of this name in a home of their own."""
+    homes = [f"/home/{user}/runs/b-1" for user in ("ann", "bob")]
+    ann, bob = (remote("b-1", "x", path=path) for path in homes)
+    old = tmp_path / ".remote" / "b-1@x.json"
+    old.parent.mkdir()
+    write_record(old, {**asdict(ann), "ssh": "ann@x", "of_a_later_version": 1})
+    write_remote(tmp_path, bob)
+    assert {run.path for run in list_remotes(tmp_path)} == {ann.path, bob.path}
+    with pytest.raises(UserError, match="b-1@x may mean 2 runs") as caught:
+        find_any("b-1@x", tmp_path)
+    assert f"ann@x:{ann.path}" in caught.value.fix
+    assert bob.place in caught.value.fix
+    assert find_any(bob.place, tmp_path) == bob
+    assert find_any("b-1@ann@x", tmp_path) == replace(ann, ssh="ann@x")
+    write_remote(tmp_path, ann)
+    assert not old.exists(), "its record has a name of its own now"
+    forget_remote(tmp_path, ann)
+    assert list_remotes(tmp_path) == [bob]
+
+
+def test_what_is_to_be_typed_says_where_runs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, there = bare_run(tmp_path / "runs" / "a-1"), bare_run(tmp_path / "out" / "a-1")
+    assert (typed_name(here), typed_name(there)) == ("a-1", str(there.path))
+    assert write_remote(Path("runs"), remote("b-1", "x")).typed == "b-1@x"
+    far = write_remote(Path("my out"), remote("b-1", "x"))
+    assert far.typed == "b-1@x --output-dir 'my out'"
+    # What isles says on x is shown here, by the name that it has here.
+    assert "export ISLES_NAMED='@x --output-dir '\"'\"'my out'\"'\"''" in remote_script(far, [])
+    monkeypatch.setenv("ISLES_NAMED", far.behind)
+    assert typed_name(there) == "a-1@x --output-dir 'my out'"
+
+
+def test_a_clock_that_is_ahead_keeps_no_run_alive(tmp_path: Path) -> None:
+    run_dir = bare_run(tmp_path / "a-1")
+    ahead_s = 3600.0
+    attempt = new_attempt(run_dir, now=lambda: time.time() + ahead_s)
+    write_launch(attempt, FAR, world_size=1, device="cpu", command=())
+    write_record(run_dir.status, {"updated_at": time.time() + ahead_s})
+    now = time.time()
+    state = attempt_state(run_dir, attempt, lambda: now)
+    assert state.state == "running"
+    assert state.heard_at is not None and abs(state.heard_at - now) < 5
+    assert attempt_state(run_dir, attempt, lambda: now + FRESH_S + 5).state == "unknown"
+
+
+def test_a_fleet_of_another_version_hinders_only_what_needs_it(tmp_path: Path) -> None:
+    run_dir, attempt = fleet_run(tmp_path / "a-1")
+    record = read_record(attempt.fleet) or {}
+    write_record(attempt.fleet, {**record, "colour": "blue"})
+    assert read_fleet(attempt) == Fleet.of(record), "a key more is no reason"
+    del record["port"]
+    write_record(attempt.fleet, {**record, "isles": "9.9"})
+    with pytest.raises(UserError, match=r"written by isles 9.9, and isles .* 'port'") as caught:
+        read_fleet(attempt)
+    assert caught.value.where == str(attempt.fleet)
+    assert "use isles 9.9" in caught.value.fix
+    assert collect(run_dir).state == "running"
+    notes: list[str] = []
+    lines = list(shown_lines(run_dir, LogChoice(), by_node=False, note=notes.append))
+    assert "[rank 2] line of 2" in lines
+    assert "written by isles 9.9" in notes[0]
 
 
 def test_a_shared_folder_shows_its_runs_once(tmp_path: Path) -> None:

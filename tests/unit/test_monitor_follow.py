@@ -127,10 +127,10 @@ def test_a_finished_run_is_summed_up(tmp_path: Path) -> None:
     assert "7.6000 -> 3.2000" in text
     assert str(run_dir.model) in text
     assert str(run_dir.loss_plot) not in text, "only what is there"
-    assert 'isles generate a-1 --prompt "Once"' in text
+    assert f'isles generate {run_dir.path} --prompt "Once"' in text, "it is not in ./runs"
     run_dir.tokenizer.mkdir()
     (run_dir.tokenizer / "chat_template.jinja").write_text("{{ messages }}")
-    assert '  isles generate a-1 --chat --prompt "Once"' in finished_lines(run_dir)
+    assert f'  isles generate {run_dir.path} --chat --prompt "Once"' in finished_lines(run_dir)
 
 
 def test_logs_of_all_ranks_carry_their_rank(tmp_path: Path) -> None:

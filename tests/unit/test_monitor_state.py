@@ -20,6 +20,7 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record
 from isles.rundir.signals import kill_now, send_signal
+from isles.rundir.state import FRESH_S
 from tests.runs import DEADLINE_S, bare_run, running_agent
 
 
@@ -66,7 +67,7 @@ def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "state", "hint"),
     [
-        ({"state": "finished", "exit_code": 0}, "finished", "isles generate a-1"),
+        ({"state": "finished", "exit_code": 0}, "finished", "isles generate "),
         ({"state": "stopped", "exit_code": 85, "reason": "SIGTERM"}, "stopped", "isles train"),
         ({"state": "failed", "exit_code": 4, "reason": "no memory"}, "failed", "isles train"),
         (None, "killed", "isles train"),
@@ -94,9 +95,15 @@ def test_a_silent_run_on_another_host_is_unknown(tmp_path: Path) -> None:
     assert collect(run_dir).state == "running"
     report = collect(run_dir, lambda: time.time() + 120)
     assert (report.state, report.host) == ("unknown", "elsewhere")
-    with pytest.raises(UserError) as caught:
-        stop(run_dir)
+    with pytest.raises(UserError, match="has not ended within 1s") as caught:
+        stop(run_dir, timeout_s=1.0)
     assert "elsewhere" in str(caught.value)
+    # It falls silent while it is waited for.
+    began_at = time.time() - FRESH_S + 1.0
+    write_record(attempt.launch, {**far.record(), "world_size": 4, "begun_at": began_at})
+    with pytest.raises(UserError, match="has not been heard of for") as caught:
+        stop(run_dir)
+    assert "if elsewhere is up" in caught.value.fix
 
 
 def test_the_table_holds_every_run(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from isles.config.load import load_run_file
 from isles.errors import ConfigError, PreflightError
 from isles.launch.pbs_queue import Dialect, Pbs, PbsJob, read_attributes
 from isles.launch.pbs_reasons import ended_reason, pending_reason
+from isles.launch.pbs_request import request_lines
 from isles.launch.pbs_script import Alone, InRunDir, pbs_script
 from isles.rundir.paths import RunDir
 
@@ -89,7 +90,12 @@ def test_the_script_that_needs_no_run_directory(tmp_path: Path) -> None:
     check_golden("pbs-alone.sh", script(tmp_path, "openpbs", alone=True))
 
 
-@pytest.mark.parametrize("name", ["openpbs", "torque", "one-node", "alone"])
+def test_the_script_that_looks_at_its_nodes_first(tmp_path: Path) -> None:
+    text = script(tmp_path, "openpbs", "clusters.0.launcher.check=true")
+    check_golden("pbs-check.sh", text)
+
+
+@pytest.mark.parametrize("name", ["openpbs", "torque", "one-node", "alone", "check"])
 def test_bash_reads_the_scripts(name: str) -> None:
     subprocess.run(["bash", "-n", GOLDEN / f"pbs-{name}.sh"], check=True)
 
@@ -257,3 +263,36 @@ def test_ends_in_words(status: str, words: str) -> None:
 def test_a_long_attribute_goes_on_after_a_tab() -> None:
     text = "Job Id: 1\n    comment = one \n\ttwo\n    queue = q = r\n"
     assert read_attributes(text) == {"comment": "one two", "queue": "q = r"}
+
+
+def test_a_lost_submission_is_found_by_its_output(tmp_path: Path) -> None:
+    """Long values go on in the next line, and begin with the name of a host."""
+    output = "/scratch/me/a-long-name-of-a-folder/runs/llama-1b-1/attempts/001/pbs.out"
+    entry = "Job Id: {id}\n    Job_Name = x\n    Output_Path = login1:{text}\n    queue = gpu\n\n"
+    other = entry.format(id="7.srv", text=output.replace("001", "002"))
+    ours = entry.format(id="8.srv", text=f"{output[:40]}\n\t{output[40:]}")
+    program(tmp_path / "bin", "qstat", f"cat <<'END'\n{other}{ours}END")
+    pbs = Pbs(str(tmp_path / "bin"))
+    assert pbs.find_by_output(output) == "8.srv"
+    assert pbs.find_by_output("/else/pbs.out") is None
+
+
+def test_values_that_pbs_would_misread(tmp_path: Path) -> None:
+    cluster = load_run_file(_written(tmp_path), ()).config.clusters[0]
+    launcher = PbsLauncherConfig(queue="my queue", account="it's")
+
+    def lines(output: str) -> list[str]:
+        return request_lines(
+            cluster, launcher, "openpbs", name="x", num_ranks=1, device="cpu", output=output
+        )
+
+    text = lines("/my runs/pbs.out")
+    assert {"-q 'my queue'", "-o '/my runs/pbs.out'"} <= set(text)
+    with pytest.raises(ConfigError, match="before the colon for a host"):
+        lines("/runs:1/pbs.out")
+
+
+def _written(folder: Path) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(RUN)
+    return path

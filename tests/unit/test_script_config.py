@@ -44,7 +44,7 @@ def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
     assert "llama" not in text
     assert load_resolved(text) == resolved
     shown = show(resolved)
-    for word in ("model", "data:", "strategy", "learning_rate", "checkpoint", "watchdog"):
+    for word in ("model", "data:", "strategy", "learning_rate", "checkpoint"):
         assert word not in shown
     # What is shown is a run file that means the same.
     again = resolve(load(tmp_path, show(resolved, origins=False)), num_gpus=0)
@@ -62,7 +62,7 @@ def test_what_torchrun_is_given(tmp_path: Path) -> None:
 def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
     text = SMALL.replace("training:", "training:\n  max_steps: 5") + (
         "model: {name_or_path: gpt2}\ndata: {sources: [{type: fake}]}\nseed: 1\n"
-        "checkpoint: {keep: 2, timeout: 90s}\nwatchdog: {action: stop}\n"
+        "checkpoint: {keep: 2, timeout: 90s}\nwatchdog: {action: stop}\ntrack: [jsonl]\n"
     )
     found = faults(tmp_path, text, "balance=even")
     keys = [line.partition(" | ")[0] for line in found]
@@ -72,7 +72,7 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
         "run.yaml:9 data",
         "run.yaml:10 seed",
         "run.yaml:11 checkpoint.keep",
-        "run.yaml:12 watchdog",
+        "run.yaml:13 track",
         "command line balance=even",
     ]
     assert "means nothing beside training.script: train_phase2.py is started as it is" in found[0]
@@ -87,6 +87,8 @@ def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
     text = "model: {name_or_path: llama-2m, init: scratch}\ndata: {sources: [{type: fake}]}\n"
     found = faults(tmp_path, f"{text}training: {{max_steps: 5, script_args: [x]}}\n")
     assert "script_args are the arguments of a script, and there is none" in found[0]
+    found = faults(tmp_path, f"{text}training: {{max_steps: 5}}\nwatchdog: {{max_silence: 5m}}\n")
+    assert "max_silence is for a script of your own" in found[0]
 
 
 def test_its_time_to_save_survives(tmp_path: Path) -> None:

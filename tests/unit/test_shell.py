@@ -42,12 +42,22 @@ def says(text: str) -> str:
     return f'[ "$1" = -G ] && exit 0; echo "{text}" >&2; exit 255'
 
 
-def test_a_command_arrives_word_for_word(fake_ssh: FakeSsh) -> None:
-    fake_ssh(RUN_HERE)
-    words = ["two  words", "it's", "$HOME", "a\nb", '"', "*", "\\"]
-    script = "import sys; print(sys.argv[1:])"
-    done = Shell("me@host").run([sys.executable, "-c", script, *words])
-    assert done.stdout.strip() == str(words)
+@pytest.mark.parametrize(
+    "login",
+    # Those of the second line are installed with the test clusters.
+    ["sh", "bash", *(pytest.param(name, marks=pytest.mark.lab) for name in ("csh", "fish"))],
+)
+def test_a_command_arrives_word_for_word_in_every_login_shell(
+    fake_ssh: FakeSsh, login: str
+) -> None:
+    fake_ssh(RUN_HERE.replace("exec sh", f"exec {login}"))
+    words = ["two  words", "it's", "$HOME", "a\nb", '"', "*", "\\", "!!", "`id`", "ü", "\\x41"]
+    words += ["\t", "a long word " * 700]
+    done = Shell("me@host").run([sys.executable, "-c", "import sys; print(sys.argv[1:])", *words])
+    assert done.stdout.strip() == str(words), done.stderr
+    script = f"cd /\n[ $PWD = / ] && echo {'so many words ' * 700}"
+    done = Shell("me@host").run(["bash", "-c", script])
+    assert done.stdout.split() == ["so", "many", "words"] * 700, done.stderr
 
 
 def test_stdin_and_the_exit_status_travel(fake_ssh: FakeSsh) -> None:

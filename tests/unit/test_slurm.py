@@ -24,7 +24,7 @@ from isles.rundir.begin import write_job_launch
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import list_restarts
-from isles.train.conclude import Gang
+from isles.train.requeue import Gang
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -52,6 +52,8 @@ clusters:
     network: {profile: infiniband}
 """
 RUN_DIR = "/home/me/train/runs/llama-1b-1"
+OWN = f"name: mine\ntraining: {{script: my.py}}\n{RUN[RUN.index('clusters:') :]}"
+"""With a script of the user's own."""
 
 
 def make_script(
@@ -150,12 +152,12 @@ def test_reasons_for_waiting_in_words(reason: str, meaning: str, fix: str) -> No
 class Job:
     """A run directory with a job, and Slurm's commands as small programs."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, text: str = RUN) -> None:
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.calls = folder / "calls"
         run_file = folder / "run.yaml"
-        run_file.write_text(RUN)
+        run_file.write_text(text)
         loaded = load_run_file(
             run_file,
             [
@@ -195,7 +197,9 @@ class Job:
         """What the queue says now."""
         return refresh(self.run_dir, self.attempt, max_age_s=0.0)
 
-    def script(self, folder: Path, *, alone: bool = False) -> subprocess.CompletedProcess[str]:
+    def script(
+        self, folder: Path, *, alone: bool = False, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run the job script to its end under plain bash; alone: the rendered one."""
         path = str(self.run_dir.path)
         launcher = self.config.clusters[0].launcher
@@ -213,7 +217,13 @@ class Job:
         )
         return subprocess.run(
             ["bash", "-c", text],
-            env={**os.environ, "PATH": search, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a1"},
+            env={
+                **os.environ,
+                "PATH": search,
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NODELIST": "a1",
+                **variables,
+            },
             capture_output=True,
             text=True,
             timeout=60,
@@ -272,7 +282,7 @@ def test_a_job_that_slurm_has_forgotten_is_over(job: Job) -> None:
     assert (job.ask().state, job.ask().word) == ("ended", "TIMEOUT")
 
 
-def _leave(attempt: Attempt, code: int) -> str:
+def leave(attempt: Attempt, code: int) -> str:
     """Bash that does what rank 0 does when it has saved before a limit."""
     record = json.dumps({"state": "stopped", "exit_code": code, "step": 3, "restart": 0})
     return (
@@ -282,7 +292,7 @@ def _leave(attempt: Attempt, code: int) -> str:
 
 def test_saved_before_the_limit_the_job_is_queued_again(job: Job, tmp_path: Path) -> None:
     ask = f"kill -USR1 $PPID; until [ -e {job.attempt.stop_request} ]; do read -t 0.05; done"
-    job.program("torchrun", f"{ask} <> <(:); {_leave(job.attempt, 85)}")
+    job.program("torchrun", f"{ask} <> <(:); {leave(job.attempt, 85)}")
     job.program("scontrol", "exit 0")
     done = job.script(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -328,7 +338,7 @@ def test_a_rendered_job_that_saves_nothing_is_not_queued_again(
 def test_a_stop_that_a_user_wants_is_the_end(job: Job, tmp_path: Path) -> None:
     request = json.dumps({"kind": "save", "by": "me", "at": 0})
     job.program(
-        "torchrun", f"echo '{request}' >{job.attempt.stop_request}; {_leave(job.attempt, 85)}"
+        "torchrun", f"echo '{request}' >{job.attempt.stop_request}; {leave(job.attempt, 85)}"
     )
     done = job.script(tmp_path)
     assert done.returncode == 85, done.stderr

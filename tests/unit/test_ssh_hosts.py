@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -280,6 +281,33 @@ def test_what_an_older_run_has_left_goes_aside(place: Place, tmp_path: Path) -> 
     assert not run_dir.attempt(1).agent_log.exists()
     (old,) = (tmp_path / "host" / ".old").iterdir()
     assert (old / "attempts" / "001" / "agent.log").read_text() == "old"
+
+
+def test_a_place_that_many_make_at_once_is_made_once(place: Place, tmp_path: Path) -> None:
+    """Nodes that share a disk which the head does not see, or a command that is typed twice."""
+    run_dir = RunDir(tmp_path / "host" / "run-1")
+    for turn in range(5):
+        found: list[bool | Exception] = []
+        meet = threading.Barrier(6)
+
+        def make(begun_at: float, found: list[bool | Exception], meet: threading.Barrier) -> None:
+            meet.wait()
+            try:
+                found.append(place(begun_at=begun_at))
+            except Exception as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=make, args=(turn, found, meet)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(map(type, found)) == {bool}, found
+        attempt = run_dir.attempt(1)
+        assert (read_record(attempt.launch) or {})["begun_at"] == turn
+        assert read_fleet(attempt) is not None
+        names = {entry.name for entry in attempt.path.parent.iterdir()} - {".old"}
+        assert names == {"001"}
 
 
 def test_differences_between_hosts() -> None:

@@ -17,12 +17,14 @@ from isles.config.cluster import ClusterConfig
 from isles.config.environment import SyncConfig
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
+from isles.errors import PreflightError
+from isles.launch import setup as launch_setup
 from isles.launch import ssh as launch_ssh
 from isles.launch.hosts import Host
 from isles.launch.node import READY
 from isles.launch.node_facts import machine_id
 from isles.launch.passing import remember
-from isles.launch.setting import setting_lines
+from isles.launch.setting import path_elsewhere, quoted, setting_lines
 from isles.launch.setup import _make_script
 from isles.launch.shell import Shell, on_all
 from isles.launch.ssh import interruptible
@@ -95,6 +97,57 @@ def test_a_home_is_that_of_the_user_there(tmp_path: Path) -> None:
     shell = Shell("a1", _options=[])
     assert rsync_argv(shell, SyncConfig(paths=(".",)), "~/my work")[-1] == "a1:my work/"
     assert rsync_argv(shell, SyncConfig(paths=(".",)), "/x")[-1] == "a1:/x/"
+    for home in ("~", "~/"):
+        assert rsync_argv(shell, SyncConfig(paths=(".",)), home)[-1] == "a1:./"
+        assert bash(f"cd {quoted(home)}; pwd", HOME=str(tmp_path)).stdout == f"{tmp_path}\n"
+
+
+def test_module_and_conda_are_found_without_a_login(tmp_path: Path) -> None:
+    """A shell that ssh starts for a command has read no profile, and no interactive .bashrc."""
+    conda = tmp_path / "miniconda3" / "condabin" / "conda"
+    conda.parent.mkdir(parents=True)
+    conda.write_text("#!/bin/sh\necho 'conda() { echo conda $*; }'\n")
+    conda.chmod(0o755)
+    profile = tmp_path / "profile"
+    profile.write_text("module() { echo module $*; }\n")
+    given = {"setup": ["module use here"], "modules": ["gcc/12"], "conda": "train"}
+    script = "\n".join(setting_lines(section(environment=given), "/"))
+    script = script.replace("/etc/profile", str(profile))
+    done = bash(script, HOME=str(tmp_path), PATH="/usr/bin:/bin")
+    said = ["module use here", "module load gcc/12", "conda activate train"]
+    assert (done.stdout.splitlines(), done.stderr) == (said, "")
+
+
+def test_a_run_in_a_home_is_in_the_home_of_each_user(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    run_dir = Path("/home/ann/work/runs/a-1")
+    for workdir, output_dir, path in (
+        ("~/work", "runs", "~/work/runs/a-1"),
+        ("/data", "~/work/runs", "~/work/runs/a-1"),
+        ("/home/ann/work", "runs", str(run_dir)),
+        ("~/work", "/home/ann/work/runs", str(run_dir)),
+    ):
+        values = [f"output_dir={output_dir}", f"clusters.0.workdir={workdir}"]
+        values.append("clusters.0.launcher={kind: ssh, hosts: [a1]}")
+        config = load_run_file(run_file, values).config
+        assert path_elsewhere(run_dir, config) == path
+
+
+def test_pip_that_never_ends_is_said(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\n[ "$1" = -G ] || exec tail -f /dev/null\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch_setup, "_INSTALL_S", 0.5)
+    loaded = load_run_file(run_file, ["clusters.0.launcher={kind: ssh, hosts: [a1]}"])
+    with pytest.raises(PreflightError, match="it has not been set up within 0s") as caught:
+        launch_setup.setup(loaded, check=False, say=str)
+    assert caught.value.where == "host a1" and "grep pip" in caught.value.fix
 
 
 def test_half_a_venv_is_made_again(tmp_path: Path) -> None:
@@ -132,7 +185,7 @@ def started_on(run_file: Path, run_dir: Path, machine: str) -> Started:
     nobody: Any = None
     head = Host(0, cluster.hosts[0], nobody, {"machine_id": machine})
     start = launch_ssh._SshStart(loaded, options, cluster, [head], "/", FLEET)
-    return start._started({"run_dir": str(run_dir), "attempt": 1})
+    return start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})
 
 
 @pytest.mark.parametrize(
@@ -160,27 +213,37 @@ def test_two_machines_that_cannot_be_told_apart_are_two(
 _FORGETFUL = """
 import isles.launch.node_start as start
 from isles.launch.node import main
-start.FORGOTTEN_AFTER_S = 0.2
+start.FORGOTTEN_AFTER_S = 2.0
 main()
 """
 
 
-def test_a_start_that_is_not_heard_of_after_begin_ends(run_file: Path, tmp_path: Path) -> None:
-    """The launching machine lost its power: the connection stands, and nobody says a word."""
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_start_that_is_not_heard_of_after_begin_ends(
+    run_file: Path, tmp_path: Path, is_given_up: bool
+) -> None:
+    """The launching machine lost its power: the connection stands, and nobody says a word.
+
+    Also after it has given the start up: nobody is left to close the connection.
+    """
     loaded = load_run_file(run_file)
     text = dump_resolved(resolve(loaded, num_gpus=0))
     args = {"resolved": text, "text": loaded.text, "resume": "auto", "dry_run": False}
-    ask = {"id": 1, "op": "begin", "args": {**args, "fleet": FLEET.record()}}
+    asked = [{"id": 1, "op": "begin", "args": {**args, "fleet": FLEET.record()}}]
+    if is_given_up:
+        asked.append({"id": 2, "op": "end", "args": {"what": "another host is down"}})
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", _FORGETFUL], stdin=pipe, stdout=pipe) as node:
         assert node.stdin is not None and node.stdout is not None
         try:
             assert node.stdout.readline().startswith(READY.encode())
-            node.stdin.write(json.dumps(ask).encode() + b"\n")
-            node.stdin.flush()
+            for ask in asked:
+                node.stdin.write(json.dumps(ask).encode() + b"\n")
+                node.stdin.flush()
+                assert b"result" in node.stdout.readline()
             assert node.wait(DEADLINE_S) == 2
         finally:
             node.kill()
     attempt = RunDir(tmp_path / "runs" / "tiny-1").attempt(1)
     outcome = read_record(attempt.outcome) or {}
-    assert "was not heard of any more" in outcome["reason"]
+    assert ("another host" if is_given_up else "was not heard of any more") in outcome["reason"]

@@ -7,6 +7,8 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from isles.checkpoint.store import SafeReader
 from isles.errors import TrainingError
@@ -30,6 +32,35 @@ def test_an_index_that_names_code_is_refused(tmp_path: Path) -> None:
     assert not marker.exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())
     assert marker.exists(), "a plain unpickler would have run it"
+
+
+class Member:
+    """A member of an enum as Python 3.11.2 pickles it."""
+
+    def __init__(self, kind: object, name: str) -> None:
+        self.kind = kind
+        self.name = name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (self.kind, self.name)
+
+
+def test_members_of_an_enum_are_read_as_every_python_writes_them(tmp_path: Path) -> None:
+    metadata = Metadata(
+        {}, planner_data={"a": Member(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")}
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = SafeReader(str(tmp_path)).read_metadata().planner_data
+    assert found == {"a": _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT}
+
+
+@pytest.mark.parametrize(
+    "member", [Member(torch.Size, "mro"), Member(_MEM_FORMAT_ENCODING, "__class__")]
+)
+def test_nothing_else_is_reached_through_a_member(tmp_path: Path, member: Member) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(member))
+    with pytest.raises(TrainingError, match="no part of an index"):
+        SafeReader(str(tmp_path)).read_metadata()
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle at all"])

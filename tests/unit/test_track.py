@@ -19,7 +19,7 @@ from isles.track.mlflow import MLflowTracker, load_mlflow
 from isles.track.sent import Sent
 from isles.track.tensorboard import TensorBoardTracker
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def row(step: int, kind: str = "train") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from isles.config.curve import Curve
+from isles.dist.measure import Company
 
 _ROUNDS = 3
 _WINDOW_S = 0.06
@@ -33,6 +35,7 @@ class Probe:
         device: where it is measured.
         share: part of the real model's work that falls to one rank (tensor, context and pipeline
             parallel ranks share it).
+        company: for ranks that may share processors; None: they share nothing.
     """
 
     make: Callable[[int], nn.Module]
@@ -42,6 +45,7 @@ class Probe:
     autocast: torch.dtype | None
     device: torch.device
     share: float
+    company: Company | None = None
 
 
 @dataclass(slots=True)
@@ -53,7 +57,9 @@ class Measured:
 
 
 def calibrate(probe: Probe, sizes: Sequence[int], *, free_bytes: float | None) -> Curve:
-    """Measure this rank. No rank waits for another in it, and random states stay as they are.
+    """Measure this rank. Random states stay as they are.
+
+    No rank waits for another in it, unless there is company: then all ranks must call this.
 
     Args:
         probe: what to measure with.
@@ -123,18 +129,28 @@ def _measure(
             break
     rounds: dict[int, list[float]] = {size: [] for size in usable}
     for _ in range(_ROUNDS):
+        if probe.company is not None:
+            probe.company.begin()
         for size in usable:
             if time.perf_counter() - began > _BUDGET_S:
                 break
             rounds[size].append(_window(model, probe, size, result.seconds[size][0]))
+        if probe.company is not None:
+            # Who is done must not leave the processors to the others: in training it will not.
+            probe.company.go_on(lambda: _pass(model, probe, usable[0]))
     result.seconds = {size: rounds[size] or result.seconds[size] for size in usable}
     return result
 
 
 def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:
     """Mean seconds of one pass over a stretch of time."""
-    count = max(1, int(_WINDOW_S / guess))
     began = _now(probe)
+    if probe.device.type == "cpu":
+        for done in itertools.count(1):
+            _pass(model, probe, size)
+            if (seconds := _now(probe) - began) >= _WINDOW_S:
+                return seconds / done
+    count = max(1, int(_WINDOW_S / guess))
     for _ in range(count):
         _pass(model, probe, size)
     return (_now(probe) - began) / count

@@ -52,15 +52,22 @@ class CheckpointManager:
         world: the ranks of the cluster.
         config: the run file's section.
         travel: the way of the parts to rank 0, where nodes have disks of their own.
+        attempt: which start of the run this is; its checkpoints say so.
     """
 
     def __init__(
-        self, run_dir: RunDir, world: World, config: CheckpointConfig, travel: Travel
+        self,
+        run_dir: RunDir,
+        world: World,
+        config: CheckpointConfig,
+        travel: Travel,
+        attempt: int,
     ) -> None:
         self._run_dir = run_dir
         self._world = world
         self._config = config
         self._travel = travel
+        self._attempt = attempt
         self.moved_at = 0.0
         """time.monotonic() at which parts of a save have last come further on their way."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -132,6 +139,7 @@ class CheckpointManager:
                 raise self._cannot_save(step, error) from error
             staged = stage(state, replicas) | stage(dict(own), (0, 1))
             self._pending_step = step
+            manifest = {**manifest, "attempt": self._attempt}
             self._pending = self._writer.submit(self._write, staged, partial, final, manifest)
             if wait or not self._config.async_save:
                 self.wait()

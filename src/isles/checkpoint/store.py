@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -267,9 +267,18 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("pathlib._local", "PosixPath"):
             return PosixPath  # as Python 3.13 names it
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format  # Python 3.11 before 3.11.4 writes members of an enum so
         if (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """What `getattr` may do in an index: name a member of torch's one enum there."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no part of an index")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 def _flush(file: Path) -> None:

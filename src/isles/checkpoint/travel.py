@@ -106,7 +106,7 @@ class Travel:
         if not self._is_keeper:
             return
         staging, kept = self.staging(partial), self._kept(name)
-        self.drop()
+        self.drop(but=name)  # another node that shares this disk may have kept its own already
         try:
             staging.replace(kept)
         except OSError as error:  # nothing is lost: they will travel
@@ -118,11 +118,12 @@ class Travel:
         if self._is_keeper:
             shutil.rmtree(self.staging(partial), ignore_errors=True)
 
-    def drop(self) -> None:
-        """Remove what is kept of the last checkpoint."""
+    def drop(self, but: str | None = None) -> None:
+        """Remove what is kept of the last checkpoint; with `but` of all others than this one."""
         if self._is_keeper and self._run_dir.checkpoints.is_dir():
             for folder in self._run_dir.checkpoints.glob(f"{_KEPT_PREFIX}*"):
-                shutil.rmtree(folder, ignore_errors=True)
+                if but is None or not folder.name.startswith(f"{_KEPT_PREFIX}{but}-"):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     @contextmanager
     def brought(

@@ -15,7 +15,7 @@ Login = Annotated[str, Field(pattern=r"^[^\s-][^\s]*$")]
 
 
 class LocalLauncherConfig(Section):
-    """Ranks on this machine, under torch's elastic agent."""
+    """Ranks on this machine."""
 
     kind: Literal["local"] = "local"
     """This machine."""
@@ -86,6 +86,10 @@ class QueueSection(Section):
     bin_path: Text | None = None
     """Folder of the scheduler's commands, where they are not on PATH."""
 
+    check: bool = False
+    """Look at the job's nodes and the links between them before the ranks start, as its step 0, as
+    `isles check` does. What is not fit ends the job, with exit code 2."""
+
     extra: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Further options of the job, one line each, such as --mail-type=END."""
 
@@ -108,10 +112,6 @@ class SlurmLauncherConfig(QueueSection):
     gres: Text | None = None
     """Generic resources of each node, such as gpu:a100:4. null: gpu:GPUS_PER_NODE; none: no
     GPUs are asked for."""
-
-    check: bool = False
-    """Look at the job's nodes and the links between them before the ranks start, as its step 0, as
-    `isles check` does. What is not fit ends the job, with exit code 2."""
 
     nodelist: Text | None = None
     """Nodes that the job must have."""

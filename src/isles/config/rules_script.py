@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from isles.config.run import RunConfig
 from isles.config.script import NO_DATA, NO_MODEL, USED, USED_IN_TRAINING
 from isles.config.violation import Violation
+from isles.config.watchdog import WatchdogConfig
 
 
 def script_rules(config: RunConfig) -> Iterator[Violation]:
@@ -18,6 +19,14 @@ def script_rules(config: RunConfig) -> Iterator[Violation]:
                 ("training.script_args",),
                 "script_args are the arguments of a script, and there is none",
                 "add script: my_train.py, or delete them",
+            )
+        # As the shown run file gives it, it asks for nothing.
+        if config.watchdog.max_silence != WatchdogConfig().max_silence:
+            yield Violation(
+                ("watchdog.max_silence",),
+                "max_silence is for a script of your own: the built-in trainer's steps are watched "
+                "by slow_factor and min_time",
+                "delete it",
             )
         return
     for key in _given(config):

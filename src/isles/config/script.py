@@ -13,7 +13,7 @@ NO_MODEL = ModelConfig(name_or_path="llama-2m", init="scratch")
 NO_DATA = DataConfig(sources=(SourceConfig(type="fake"),))
 """Stands where a script's run file has no data; nothing reads it."""
 
-USED = ("name", "output_dir", "training", "clusters")
+USED = ("name", "output_dir", "training", "watchdog", "clusters")
 """The keys of a run file that a script's run uses; and of checkpoint, its timeout."""
 
 USED_IN_TRAINING = ("script", "script_args")

@@ -106,15 +106,18 @@ def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
 def _take_back(
     dealt: list[int], cheapest: Sequence[Callable[[int], tuple[float, int]]], excess: int
 ) -> None:
-    """Take `excess` rows from the ranks that would be done last."""
+    """Take `excess` rows from the ranks that would be done last.
 
-    def entry(rank: int) -> tuple[float, int]:
-        return -cheapest[rank](dealt[rank])[0], -rank
+    The last row of a rank comes last of all: without it, it computes one all the same.
+    """
+
+    def entry(rank: int) -> tuple[bool, float, int]:
+        return dealt[rank] == 1, -cheapest[rank](dealt[rank])[0], -rank
 
     heap = [entry(rank) for rank, rows in enumerate(dealt) if rows]
     heapq.heapify(heap)
     for _ in range(excess):
-        rank = -heapq.heappop(heap)[1]
+        rank = -heapq.heappop(heap)[2]
         dealt[rank] -= 1
         if dealt[rank]:
             heapq.heappush(heap, entry(rank))

@@ -19,6 +19,10 @@ class WatchdogConfig(Section):
     min_time: Annotated[DurationS, Field(ge=1)] = 60.0
     """And no sooner than this."""
 
+    max_silence: DurationS | None = 1800.0
+    """A script of your own that has reported no step and printed nothing on any rank for so long is
+    taken for stuck; null: never. Only with training.script."""
+
     action: Literal["report", "stop"] = "report"
     """report: say so and go on waiting, until clusters.comm_timeout. stop: end the run, or start
     its ranks again while clusters.max_restarts allows."""

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from isles.data.store import find_fault
-from isles.data.writer import sync_folder
+from isles.rundir.manifest import sync_folder
 from isles.rundir.process import ProcessId
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from isles.data.counts import SampleCounts
 from isles.data.cut import cut_samples
 from isles.data.split import Ranges
 from isles.data.store import TokenStore
+from isles.facts.text import printable
 
 SHOWN_TOKENS = 600
 """Of a longer document only so many are shown."""
@@ -150,8 +151,3 @@ def _stretches(
         stretches.append(Stretch(printable(text), bool(mask[start])))
         before = so_far
     return stretches
-
-
-def printable(text: str) -> str:
-    """Text that does nothing to a terminal: control characters as they are written in Python."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

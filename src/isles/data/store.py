@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,8 @@ TOKENS = "tokens.bin"
 DOCUMENTS = "docs.npy"
 TRAINED = "trained.bin"
 MANIFEST = "manifest.json"
+
+_READ_BYTES = 2**24
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -114,16 +117,25 @@ class TokenStore:
         """What was noted when it was written: `rows`, `empty`, `bad` and `first_bad` among it."""
         return cast("dict[str, Any]", read_record(self.folder / MANIFEST))
 
-    def verify(self) -> None:
+    def verify(self, progress: Callable[[str], None] = lambda line: None) -> None:
         """Read every byte and compare with the hashes that were taken when it was written.
+
+        Args:
+            progress: told how far it is.
 
         Raises:
             DataError: a file has changed.
         """
-        for name, facts in self.manifest["files"].items():
+        files = self.manifest["files"]
+        total, done = sum(facts["size_bytes"] for facts in files.values()), 0
+        for name, facts in files.items():
+            digest = hashlib.sha256()
             with (self.folder / name).open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != facts["sha256"]:
+                while piece := stream.read(_READ_BYTES):
+                    digest.update(piece)
+                    done += len(piece)
+                    progress(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            if digest.hexdigest() != facts["sha256"]:
                 raise DataError(
                     f"{name} has changed since it was prepared",
                     where=str(self.folder),

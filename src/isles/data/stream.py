@@ -161,7 +161,11 @@ def _agree(
             mine = (identify(), None)
         except UserError as error:
             mine = (None, error)
-    found = [(place, *each) for place, each in world.gather((me, mine)) if place.is_leader]
+    found = [
+        (place, *each)
+        for place, each in world.gather((me, mine), group=world.work)
+        if place.is_leader
+    ]
     faulty = [(place, error) for place, _, error in found if error is not None]
     if faulty:
         place, fault = faulty[0]
@@ -215,7 +219,7 @@ def _begin(
                 )
         return found
 
-    return look() if world is None else world.main_first(look)
+    return look() if world is None else world.main_first(look, group=world.work)
 
 
 def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
@@ -231,7 +235,7 @@ def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
                 temporary.mkdir()
             name = temporary.name
     if world is not None:
-        name = world.gather(name)[me.leader]
+        name = world.gather(name, group=world.work)[me.leader]
     return cache_dir.absolute() / name
 
 

@@ -22,7 +22,7 @@ from isles.data.transfer_copy import FolderCopy
 from isles.data.writer import disk_faults
 from isles.dist.place import Place, place_of
 from isles.dist.world import World
-from isles.errors import DataError, UserError
+from isles.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def prepare_everywhere(
         cache_dir.mkdir(parents=True, exist_ok=True)
     me = place_of(world)
     here = _Has(me, _files(source) if me.is_leader else ())
-    leaders = [has for has in world.gather(here) if has.place.is_leader]
+    # A folder of many files on a slow disk takes its time.
+    leaders = [has for has in world.gather(here, group=world.work) if has.place.is_leader]
     holders = [has for has in leaders if has.files] or leaders
     if len(holders) < len(leaders):
         names = ", ".join(str(has.place) for has in holders)
@@ -101,7 +102,8 @@ def prepare_everywhere(
         sent = made[holders[0].place.rank]
         assert sent is not None
         lacking = [has.place for has in leaders if has not in holders]
-        _send(sent, holders[0].place, lacking, world, cache_dir, str(source.path), progress)
+        way = _Way(str(source.path), world, cache_dir, progress, no_progress_s)
+        _send(sent, holders[0].place, lacking, way)
         mine = mine or sent
     assert mine is not None
     return cache_dir / mine.key
@@ -123,7 +125,7 @@ def rank_with_data(data: DataConfig, world: World) -> int:
     """
     me = place_of(world)
     mine = tuple(me.is_leader and bool(_files(source)) for source in data.sources)
-    asked = world.gather((me, mine))
+    asked = world.gather((me, mine), group=world.work)
     somewhere = [any(has[index] for _, has in asked) for index in range(len(mine))]
     for place, has in asked:
         if place.is_leader and all(h or not s for h, s in zip(has, somewhere, strict=True)):
@@ -204,17 +206,20 @@ def _difference(one: _Has, other: _Has) -> str:
     return f"files of equal names and sizes ({', '.join(sorted(left)[:3])}) make other tokens"
 
 
-def _send(
-    sent: _Prepared,
-    sender: Place,
-    lacking: Sequence[Place],
-    world: World,
-    cache_dir: Path,
-    name: str,
-    progress: Callable[[str], None],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a transfer needs besides its ends; `name` is the source."""
+
+    name: str
+    world: World
+    cache_dir: Path
+    progress: Callable[[str], None]
+    no_progress_s: float
+
+
+def _send(sent: _Prepared, sender: Place, lacking: Sequence[Place], way: _Way) -> None:
     """Bring a folder from one node to those that lack it. All ranks must call this."""
-    folder = cache_dir / sent.key
+    world, folder = way.world, way.cache_dir / sent.key
     mine = world.rank in {place.rank for place in lacking} and find_fault(folder) is not None
     needs = [rank for rank, wanted in enumerate(world.gather(mine)) if wanted]
     if not needs:
@@ -224,34 +229,43 @@ def _send(
     group = dist.new_group(
         [sender.rank, *needs], backend="gloo", timeout=timedelta(seconds=world.timeout_s)
     )
-    failure: Exception | None = None
+    sends = world.rank == sender.rank
+    copy = FolderCopy(sent.sizes, folder, place_of(world), sends=sends, takes=mine)
     try:
-        copy = FolderCopy(
-            sent.sizes, folder, place_of(world), sends=world.rank == sender.rank, takes=mine
-        )
-        try:
-            _exchange(sent, copy, sender, needs, group, world, f"{name} to {hosts}", progress)
-            copy.finish(str(sender))
-        except UserError as error:
-            failure = error
-        finally:
-            copy.close()
+        what = f"{way.name} to {hosts}"
+        _exchange(sent, copy, sender, needs, group, world, what, way.progress)
+        # What the sender could not read spoils what is received: its fault comes first.
+        _finish(copy if sends else None, sender, way)
+        _finish(copy if mine else None, sender, way)
     finally:
-        if world.rank in {sender.rank, *needs}:
+        copy.close()
+        if sends or mine:
             dist.destroy_process_group(group)
-    faults = world.gather(failure)
-    for rank in (sender.rank, *needs):  # what the sender could not read spoils what is received
-        if (fault := faults[rank]) is not None:
-            raise fault
     if world.is_main:
         log.info(
             "data=%s from=%s to=%s bytes=%d seconds=%.1f",
-            name,
+            way.name,
             sender,
             hosts,
             sum(size for _, size in sent.sizes),
             time.monotonic() - began,
         )
+
+
+def _finish(copy: FolderCopy | None, sender: Place, way: _Way) -> None:
+    """Check what has come; the others wait, and hear how far it is. All ranks must call this."""
+    place = place_of(way.world)
+
+    def work(say: Callable[[str], None]) -> None:
+        assert copy is not None
+        copy.finish(str(sender), lambda far: say(f"{place} checks {way.name}: {far}"))
+
+    work_together(
+        work if copy is not None else None,
+        way.world,
+        progress=way.progress,
+        no_progress_s=way.no_progress_s,
+    )
 
 
 def _exchange(
@@ -277,5 +291,5 @@ def _exchange(
                 copy.write(file, piece)
             done, pieces = done + len(piece), pieces + 1
             if pieces % _TOGETHER_EVERY == 0:
-                dist.barrier(group=world.control)
+                dist.barrier(group=world.work)
                 progress(f"sending {what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")

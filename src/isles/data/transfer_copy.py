@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from isles.data.folders import publish, temporary_beside
 from isles.data.store import TokenStore, find_fault
-from isles.data.writer import disk_faults, sync_folder
+from isles.data.writer import disk_faults
 from isles.dist.place import Place
 from isles.errors import DataError, UserError
+from isles.rundir.manifest import sync_folder
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -61,14 +62,20 @@ class FolderCopy:
         if self._takes:
             self._guard(lambda: _write_all(self._open(file), piece))
 
-    def finish(self, sender: str) -> None:
+    def finish(self, sender: str, progress: Callable[[str], None]) -> None:
         """Read back what was written, compare it with the hashes, and give it its name.
+
+        It takes as long as a disk needs for all of it.
+
+        Args:
+            sender: where it came from, for messages.
+            progress: told how far it is.
 
         Raises:
             DataError: it could not be read or written, or is not what was sent.
         """
         if self._takes:
-            self._guard(lambda: self._verify(sender))
+            self._guard(lambda: self._verify(sender, progress))
         if self._fault is not None:
             raise self._fault
 
@@ -82,21 +89,22 @@ class FolderCopy:
     def _done_with_file(self) -> None:
         if self._stream is not None:
             stream, self._stream = self._stream[1], None
-            with stream:
-                if self._takes:
-                    os.fsync(stream.fileno())
+            stream.close()
 
     def _make(self, files: Sequence[tuple[str, int]]) -> None:
         self._temporary.mkdir()
         for file, _ in files:  # a file without bytes has no pieces
             (self._temporary / file).touch()
 
-    def _verify(self, sender: str) -> None:
+    def _verify(self, sender: str, progress: Callable[[str], None]) -> None:
         self._done_with_file()
+        for path in self._temporary.iterdir():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
         fault = find_fault(self._temporary)
         if fault is None:
             try:
-                TokenStore.open(self._temporary).verify()
+                TokenStore.open(self._temporary).verify(progress)
             except DataError as error:
                 fault = error.what
         if fault is not None:

@@ -21,6 +21,7 @@ from isles.data.encode import Encoded, Encoder
 from isles.data.rng import Int64Array
 from isles.data.store import DOCUMENTS, FORMAT, MANIFEST, TOKENS, TRAINED
 from isles.errors import DataError
+from isles.rundir.manifest import sync_folder
 
 _SYNC_BYTES = 256 * 2**20
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
@@ -208,12 +209,3 @@ def _write_synced(path: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder down to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,6 +21,9 @@ from isles.rundir.manifest import PARTIAL_PREFIX, hash_file
 _LOOK_S, _LOOK_EVERY_S = 5.0, 0.05
 """A file system of the network may show a new file a moment later than it was written."""
 
+_SHOW_S = 60.0
+"""Longest wait until a disk shows what another host that shares it has written there."""
+
 _LOCAL = frozenset(
     (
         *("apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs"),
@@ -84,7 +87,7 @@ def find_disks(world: World, folder: Path) -> Disks:
 
     name, word = world.main_first(write)
     try:
-        sees = world.rank == 0 or (me.is_leader and _sees(folder / name, word))
+        sees = world.rank == 0 or (me.is_leader and _sees_any([(folder / name, word)]))
         found = world.gather((me, sees))
     finally:
         if world.is_main:
@@ -129,22 +132,82 @@ def spread_folder(
     wanted = found[sender][0]
     source = disks.keeper(sender)
     takers = tuple(r for r in keepers if r != source and found[r][0] != wanted)
+    if not takers or not wanted:
+        return
+    lacks = world.rank in takers
+    if len(takers) > 1:
+        takers = _one_for_each_disk(takers, folder, world)
     parcels = [
         Parcel(name, whole(size), sender, takers, sha256) for name, (size, sha256) in wanted.items()
     ]
-    if not takers or not parcels:
-        return
     partial = folder.with_name(f"{PARTIAL_PREFIX}{folder.name}-{world.rank}")
     takes = world.rank in takers
     if takes:
         shutil.rmtree(partial, ignore_errors=True)
     try:
         send_parcels(parcels, partial if takes else folder, world, world.work, progress=progress)
-        # The other ranks of a node read it from now on.
         raise_first(world.gather(_publish(partial, folder, world) if takes else None))
+        # The other ranks of a node read it from now on.
+        missed = _await_files(folder, wanted, world) if lacks and not takes else None
+        raise_first(world.gather(missed, group=world.work))
     finally:
         if takes:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _one_for_each_disk(takers: tuple[int, ...], folder: Path, world: World) -> tuple[int, ...]:
+    """Of takers that share a disk which the head does not see, the first alone takes.
+
+    All ranks must call this.
+    """
+    word = uuid.uuid4().hex
+    probe = folder.with_name(f".probe-{word[:8]}")
+    fault: UserError | None = None
+    if world.rank in takers:
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_text(word, encoding="ascii")
+        except OSError as error:
+            fault = _disk_fault(error, folder, world)
+    try:
+        found = world.gather((probe.name, word, fault))
+        raise_first([other for _, _, other in found])
+        is_second = False
+        if world.rank in takers:
+            before = [found[rank] for rank in takers if rank < world.rank]
+            is_second = _sees_any([(probe.with_name(name), said) for name, said, _ in before])
+        second = world.gather(is_second)
+    finally:
+        if world.rank in takers:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    return tuple(rank for rank in takers if not second[rank])
+
+
+def _await_files(
+    folder: Path, wanted: dict[str, tuple[int, str]], world: World
+) -> TrainingError | None:
+    """Wait until this host sees what another one has written on the disk that they share."""
+    end = time.monotonic() + _SHOW_S
+    while True:
+        lacks = [name for name, (size, _) in wanted.items() if _size(folder / name) != size]
+        if not lacks:
+            return None
+        if time.monotonic() > end:
+            return TrainingError(
+                f"{lacks[0]} does not show here {_SHOW_S:.0f} s after another host wrote it on "
+                "this disk, which they share",
+                where=f"{folder}, rank {world.rank} on {world.host}",
+                fix="look after the network and the server of this file system",
+            )
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _publish(partial: Path, folder: Path, world: World) -> UserError | None:
@@ -174,13 +237,17 @@ def _contents(folder: Path) -> dict[str, tuple[int, str]]:
     }
 
 
-def _sees(probe: Path, word: str) -> bool:
-    """Whether the file is there, and says this."""
-    end = time.monotonic() + (0 if _kind(probe.parent) in _LOCAL else _LOOK_S)
+def _sees_any(probes: Sequence[tuple[Path, str]]) -> bool:
+    """Whether one of these files, all in one folder, is there and says its word."""
+    if not probes:
+        return False
+    is_local = _kind(probes[0][0].parent) in _LOCAL
+    end = time.monotonic() + (0 if is_local else _LOOK_S)
     while True:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if probe.read_text(encoding="ascii") == word:
-                return True
+        for probe, word in probes:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                if probe.read_text(encoding="ascii") == word:
+                    return True
         if time.monotonic() > end:
             return False
         time.sleep(_LOOK_EVERY_S)

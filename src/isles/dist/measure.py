@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -12,6 +13,32 @@ from isles.dist.world import World
 
 _LINK_BYTES = 32 * 2**20
 _LINK_REPEATS = 3
+
+
+class Company:
+    """Ranks that measure at the same time, as they will compute at the same time.
+
+    Whether some of them share processors, as virtual machines of one computer do, cannot be known.
+    One that measured while the others were not yet there, or done, would seem faster than it is.
+
+    Args:
+        world: all ranks, each of which must call the same.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._group = world.control
+
+    def begin(self) -> None:
+        """Wait until all are there."""
+        dist.barrier(group=self._group)
+
+    def go_on(self, work: Callable[[], object]) -> None:
+        """Keep this rank at work until all have come here."""
+        others = dist.barrier(group=self._group, async_op=True)
+        assert others is not None  # it is, of a group that this rank is in
+        while not others.is_completed():
+            work()
+        others.wait()
 
 
 def least_memory_bytes(world: World) -> int:

@@ -19,6 +19,7 @@ from isles.launch.node import READY
 from isles.launch.shell import Shell
 
 _SSH_FAILED = 255
+_CANNOT_RUN, _NOT_FOUND = 126, 127
 _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
@@ -182,9 +183,16 @@ class Channel:
                 fix="make it there, name another in clusters[0].workdir, or let isles copy this "
                 "one: clusters[0].sync",
             )
-        words = noise.strip().splitlines()
+        words = noise.strip().splitlines() or [f"exit status {code}"]
+        if code not in (_CANNOT_RUN, _NOT_FOUND):
+            return PreflightError(
+                f"the environment cannot be set up there: {words[-1]}",
+                where=where,
+                fix="correct setup, modules, venv or conda in clusters[0].environment; by hand: "
+                f"ssh {self.shell.destination}",
+            )
         return PreflightError(
-            f"{self._python} cannot be run there: {words[-1] if words else f'exit status {code}'}",
+            f"{self._python} cannot be run there: {words[-1]}",
             where=where,
             fix="name the right Python in clusters[0].environment (venv, conda or python)",
         )

@@ -14,11 +14,14 @@ from typing import Any
 from isles import __version__
 from isles.config.resolve import load_resolved
 from isles.errors import CommunicationError, PreflightError, UserError
+from isles.facts.text import printable
+from isles.launch.detached import start_detached
 from isles.launch.manual import node_environ
 from isles.launch.node_place import make_place
 from isles.rundir.fleet import Fleet
 from isles.rundir.pace import HELLO_S
 from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.refusals import clear_errors
 from isles.rundir.wire import NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
@@ -62,17 +65,12 @@ def join(
     files = _fetch(target, digest, timeout_s, say)
     if files.get("isles") != __version__:
         raise PreflightError(
-            f"the first node has isles {files.get('isles')}, this host has {__version__}",
+            f"the first node has isles {printable(str(files.get('isles')), longest=40)}, this host "
+            f"has {__version__}",
             where=f"host {socket.gethostname()}",
             fix=f"install the same isles on both; here, in {sys.executable}",
         )
-    if not hashlib.sha256(files["resolved"].encode()).hexdigest().startswith(digest):
-        raise PreflightError(
-            f"what {target} has sent is not the run whose digest begins with {digest}",
-            where=f"host {socket.gethostname()}",
-            fix="type the command again as `isles train` has printed it",
-        )
-    fleet = Fleet.of(files["fleet"])
+    fleet = _checked(files, target, digest)
     if not 0 < node < len(fleet.nodes):
         raise UserError(
             f"there is no node {node} to join",
@@ -83,21 +81,42 @@ def join(
     folder = (output_dir or Path(config.output_dir)).expanduser().absolute()
     run_dir = RunDir(folder / files["run"])
     attempt = run_dir.attempt(int(files["attempt"]))
-    folder.mkdir(parents=True, exist_ok=True)
+    with clear_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     make_place(run_dir, attempt, files)
     command = [sys.executable, "-m", "isles.train.agent", str(run_dir.path)]
     command += ["--attempt", str(attempt.number), "--node", str(node)]
     log = attempt.node_log(node)
-    with log.open("ab") as stream:
-        process = subprocess.Popen(
-            command,
-            env=node_environ(run_dir, fleet, node),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    with clear_errors(log), log.open("ab") as stream:
+        environ = node_environ(run_dir, fleet, node)
+        process = start_detached(command, environ, stream, attempt.path)
     return Joined(run_dir, attempt, process, log)
+
+
+def _checked(files: dict[str, Any], target: str, digest: str) -> Fleet:
+    """The nodes, from files of which nothing leads out of the folder where runs are.
+
+    Raises:
+        PreflightError: they are not those of this run.
+    """
+    try:
+        run, resolved = files["run"], files["resolved"]
+        found = hashlib.sha256(resolved.encode()).hexdigest()
+        fleet = Fleet.of(files["fleet"])
+        is_right = found.startswith(digest) and fleet.digest == found
+        # A name that is one folder, and shown by ls.
+        is_right = is_right and Path(run).name == run and run.isprintable() and run[0] != "."
+        is_right = is_right and int(files["attempt"]) > 0 and isinstance(files["text"], str)
+        is_right = is_right and bool(fleet.nodes) and "begun_at" in files and "born_at" in files
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise PreflightError(
+            f"what {target} has sent is not the run whose digest begins with {digest}",
+            where=f"host {socket.gethostname()}",
+            fix="type the command again as `isles train` has printed it",
+        )
+    return fleet
 
 
 def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, Any]:
@@ -112,7 +131,8 @@ def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, An
     began = said_at = time.monotonic()
     while True:
         try:
-            return _ask(address, int(port), digest)
+            left_s = max(1.0, timeout_s - (time.monotonic() - began))
+            return _ask(address, int(port), digest, min(HELLO_S, left_s))
         except (OSError, ValueError) as error:  # ValueError: no message of ours, no name of a host
             last = error
         now = time.monotonic()
@@ -129,11 +149,11 @@ def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, An
     )
 
 
-def _ask(address: str, port: int, digest: str) -> dict[str, Any]:
+def _ask(address: str, port: int, digest: str, timeout_s: float) -> dict[str, Any]:
     wire = Wire(socket.create_connection((address, port), timeout=_CONNECT_S))
     try:
         wire.send({"fetch": digest})
-        answer = wire.receive(HELLO_S)
+        answer = wire.receive(timeout_s)
     finally:
         wire.close()
     if answer is None:

@@ -11,12 +11,13 @@ from pathlib import Path
 import psutil
 
 from isles.config.cluster import ClusterConfig
-from isles.errors import UserError
 from isles.launch.base import Job, JobId, JobState
+from isles.launch.detached import start_detached
 from isles.rundir.begin import write_launch
 from isles.rundir.env import inherited, rank_defaults
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.refusals import clear_errors
 from isles.rundir.signals import kill_now
 
 
@@ -79,22 +80,9 @@ class LocalLauncher:
         Raises:
             UserError: the machine cannot start a process.
         """
-        try:
-            with job.attempt.agent_log.open("ab") as log:
-                child = subprocess.Popen(
-                    job.command,
-                    env={**self._environ, **self._added(job)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise UserError(
-                f"the run cannot be started: {error.strerror or error}",
-                where=str(error.filename or job.attempt.path),
-                fix="make room for a new process or file on this machine, then start again",
-            ) from error
+        with clear_errors(job.attempt.path), job.attempt.agent_log.open("ab") as log:
+            environ = {**self._environ, **self._added(job)}
+            child = start_detached(job.command, environ, log, job.attempt.path)
         self._children[child.pid] = child
         # Even a child that has ended keeps its pid and start time until it is waited for.
         process = ProcessId.of(child.pid)

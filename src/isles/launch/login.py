@@ -55,8 +55,8 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     launcher = loaded.config.clusters[0].launcher
     assert isinstance(launcher, QueueSection)
     assert launcher.login is not None
-    there = f"/tmp/isles-login-{secrets.token_hex(16)}/{loaded.path.name}"
-    lines, python = _setting(loaded)
+    there = place_there(loaded)
+    lines, python = login_setting(loaded)
     said = _Said(Shell(launcher.login), there, str(loaded.path))
     script = _script(there, lines, python, options)
     code = said.listen(["bash", "-c", script], loaded.text, options)
@@ -84,12 +84,18 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
         hosts=(launcher.login,),
         started_at=time.time(),
     )
-    remember(Path(loaded.config.output_dir).expanduser(), remote, options.warn)
+    output_dir = Path(loaded.config.output_dir).expanduser()
+    remote = remember(output_dir, remote, options.warn)
     run_dir = RunDir(path)
     return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
 
 
-def _setting(loaded: Loaded) -> tuple[list[str], str]:
+def place_there(loaded: Loaded) -> str:
+    """Where the run file lies on the login node for as long as isles there reads it."""
+    return f"/tmp/isles-login-{secrets.token_hex(16)}/{loaded.path.name}"
+
+
+def login_setting(loaded: Loaded) -> tuple[list[str], str]:
     """What comes before Python on the login node, and its Python."""
     cluster = loaded.config.clusters[0]
     lines = setting_lines(cluster, cluster.workdir or ".")
@@ -100,10 +106,20 @@ def _setting(loaded: Loaded) -> tuple[list[str], str]:
 
 
 def _script(there: str, lines: list[str], python: str, options: StartOptions) -> str:
-    """The bash that takes the run file from stdin and starts it there."""
-    folder, file = there.rpartition("/")[0], shlex.quote(there)
     words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]
     words += [f"--resume={options.resume}", "--dry-run" if options.dry_run else "--announce"]
+    return copied_file_script(there, lines, python, words)
+
+
+def copied_file_script(there: str, lines: list[str], python: str, words: list[str]) -> str:
+    """The bash that takes the run file from stdin and calls isles with it.
+
+    Args:
+        there: as `place_there`.
+        lines, python: as `login_setting`.
+        words: the verb and what follows it.
+    """
+    folder, file = there.rpartition("/")[0], shlex.quote(there)
     return "\n".join(
         [
             f"mkdir -m 700 {folder} && trap 'rm -rf {folder}' EXIT && cat >{file} || exit 1",

@@ -11,10 +11,9 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 import psutil
 
@@ -25,17 +24,21 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.facts.units import format_duration
+from isles.launch.detached import start_detached
 from isles.launch.network import network_variables
 from isles.launch.node_facts import free_port
 from isles.launch.setting import quoted, setting_lines
 from isles.launch.verbs import require_train
 from isles.rundir.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.rundir.env import hub_cache, inherited, rank_defaults
+from isles.rundir.find import typed_name
 from isles.rundir.fleet import Fleet, FleetNode, read_fleet
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
+from isles.rundir.refusals import clear_errors
 from isles.rundir.state import attempt_state
 from isles.rundir.trackers import require_trackers
+from isles.rundir.turns import one_after_another
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
@@ -101,33 +104,30 @@ def lead(run_dir: RunDir) -> tuple[Attempt, ProcessId]:
             fix="`isles train run.yaml` with launcher: {kind: manual} makes one, and says what to "
             "type",
         )
-    if attempt.outcome.exists() or attempt_state(run_dir, attempt).is_alive:
-        is_over = attempt.outcome.exists()
+    with clear_errors(attempt.path):
+        log = attempt.agent_log.open("ab")
+    with log, one_after_another(log):
+        # Of two that are typed at once, the second must find the first on its way.
+        _refuse_second(run_dir, attempt)
+        return attempt, _start_supervisor(run_dir, attempt, fleet, log)
+
+
+def _refuse_second(run_dir: RunDir, attempt: Attempt) -> None:
+    is_over = attempt.outcome.exists()
+    if is_over or attempt_state(run_dir, attempt).is_alive:
         raise UserError(
             f"{run_dir.name} {'has ended' if is_over else 'is on its way already'}",
             where=str(attempt.path),
             fix="`isles train run.yaml` makes it ready once more"
             if is_over
-            else f"isles status {run_dir.name}",
+            else f"isles status {typed_name(run_dir)}",
         )
+
+
+def _start_supervisor(run_dir: RunDir, attempt: Attempt, fleet: Fleet, log: IO[bytes]) -> ProcessId:
     words = [sys.executable, "-m", "isles.train.supervisor", str(run_dir.path.absolute())]
     command = (*words, "--attempt", str(attempt.number))
-    try:
-        with attempt.agent_log.open("ab") as log:
-            child = subprocess.Popen(
-                command,
-                env=node_environ(run_dir, fleet, 0),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise UserError(
-            f"the run cannot be started: {error.strerror or error}",
-            where=str(error.filename or attempt.path),
-            fix="make room for a new process or file on this machine, then start again",
-        ) from error
+    child = start_detached(command, node_environ(run_dir, fleet, 0), log, attempt.path)
     process = ProcessId.of(child.pid)
     write_launch(
         attempt,
@@ -137,7 +137,7 @@ def lead(run_dir: RunDir) -> tuple[Attempt, ProcessId]:
         command=command,
         resumed_from=Path(fleet.resume_from) if fleet.resume_from else None,
     )
-    return attempt, process
+    return process
 
 
 def node_environ(run_dir: RunDir, fleet: Fleet, node: int) -> dict[str, str]:

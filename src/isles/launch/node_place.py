@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+from errno import EEXIST, ENOENT, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from isles.rundir.fleet import Fleet
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record, write_text_atomic
 from isles.rundir.refusals import clear_errors
+
+_TRIES = 20
 
 
 def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
@@ -28,25 +33,54 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
         UserError: a run of this node's own is there, or the folder cannot be written.
     """
     with clear_errors(run_dir.path):
-        launch = read_record(attempt.launch)
-        if launch is not None and launch.get("begun_at") == args["begun_at"]:
-            return True
-        mark = {"head": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
-        _clear(run_dir, mark)
-        if attempt.path.exists():
-            attempt.path.rename(_aside(attempt.path))
-        attempt.path.mkdir(parents=True)
-        write_record(run_dir.node_of, mark)
-        write_text_atomic(run_dir.resolved, args["resolved"])
-        write_text_atomic(run_dir.run_file, args["text"])
-        Fleet.of(args["fleet"]).write(attempt)
-        write_record(attempt.launch, {"attempt": attempt.number, "begun_at": args["begun_at"]})
-    return False
+        for left in reversed(range(_TRIES)):
+            launch = read_record(attempt.launch)
+            if launch is not None and launch.get("begun_at") == args["begun_at"]:
+                return True
+            try:
+                _make(run_dir, attempt, args)
+            except OSError as error:
+                # Another process makes it at this moment: here, or on a host that has this disk.
+                if not left or error.errno not in (ENOENT, EEXIST, ENOTEMPTY):
+                    raise
+            else:
+                return False
+    raise AssertionError("the last try has raised")
+
+
+def _make(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> None:
+    """Each step is whole or not done; the folder of the attempt comes last, with all that it has.
+
+    Raises:
+        FileNotFoundError, OSError: somebody else was quicker, among other reasons.
+    """
+    mark = {"head": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
+    _clear(run_dir, mark)
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    write_record(run_dir.node_of, mark)
+    attempt.path.parent.mkdir(exist_ok=True)
+    if attempt.path.exists():
+        _put_aside(attempt, args["begun_at"])
+    write_text_atomic(run_dir.resolved, args["resolved"])
+    write_text_atomic(run_dir.run_file, args["text"])
+    folder = tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=attempt.path.parent)
+    staged = Attempt(Path(folder), attempt.number)
+    try:
+        staged.path.chmod(0o755)
+        Fleet.of(args["fleet"]).write(staged)
+        write_record(staged.launch, {"attempt": attempt.number, "begun_at": args["begun_at"]})
+        staged.path.rename(attempt.path)
+    except BaseException:
+        shutil.rmtree(staged.path, ignore_errors=True)
+        raise
 
 
 def _clear(run_dir: RunDir, mark: dict[str, Any]) -> None:
     """Make way for a run: what another run of a head has left goes aside, never one of ours."""
-    if not run_dir.path.exists() or not any(run_dir.path.iterdir()):
+    if not run_dir.path.exists():
+        return
+    # Hidden: a record of another process that does the same at this moment.
+    if all(entry.name.startswith(".") for entry in run_dir.path.iterdir()):
         return
     left = read_record(run_dir.node_of)
     if left == mark:
@@ -58,6 +92,16 @@ def _clear(run_dir: RunDir, mark: dict[str, Any]) -> None:
             fix="move it away, or give the run file another name or output_dir",
         )
     run_dir.path.rename(_aside(run_dir.path))
+
+
+def _put_aside(attempt: Attempt, begun_at: Any) -> None:
+    """Move an older attempt of this number away."""
+    place = _aside(attempt.path)
+    attempt.path.rename(place)
+    moved = read_record(Attempt(place, attempt.number).launch) or {}
+    if moved.get("begun_at") == begun_at:
+        # Somebody else has just made the one that is wanted, in the moment between two looks.
+        place.rename(attempt.path)
 
 
 def _aside(path: Path) -> Path:

@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.launch.node_place import make_place
+from isles.launch.setting import path_elsewhere
 from isles.rundir.fleet import Fleet
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
@@ -50,6 +52,7 @@ class NodeStart:
         """By name, for `isles.launch.node.serve`."""
         return {
             "faults": faults,
+            "second": second,
             "begin": self.begin,
             "start": self.start,
             "wait": self.wait,
@@ -70,8 +73,9 @@ class NodeStart:
                 `dry_run`: only say what would be done.
 
         Returns:
-            run_dir, attempt (a number), note, resumed_from, begun_at, born_at (both together name
-            the attempt and the run wherever they are), fleet.
+            run_dir, elsewhere (the same on the other nodes), attempt (a number), note,
+            resumed_from, begun_at, born_at (both together name the attempt and the run wherever
+            they are), fleet.
         """
         from isles.config.resolve import load_resolved
         from isles.rundir.begin import begin_run, choose_run, new_attempt
@@ -86,6 +90,7 @@ class NodeStart:
             attempt = new_attempt(begun.run_dir, args["text"])
         found = {
             "run_dir": str(begun.run_dir.path.absolute()),
+            "elsewhere": path_elsewhere(begun.run_dir.path.absolute(), resolved.config),
             "attempt": attempt.number,
             "note": begun.note,
             "resumed_from": str(begun.resume_from.absolute()) if begun.resume_from else None,
@@ -113,7 +118,8 @@ class NodeStart:
             the head's.
         """
         fleet, node = Fleet.of(args["fleet"]), int(args["node"])
-        run_dir = RunDir(Path(args["run_dir"]))
+        path = args["run_dir"] if self._is_head else args["elsewhere"]
+        run_dir = RunDir(Path(path).expanduser())
         attempt = run_dir.attempt(args["attempt"])
         is_shared = self._is_head
         if not self._is_head:
@@ -181,13 +187,17 @@ class NodeStart:
         """
         with self._lock:
             self._is_given_up = True
-            for child, process, _ in self._children.values():
+            # All at once: an agent that outlives the supervisor would say how the run has ended.
+            for _, process, _ in self._children.values():
                 kill_now(process)
-                child.wait(timeout=_END_S)
+            attempt = self._attempt
+            if self._is_head and attempt is not None and read_record(attempt.outcome) is None:
+                write_record(attempt.outcome, _outcome(args))
+            for child, _, _ in self._children.values():
+                # Killed it is; that it is seen to end late must not cost the record below.
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=_END_S)
             self._children.clear()
-        attempt = self._attempt
-        if self._is_head and attempt is not None and read_record(attempt.outcome) is None:
-            write_record(attempt.outcome, _outcome(args))
         return {}
 
     def _watch(self) -> None:
@@ -196,13 +206,17 @@ class NodeStart:
         threading.Thread(target=self._end_if_forgotten, daemon=True).start()
 
     def _end_if_forgotten(self) -> None:
-        """End what is not kept when nothing is heard: a dead line may take hours to be noticed."""
-        while not self._is_kept and not self._is_given_up:
-            if time.monotonic() - self._heard_at > FORGOTTEN_AFTER_S:
-                what = "the machine that started the run was not heard of any more"
-                self.end({"what": f"{what} for {FORGOTTEN_AFTER_S:.0f} s, before all hosts had"})
-                os._exit(ExitCode.PREFLIGHT)
+        """End what is not kept when nothing is heard: a dead line may take hours to be noticed.
+
+        This process ends then in any case: it has nothing more to do.
+        """
+        while time.monotonic() - self._heard_at <= FORGOTTEN_AFTER_S:
             time.sleep(_LOOK_S)
+        if not self._is_kept and not self._is_given_up:
+            what = "the machine that started the run was not heard of any more"
+            self.end({"what": f"{what} for {FORGOTTEN_AFTER_S:.0f} s, before all hosts had"})
+        with self._lock:  # another thread may be at it
+            os._exit(ExitCode.PREFLIGHT)
 
     def _spawn(
         self, name: str, command: tuple[str, ...], log: Path, environ: dict[str, str]
@@ -267,6 +281,25 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     found += [*data_faults(loaded), *deepspeed_faults(loaded)]
     found += shape_faults(loaded, hub_cache())
     return {"faults": [{"what": f.what, "where": f.where, "fix": f.fix} for f in found]}
+
+
+def second(args: dict[str, Any]) -> dict[str, Any]:
+    """Whether a start would be refused because the run is on its way already.
+
+    Args:
+        args: `output_dir`, `name` and `resume`.
+
+    Returns:
+        refusal: its what, where and fix; None: it would not.
+    """
+    from isles.rundir.begin import refuse_second
+
+    folder = Path(args["output_dir"]).expanduser()
+    try:
+        refuse_second(folder, args["name"], args["resume"])
+    except UserError as error:
+        return {"refusal": {"what": error.what, "where": error.where, "fix": error.fix}}
+    return {"refusal": None}
 
 
 def _ranks_here(attempt: Attempt) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from isles.errors import PreflightError, UserError
 from isles.launch.shell import Shell
+from isles.rundir.env import NAMED
 from isles.rundir.remote import RemoteRun, write_remote
 
 STARTED = "ISLES-STARTED "
@@ -20,7 +21,7 @@ SSH_FAILED = 255
 def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
     """The bash that runs one isles command where the run directory is."""
     command = shlex.join([run.python, "-m", "isles", *words])
-    return "\n".join([*run.lines, f"exec {command}"])
+    return "\n".join([*run.lines, f"export {NAMED}={shlex.quote(run.behind)}", f"exec {command}"])
 
 
 def remote_command(run: RemoteRun, words: Sequence[str], *, host: str | None = None) -> list[str]:
@@ -57,15 +58,20 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
     return done.returncode
 
 
-def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> None:
-    """Remember a run that was started elsewhere; it goes on also where that cannot be done here."""
+def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> RemoteRun:
+    """Remember a run that was started elsewhere; it goes on also where that cannot be done here.
+
+    Returns:
+        The run, as it is found again.
+    """
     try:
-        write_remote(output_dir, run)
+        return write_remote(output_dir, run)
     except UserError as error:
         warn(
             f"{run.name} has started, and cannot be remembered here: {error.what} ({error.where}); "
             f"isles status, logs and stop find it on {run.ssh}: {run.path}"
         )
+        return run
 
 
 def lost_python(host: str, python: str, noise: str, code: int) -> PreflightError | None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isles.config.launcher import PbsLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.errors import UserError
+from isles.errors import PreflightError, UserError
 from isles.launch.pbs_queue import Dialect, Pbs, dialect_note, last_line
 from isles.launch.pbs_script import InRunDir, pbs_script
 from isles.launch.queue import refresh
 from isles.launch.queue_start import (
+    SUBMIT_PATIENCE,
     check_packages,
+    find_lost,
     in_workdir,
     refresh_last,
     refuse_arrays,
     settle,
-    withdraw,
+    submission,
 )
 from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
 from isles.rundir.env import pbs_job
@@ -68,13 +72,10 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
             options.say(begun.note)
         run_dir = RunDir(begun.run_dir.path.absolute())
         attempt = new_attempt(run_dir, loaded.text)
-        try:
+        with submission(begun, attempt):
             text = _script(resolved, launcher, dialect, run_dir, attempt, begun, workdir)
             write_text_atomic(attempt.script, text)
             job_id = _submit(pbs, attempt, loaded)
-        except BaseException:
-            withdraw(begun, attempt)
-            raise
         write_record(dialect_note(attempt), {"dialect": dialect})
         write_job_launch(
             attempt,
@@ -129,7 +130,13 @@ def _script(
 
 def _submit(pbs: Pbs, attempt: Attempt, loaded: Loaded) -> str:
     """Hand the script to PBS; the job's id."""
-    done = pbs.run("qsub", str(attempt.script))
+    patient = replace(pbs, ask_s=SUBMIT_PATIENCE * pbs.ask_s)
+    try:
+        done = patient.run("qsub", str(attempt.script))
+    except PreflightError as error:
+        if shutil.which(pbs.path("qsub")) is None:
+            raise
+        return find_lost(lambda: pbs.find_by_output(str(attempt.path / "pbs.out")), error)
     words = done.stdout.split()
     if done.returncode == 0 and words and _JOB.match(words[-1]):
         return words[-1]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.pbs_reasons import ended_reason, pending_reason
-from isles.launch.queue import JobReport, JobWord
+from isles.launch.queue import ASK_S, JobReport, JobWord
 from isles.launch.shell import Result, Shell
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
@@ -19,9 +19,6 @@ from isles.rundir.restarts import newest_step
 from isles.rundir.stop_request import request_stop
 
 Dialect = Literal["openpbs", "torque"]
-
-_ASK_S = 20.0
-"""Longest wait for a command of PBS: its server may be busy for some seconds."""
 
 _RUNNING = ("R", "E", "B", "S", "U")
 _WAITING = ("Q", "H", "W", "T", "M")
@@ -35,10 +32,12 @@ class Pbs:
     Args:
         bin_path: the folder that they are in; None: on PATH.
         shell: where they run.
+        ask_s: longest wait for one of them: the server may be busy for some seconds.
     """
 
     bin_path: str | None = None
     shell: Shell = field(default_factory=Shell)
+    ask_s: float = ASK_S
 
     def run(self, command: str, *args: str) -> Result:
         """Run one of them.
@@ -46,11 +45,26 @@ class Pbs:
         Raises:
             PreflightError: it is not here, or does not answer in time.
         """
-        return self.shell.run([self.path(command), *args], timeout_s=_ASK_S)
+        return self.shell.run([self.path(command), *args], timeout_s=self.ask_s)
 
     def path(self, command: str) -> str:
         """One of them, as it is typed."""
         return str(Path(self.bin_path).expanduser() / command) if self.bin_path else command
+
+    def find_by_output(self, output: str) -> str | None:
+        """The job whose output goes to this file, which no other job has; None: there is none.
+
+        Raises:
+            PreflightError: PBS does not answer.
+        """
+        done = self.run("qstat", "-f")
+        if done.returncode:
+            raise PreflightError(last_line(done), where=f"{self.path('qstat')} -f")
+        for text in re.split(r"^Job Id: ", done.stdout, flags=re.MULTILINE)[1:]:
+            to = read_attributes(text).get("Output_Path", "")
+            if to == output or to.endswith(f":{output}"):
+                return text.split()[0]
+        return None
 
     def dialect(self) -> Dialect:
         """Which PBS it is, by what `qstat --version` says.
@@ -94,12 +108,14 @@ class PbsJob:
     pbs: Pbs
 
     @classmethod
-    def of(cls, run_dir: RunDir, attempt: Attempt, launch: dict[str, Any]) -> PbsJob:
+    def of(
+        cls, run_dir: RunDir, attempt: Attempt, launch: dict[str, Any], *, ask_s: float = ASK_S
+    ) -> PbsJob:
         """The job that a launch record names, or the one that it was submitted again as."""
         noted = (read_record(dialect_note(attempt)) or {}).get("dialect")
         dialect: Dialect = "torque" if noted == "torque" else "openpbs"
         job_id = last_submitted(attempt) or str(launch["job_id"])
-        return cls(run_dir, attempt, job_id, dialect, Pbs(launch.get("bin_path")))
+        return cls(run_dir, attempt, job_id, dialect, Pbs(launch.get("bin_path"), ask_s=ask_s))
 
     @property
     def text(self) -> str:
@@ -120,6 +136,9 @@ class PbsJob:
             where=f"{self.pbs.path('qstat')} {' '.join(words)}",
             fix="is the PBS server up? qstat -B",
         )
+
+    def hasten(self, report: JobReport) -> None:
+        """PBS holds no job for having been queued again."""
 
     def cancel(self, *, now: bool) -> None:
         """End it; see `QueueJob.cancel`."""

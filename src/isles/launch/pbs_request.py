@@ -36,7 +36,8 @@ def request_lines(
         output: where PBS puts what the script prints; None: where it likes.
 
     Raises:
-        ConfigError: a memory size that cannot be multiplied, for Torque.
+        ConfigError: a memory size that cannot be multiplied, for Torque; an output that PBS would
+            take for that of another host.
     """
     lines = [f"-N {name[:_TORQUE_NAME] if dialect == 'torque' else name}"]
     lines += [
@@ -45,11 +46,17 @@ def request_lines(
     if launcher.time is not None:
         lines.append(f"-l walltime={clock(launcher.time)}")
     if launcher.queue is not None:
-        lines.append(f"-q {launcher.queue}")
+        lines.append(f"-q {shlex.quote(launcher.queue)}")
     if launcher.account is not None:
-        lines.append(f"-A {launcher.account}")
+        lines.append(f"-A {shlex.quote(launcher.account)}")
     lines.append(f"-r {'y' if launcher.requeue else 'n'}")
     lines.append("-j oe")
+    if output is not None and ":" in output:
+        raise ConfigError(
+            f"PBS takes what stands before the colon for a host: {output}",
+            where="output_dir",
+            fix="set output_dir to a folder without a colon",
+        )
     if output is not None:
         lines.append(f"-o {shlex.quote(output)}")
     return [*lines, *launcher.extra]

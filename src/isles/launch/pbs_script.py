@@ -15,10 +15,13 @@ from isles.launch.pbs_request import cpus_of, request_lines
 from isles.launch.rank_command import rank_command
 from isles.launch.script_template import fill_template
 from isles.launch.setting import python_of
-from isles.launch.torchrun import node_lines, runs_pattern
+from isles.launch.torchrun import MOST_TIMES, node_lines, runs_pattern
 
 _END_S = 45
 """How long a node may take to end its ranks: torchrun gives them 30 s."""
+
+_SUBMIT_S = 60
+"""Longest wait for qsub when a job submits itself again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,13 @@ class InRunDir:
         path: the run directory, absolute.
         attempt: the number of this start.
         resume_from: a checkpoint that was asked for by name.
+        only_check_s: the job only looks at its nodes, and waits so long for one answer.
     """
 
     path: str
     attempt: int
     resume_from: str | None = None
+    only_check_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,20 @@ def pbs_script(
         save_after=save_after,
         requeue=launcher.requeue,
         runs=runs_pattern(config, workdir),
+        most_times=MOST_TIMES,
+        submit_s=_SUBMIT_S,
+        **_check_values(place, launcher),
     )
+
+
+def _check_values(place: InRunDir | Alone, launcher: PbsLauncherConfig) -> dict[str, object]:
+    """What the template says of step 0, which needs a run directory."""
+    only_s = place.only_check_s if isinstance(place, InRunDir) else None
+    return {
+        "check": isinstance(place, InRunDir) and (launcher.check or only_s is not None),
+        "check_only": only_s is not None,
+        "check_options": f" --timeout {only_s:.0f}" if only_s is not None else "",
+    }
 
 
 def _node_values(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -16,7 +18,7 @@ from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.launcher import QueueSection
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
-from isles.errors import ConfigError, ConfigErrors
+from isles.errors import ConfigError, ConfigErrors, ExitCode, PreflightError
 from isles.launch.queue import refresh
 from isles.launch.setting import python_of
 from isles.launch.verbs import require_train
@@ -24,6 +26,7 @@ from isles.rundir.begin import Begun
 from isles.rundir.env import hub_cache
 from isles.rundir.find import numbered_runs
 from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.records import write_record
 from isles.rundir.trackers import require_trackers
 
 
@@ -47,6 +50,32 @@ def refuse_arrays(loaded: Loaded, pattern: re.Pattern[str]) -> None:
                 fix="delete it, and start each run of a series by an `isles train` of its own, "
                 "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
             )
+
+
+def refuse_cut_options(loaded: Loaded) -> None:
+    """Refuse an option of `extra` of which sbatch would read a part, for a comment begins there.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    launcher = loaded.config.clusters[0].launcher
+    assert isinstance(launcher, QueueSection)
+    for index, option in enumerate(launcher.extra):
+        try:
+            words, read = shlex.split(option), shlex.split(option, comments=True)
+        except ValueError:
+            what, fix = (
+                f"a quotation has no end: {option}",
+                "close it, or put a backslash before it",
+            )
+        else:
+            if words == read:
+                continue
+            what = f"# begins a comment: sbatch would read only {' '.join(read)}"
+            key, _, value = option.partition("=")
+            fix = f'put the value in quotation marks: {key}="{value}"'
+        where = loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher")
+        raise ConfigError(what, where=where, fix=fix)
 
 
 def workdir_of(loaded: Loaded) -> Path:
@@ -118,7 +147,7 @@ def check_packages(resolved: Resolved) -> None:
 
 def refresh_last(resolved: Resolved, resume: str) -> None:
     """Ask the queue about the run that this start would go on with, so that nobody takes a job
-    that has ended meanwhile for one that runs."""
+    that has ended meanwhile for one that runs. One that was queued again need not wait longer."""
     if resume == "no":
         return
     folder = Path(resolved.config.output_dir).expanduser()
@@ -129,11 +158,82 @@ def refresh_last(resolved: Resolved, resume: str) -> None:
     for run in runs:
         attempt = run.last_attempt()
         if attempt is not None:
-            refresh(run, attempt, max_age_s=0.0)
+            refresh(run, attempt, max_age_s=0.0, hasten=True)
 
 
-def withdraw(begun: Begun, attempt: Attempt) -> None:
+SUBMIT_PATIENCE = 3.0
+"""A submission is waited for so many times longer than the answer to a question."""
+
+
+class LostSubmission(PreflightError):
+    """It is not known whether the scheduler has a job or not."""
+
+
+def find_lost(find: Callable[[], str | None], error: PreflightError) -> str:
+    """The id of a job whose submission was not answered in time, if the scheduler has it.
+
+    Args:
+        find: looks for it in the queue; may raise PreflightError.
+        error: what became of the submission.
+
+    Raises:
+        LostSubmission: it is not there, or the queue does not answer either.
+    """
+    try:
+        job_id = find()
+        seen = "no job of it is in the queue"
+    except PreflightError as fault:
+        job_id, seen = None, f"the queue cannot be looked at: {fault.what}"
+    if job_id is not None:
+        return job_id
+    raise LostSubmission(
+        f"{error.what}; {seen}",
+        where=error.where,
+        fix="try again when the scheduler answers; should it have taken the job all the same, that "
+        "one ends as soon as it begins",
+    ) from error
+
+
+def _strand(attempt: Attempt, error: LostSubmission) -> None:
+    """Put on record that a start was given up. A job of it that was taken all the same looks there
+    first, and ends: never do two jobs train one run."""
+    record = {
+        "rank": None,
+        "host": None,
+        "at": time.time(),
+        "kind": "LostSubmission",
+        "what": error.what,
+        "where": error.where,
+        "fix": error.fix,
+        "exit_code": int(ExitCode.PREFLIGHT),
+        "is_communication": False,
+        "traceback": None,
+    }
+    outcome = {"state": "failed", "exit_code": int(ExitCode.PREFLIGHT), "step": None}
+    outcome |= {"reason": error.what, "at": time.time(), "error": record}
+    write_record(attempt.outcome, outcome)
+
+
+def _withdraw(begun: Begun, attempt: Attempt) -> None:
     """Nothing was submitted: leave no trace of it, neither a start nor a run without one."""
     shutil.rmtree(attempt.path, ignore_errors=True)
     if not begun.resumed and not begun.run_dir.attempts():
         shutil.rmtree(begun.run_dir.path, ignore_errors=True)
+
+
+@contextmanager
+def submission(begun: Begun, attempt: Attempt) -> Iterator[None]:
+    """While a job is submitted: what fails leaves no trace, and what may not have failed does.
+
+    Args:
+        begun: the run.
+        attempt: this start of it.
+    """
+    try:
+        yield
+    except LostSubmission as error:
+        _strand(attempt, error)
+        raise
+    except BaseException:
+        _withdraw(begun, attempt)
+        raise

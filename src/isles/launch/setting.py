@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from isles.config.cluster import ClusterConfig
-from isles.config.environment import EnvironmentConfig
+if TYPE_CHECKING:  # a node uses this file without run files, whose classes take long to import
+    from isles.config.cluster import ClusterConfig
+    from isles.config.environment import EnvironmentConfig
+    from isles.config.run import RunConfig
 
 
-def setting_lines(cluster: ClusterConfig, workdir: str) -> list[str]:
+def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = False) -> list[str]:
     """What a script or a remote command begins with, one line of bash each; `set -e` is not
     assumed, and every line that can fail says so in words and ends the shell with 1.
 
     Args:
         cluster: the cluster.
         workdir: the folder in which the ranks run.
+        is_login: whether a login shell reads them, as in the job scripts.
     """
     environment = cluster.environment
-    lines = [f"cd {quoted(workdir)} || exit 1", *environment.setup]
-    lines += [f"module load {shlex.quote(name)} || exit 1" for name in environment.modules]
+    lines = [f"cd {quoted(workdir)} || exit 1", *tool_lines(environment, is_login=is_login)]
     if environment.venv is not None:
         lines.append(f"source {quoted(environment.venv)}/bin/activate || exit 1")
     if environment.conda is not None:
@@ -32,9 +36,44 @@ def setting_lines(cluster: ClusterConfig, workdir: str) -> list[str]:
     return lines
 
 
+def tool_lines(environment: EnvironmentConfig, *, is_login: bool = False) -> list[str]:
+    """What comes before the Python environment itself: the user's own lines, modules, conda.
+
+    A shell that ssh starts for a command is no login shell, and often knows neither the command
+    module, which /etc/profile defines, nor conda, which an interactive ~/.bashrc puts on PATH.
+    """
+    lines = [_FIND_MODULE] if environment.modules and not is_login else []
+    lines += environment.setup
+    lines += [f"module load {shlex.quote(name)} || exit 1" for name in environment.modules]
+    return [*lines, _FIND_CONDA] if environment.conda is not None and not is_login else lines
+
+
+_FIND_MODULE = "type module >/dev/null 2>&1 || source /etc/profile"
+_FIND_CONDA = "type conda >/dev/null 2>&1 || PATH=$PATH:" + ":".join(
+    f"{place}/condabin"
+    for place in ("~/miniforge3", "~/miniconda3", "~/mambaforge", "~/anaconda3", "/opt/conda")
+)
+
+
 def quoted(path: str) -> str:
     """A path as a word of bash on a node; a leading ~/ is the home of the user there."""
-    return f"~/{shlex.quote(path[2:])}" if path[:2] == "~/" and path[2:] else shlex.quote(path)
+    if path in ("~", "~/"):
+        return "~"
+    return f"~/{shlex.quote(path[2:])}" if path[:2] == "~/" else shlex.quote(path)
+
+
+def path_elsewhere(run_dir: Path, config: RunConfig) -> str:
+    """A run directory as the other hosts of the run name it; asked of its own host.
+
+    Where the run file has it in a home, it is in the home of each host's own user.
+    """
+    workdir = config.clusters[0].workdir or ""
+    is_relative = not Path(config.output_dir).is_absolute()
+    if config.output_dir.startswith("~/") or (is_relative and workdir.startswith("~")):
+        for home in (Path.home(), Path.home().resolve()):
+            if run_dir.is_relative_to(home):
+                return f"~/{run_dir.relative_to(home)}"
+    return str(run_dir)
 
 
 def python_of(environment: EnvironmentConfig) -> str:

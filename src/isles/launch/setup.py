@@ -21,9 +21,10 @@ from isles.config.load import Loaded
 from isles.config.run import RunConfig
 from isles.config.track import tracker_sections
 from isles.errors import ConfigError, PreflightError
+from isles.facts.units import format_duration
 from isles.launch.fingerprint import PACKAGES, fingerprint
 from isles.launch.hosts import refuse
-from isles.launch.setting import python_of, quoted, setting_lines
+from isles.launch.setting import python_of, quoted, setting_lines, tool_lines
 from isles.launch.shell import Shell, on_all
 from isles.launch.wheel import wheel_bytes, wheel_name
 
@@ -200,8 +201,7 @@ def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
 
 def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
     head = [f"mkdir -p {quoted(workdir)} && cd {quoted(workdir)} || exit 1"]
-    head += environment.setup
-    head += [f"module load {shlex.quote(name)} || exit 1" for name in environment.modules]
+    head += tool_lines(environment)
     minor = "{}.{}".format(*sys.version_info[:2])
     if environment.venv is not None:
         venv = quoted(environment.venv)
@@ -243,6 +243,7 @@ def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
     process = shell.popen(["bash", "-c", script])
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     timer = threading.Timer(_INSTALL_S, process.kill)
+    timer.daemon = True
     timer.start()
     errors: list[str] = []
     reader = threading.Thread(target=_drain, args=(process, errors), daemon=True)
@@ -258,9 +259,17 @@ def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
                 plan.say(f"{shell.name}: {line}")
         code = process.wait()
         reader.join(timeout=1.0)
+        is_late = timer.finished.is_set()
     finally:
         timer.cancel()
     text = "".join(errors)
+    if is_late and result is None:
+        raise PreflightError(
+            f"it has not been set up within {format_duration(_INSTALL_S)}; pip may be at it still",
+            where=f"host {shell.name}",
+            fix=f"see what it waits for: ssh {shell.name} 'ps -ef | grep pip'; isles setup again "
+            "goes on with what is there",
+        )
     if result is None and code == 255 and shell.destination is not None:
         raise shell.fault(text)
     if result is None or result["error"]:

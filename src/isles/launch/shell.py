@@ -7,8 +7,9 @@ import shlex
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +21,7 @@ R = TypeVar("R")
 
 _SSH_FAILED = 255
 _SHORT = 20
+_WORD_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,7 @@ class Shell:
         """The command line that runs `command` there, to be run here."""
         if self.destination is None:
             return list(command)
-        # Whatever the login shell is, bash reads the command.
-        return ["ssh", *self.ssh_options(), self.destination, f"exec {shlex.join(command)}"]
+        return ["ssh", *self.ssh_options(), self.destination, login_line(command)]
 
     def ssh_options(self) -> list[str]:
         """Options for ssh, and for rsync -e, besides those of the user's own files."""
@@ -174,6 +175,26 @@ _FAULTS = (
 )
 
 
+def login_line(command: Sequence[str]) -> str:
+    """A command as one line that every login shell takes alike: sh, bash, zsh, csh, fish.
+
+    Their rules of quoting have this in common: between single quotes, everything stands for
+    itself but quotes, backslashes, exclamation marks and new lines. Those, and what is not ASCII,
+    go as \\xHH; the words are as short as an old csh takes them, and bash puts them together.
+    """
+    is_script = len(command) == 3 and list(command[:2]) == ["bash", "-c"]
+    script = command[2] if is_script else f"exec {shlex.join(command)}"
+    words = [""]
+    for char in script:
+        is_plain = " " <= char <= "~" and char not in "'\\!"
+        part = char if is_plain else "".join(f"\\x{byte:02x}" for byte in char.encode())
+        if len(words[-1]) + len(part) > _WORD_CHARS:
+            words.append("")
+        words[-1] += part
+    quoted = " ".join(f"'{word}'" for word in words)
+    return f'exec bash -c \'printf -v REPLY %b "$@"; set --; eval "$REPLY"\' bash {quoted}'
+
+
 def on_all(
     places: Sequence[T], work: Callable[[T], R]
 ) -> tuple[list[R | None], list[tuple[T, UserError]]]:
@@ -184,19 +205,27 @@ def on_all(
     """
     results: list[R | None] = []
     faults: list[tuple[T, UserError]] = []
-    pool = ThreadPoolExecutor(max_workers=max(1, len(places)))
-    try:
-        futures = [pool.submit(work, place) for place in places]
-        for place, future in zip(places, futures, strict=True):
-            try:
-                results.append(future.result())
-            except UserError as error:
-                results.append(None)
-                faults.append((place, error))
-    finally:
-        # All have ended, but after a Ctrl+C: then nobody waits for the slowest of them.
-        pool.shutdown(wait=False, cancel_futures=True)
+    for place, future in zip(places, [_begin(work, place) for place in places], strict=True):
+        try:
+            results.append(future.result())
+        except UserError as error:
+            results.append(None)
+            faults.append((place, error))
     return results, faults
+
+
+def _begin(work: Callable[[T], R], place: T) -> Future[R]:
+    """Work in a thread for which nobody waits at the end, as after a Ctrl+C."""
+    future: Future[R] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work(place))
+        except BaseException as error:  # raised again where the result is wanted
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return future
 
 
 def _host(destination: str | None) -> str:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.errors import PreflightError, UserError
+from isles.errors import UserError
 from isles.launch.queue import refresh
 from isles.launch.queue_start import (
     check_packages,
     in_workdir,
     refresh_last,
     refuse_arrays,
+    refuse_cut_options,
     settle,
-    withdraw,
+    submission,
 )
 from isles.launch.rank_command import rank_command
 from isles.launch.slurm_queue import Slurm
 from isles.launch.slurm_script import JobText, sbatch_script
+from isles.launch.slurm_submit import submit_slurm
 from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
 from isles.rundir.env import allocation
 from isles.rundir.paths import Attempt, RunDir
@@ -31,55 +31,6 @@ from isles.rundir.records import write_text_atomic
 
 if TYPE_CHECKING:
     from isles.launch.start import Started, StartOptions
-
-_REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (r"invalid partition|partition name", ("partition",), "sinfo -s shows the partitions"),
-    (
-        r"invalid account|account/partition",
-        ("account", "partition"),
-        "sacctmgr show assoc user=$USER format=account,partition,qos shows what you may use",
-    ),
-    (r"invalid qos|qos specification", ("qos",), "sacctmgr show assoc user=$USER format=qos"),
-    (
-        r"time limit|time specification",
-        ("time", "partition"),
-        "scontrol show partition says MaxTime; a shorter time is enough: before it ends the run is "
-        "saved, and queued again until it is done",
-    ),
-    (r"feature", ("constraint",), "sinfo -o '%n %f' shows the features of the nodes"),
-    (
-        r"generic resource|gres",
-        ("gres",),
-        "sinfo -o '%n %G' shows the GPUs of the nodes; gres: none asks for none",
-    ),
-    (
-        r"memory",
-        ("memory_per_node",),
-        "sinfo -o '%n %m' shows the memory of the nodes, in MB",
-    ),
-    (r"reservation", ("reservation",), "scontrol show reservation"),
-    (r"node name", ("nodelist", "exclude"), "sinfo -N shows the names"),
-    (
-        r"node configuration|node count|processors|cpu count|partition configuration",
-        ("gres", "cpus_per_node", "memory_per_node", "partition"),
-        "no node has all that is asked for: compare nodes, gpus_per_node, gres, cpus_per_node and "
-        "memory_per_node with sinfo -o '%n %c %m %G %D'",
-    ),
-    (
-        r"violates accounting|policy|submit limit",
-        ("qos", "account"),
-        "you have too many jobs, or ask for more than your account may: squeue --me, sacctmgr show "
-        "assoc user=$USER",
-    ),
-    (
-        r"unrecognized option|invalid option|unknown option",
-        ("extra",),
-        "sbatch --help shows its options",
-    ),
-    (r"permission|not permitted|access", ("partition",), "another partition, or ask your site"),
-    (r"contact slurm controller|connect|socket", (), "scontrol ping; try again when it is up"),
-)
-"""What sbatch says -> the keys of the section `launcher` that it is about, and what to do."""
 
 _NOT_LOOKED_AT = ("PENDING", "PENDING Priority")
 """What Slurm says of a job of the last moment."""
@@ -104,6 +55,7 @@ def start_slurm(
 
         return start_on_login(loaded, options)
     refuse_arrays(loaded, _ARRAYS)
+    refuse_cut_options(loaded)
     if not options.dry_run:
         _refuse_inside_job(options.path)
     with in_workdir(loaded) as workdir:
@@ -117,11 +69,8 @@ def start_slurm(
         attempt = new_attempt(run_dir, loaded.text)
         write_text_atomic(attempt.script, _script(resolved, launcher, begun, attempt, workdir))
         slurm = Slurm(launcher.bin_path)
-        try:
-            job_id = _submit(slurm, attempt, loaded)
-        except BaseException:
-            withdraw(begun, attempt)
-            raise
+        with submission(begun, attempt):
+            job_id = submit_slurm(slurm, attempt, loaded)
         if begun.note:
             options.say(begun.note)
         write_job_launch(
@@ -191,49 +140,3 @@ def _refuse_inside_job(path: Path) -> None:
             "'clusters.0.launcher={kind: local}' on the command line; or, if another job is what "
             "you want: env -u SLURM_JOB_ID isles train …",
         )
-
-
-def _submit(slurm: Slurm, attempt: Attempt, loaded: Loaded) -> str:
-    """Hand the script to Slurm; the job's number."""
-    if shutil.which(slurm.path("sbatch")) is None:
-        raise PreflightError(
-            f"there is no {slurm.path('sbatch')} on this machine",
-            where=loaded.where("clusters.0.launcher.bin_path", "clusters.0.launcher"),
-            fix="start from a login node of the cluster, or name one: clusters[0].launcher.login; "
-            "where Slurm's commands are not on PATH, clusters[0].launcher.bin_path names their "
-            "folder",
-        )
-    done = slurm.run("sbatch", "--parsable", str(attempt.script))
-    job_id = done.stdout.strip().partition(";")[0]
-    if done.returncode == 0 and job_id.isdecimal():
-        return job_id
-    said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
-    text = "; ".join(line.removeprefix("error: ") for line in said) or "no word"
-    for pattern, keys, fix in _REFUSALS:
-        if re.search(pattern, text, re.IGNORECASE):
-            where = [f"clusters.0.launcher.{key}" for key in keys]
-            known = _partitions(slurm, loaded) if keys[:1] == ("partition",) else ""
-            raise UserError(
-                f"Slurm does not take the job: {text}",
-                where=loaded.where(*where, "clusters.0.launcher"),
-                fix=known or fix,
-            )
-    raise UserError(
-        f"Slurm does not take the job: {text}",
-        where=loaded.where("clusters.0.launcher"),
-        fix="`isles train --dry-run` shows the script that sbatch was given",
-    )
-
-
-def _partitions(slurm: Slurm, loaded: Loaded) -> str:
-    """Which partitions there are; empty where sinfo does not say."""
-    launcher = loaded.config.clusters[0].launcher
-    assert isinstance(launcher, SlurmLauncherConfig)
-    try:
-        names = slurm.run("sinfo", "-h", "-o", "%R").stdout.split()
-    except PreflightError:
-        return ""
-    near = difflib.get_close_matches(launcher.partition or "", names, n=1)
-    if near and near[0] != launcher.partition:
-        return f"did you mean {near[0]}? There are: {', '.join(names)}"
-    return f"the partitions are: {', '.join(names)}" if names else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue import JobReport, JobWord
+from isles.launch.queue import ASK_S, JobReport, JobWord
 from isles.launch.shell import Result, Shell
 from isles.launch.slurm_reasons import ENDINGS, pending_reason
 from isles.rundir.paths import Attempt, RunDir
@@ -20,8 +20,8 @@ from isles.rundir.records import read_record
 from isles.rundir.restarts import newest_step
 from isles.rundir.stop_request import request_stop
 
-_ASK_S = 20.0
-"""Longest wait for a command of Slurm: slurmctld may be busy for some seconds."""
+_PAUSE_S = 125.0
+"""How long Slurm holds a job that was queued again: somewhat more than a credential lives."""
 
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
@@ -36,10 +36,12 @@ class Slurm:
     Args:
         bin_path: the folder that they are in; None: on PATH.
         shell: where they run.
+        ask_s: longest wait for one of them: slurmctld may be busy for some seconds.
     """
 
     bin_path: str | None = None
     shell: Shell = field(default_factory=Shell)
+    ask_s: float = ASK_S
 
     def run(self, command: str, *args: str) -> Result:
         """Run one of them.
@@ -47,7 +49,7 @@ class Slurm:
         Raises:
             PreflightError: it is not here, or does not answer in time.
         """
-        return self.shell.run([self.path(command), *args], timeout_s=_ASK_S)
+        return self.shell.run([self.path(command), *args], timeout_s=self.ask_s)
 
     def path(self, command: str) -> str:
         """One of them, as it is typed."""
@@ -64,10 +66,12 @@ class SlurmJob:
     slurm: Slurm
 
     @classmethod
-    def of(cls, run_dir: RunDir, attempt: Attempt, launch: dict[str, Any]) -> SlurmJob:
+    def of(
+        cls, run_dir: RunDir, attempt: Attempt, launch: dict[str, Any], *, ask_s: float = ASK_S
+    ) -> SlurmJob:
         """The job that a launch record names, or the one that it was submitted again as."""
         job_id = _resubmitted(attempt) or str(launch["job_id"])
-        return cls(run_dir, attempt, job_id, Slurm(launch.get("bin_path")))
+        return cls(run_dir, attempt, job_id, Slurm(launch.get("bin_path"), ask_s=ask_s))
 
     @property
     def text(self) -> str:
@@ -78,12 +82,7 @@ class SlurmJob:
         """How it stands now; see `QueueJob.state`."""
         done = self.slurm.run("scontrol", "show", "job", "-o", self.job_id)
         if done.returncode == 0 and done.stdout.strip():
-            report = self._report(_fields(done.stdout))
-            if report.state == "requeued" and report.word.endswith("BeginTime"):
-                # Slurm holds every job that was queued again for two minutes. Its own script is
-                # ended before it could say that this one need not wait.
-                self.slurm.run("scontrol", "update", f"jobid={self.job_id}", "StartTime=now")
-            return report
+            return self._report(_fields(done.stdout))
         if "invalid job id" not in done.stderr.lower():
             raise UserError(
                 f"scontrol does not say how job {self.job_id} stands: {_last_line(done.stderr)}",
@@ -91,6 +90,14 @@ class SlurmJob:
                 fix="is slurmctld up? scontrol ping",
             )
         return self._forgotten()
+
+    def hasten(self, report: JobReport) -> None:
+        """Slurm holds every job that was queued again for two minutes, and its own script is ended
+        before it could say that this one need not wait. A later start is somebody's wish."""
+        if report.state != "requeued" or not report.word.endswith("BeginTime"):
+            return
+        if report.starts_at is not None and report.starts_at - time.time() <= _PAUSE_S:
+            self.slurm.run("scontrol", "update", f"jobid={self.job_id}", "StartTime=now")
 
     def cancel(self, *, now: bool) -> None:
         """End it; see `QueueJob.cancel`."""
@@ -162,7 +169,8 @@ class SlurmJob:
             state = "ended"
             reason, fix = _ended(fields, slurm_state, why)
         word = slurm_state if why == "None" else f"{slurm_state} {why}"
-        return JobReport(state, reason, self.job_id, time.time(), word, nodes, fix)
+        starts_at = _time_of(fields.get("StartTime", "")) if state != "ended" else None
+        return JobReport(state, reason, self.job_id, time.time(), word, nodes, fix, starts_at)
 
     def _waits(self, fields: dict[str, str], slurm_state: str, why: str) -> tuple[str, str]:
         if slurm_state == "CONFIGURING":

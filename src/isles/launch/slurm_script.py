@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from isles import __version__
 from isles.config.launcher import SlurmLauncherConfig
 from isles.config.run import RunConfig
+from isles.errors import ConfigError
 from isles.launch.script_template import fill_template
 from isles.launch.setting import python_of
-from isles.launch.torchrun import node_lines, runs_pattern
+from isles.launch.torchrun import MOST_TIMES, node_lines, runs_pattern
 
 _RUN_DIR = '"$ISLES_RUN_DIR"'
 
@@ -46,7 +48,11 @@ class JobText:
 
 
 def sbatch_script(config: RunConfig, job: JobText) -> str:
-    """The whole script, as `sbatch` takes it."""
+    """The whole script, as `sbatch` takes it.
+
+    Raises:
+        ConfigError: Slurm cannot write into the run directory.
+    """
     cluster = config.clusters[0]
     environment = cluster.environment
     # Modules and conda are functions that only a login shell is sure to have.
@@ -73,6 +79,7 @@ def sbatch_script(config: RunConfig, job: JobText) -> str:
         "requeue": job.launcher.requeue,
         "runs": runs_pattern(config, job.workdir),
         "check": job.launcher.check,
+        "most_times": MOST_TIMES,
     }
     return fill_template("sbatch.sh.jinja", **values)
 
@@ -83,9 +90,6 @@ def sbatch_options(config: RunConfig, job: JobText) -> list[str]:
     asked = launcher.gres
     if asked is None and job.device == "cuda":
         asked = f"gpu:{job.nproc}"
-    output = "slurm-%j.out"
-    if job.run_dir is not None:
-        output = f"{job.run_dir}/attempts/{job.attempt:03d}/slurm-%j.out"
     values: dict[str, object] = {
         "job-name": config.name,
         "nodes": job.nodes,
@@ -101,7 +105,7 @@ def sbatch_options(config: RunConfig, job: JobText) -> list[str]:
         "nodelist": launcher.nodelist,
         "exclude": launcher.exclude,
         "reservation": launcher.reservation,
-        "output": output,
+        "output": _output(job),
         "open-mode": "append",
         "signal": f"B:USR1@{math.ceil(launcher.save_before)}",
     }
@@ -136,6 +140,22 @@ def _size_text(job: JobText) -> str:
 
 
 def _value(value: object) -> str:
-    """Quoted where sbatch would take a space for the next option."""
+    """Quoted where sbatch would take a space for the next option, or # for a comment."""
     text = str(value)
-    return f'"{text}"' if any(sign.isspace() for sign in text) else text
+    if not re.search(r"""[\s#"'\\]""", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _output(job: JobText) -> str:
+    """Where the script's own output goes; sbatch takes % for a sign of its own."""
+    if job.run_dir is None:
+        return "slurm-%j.out"
+    if "\\" in job.run_dir:
+        raise ConfigError(
+            f"Slurm writes to no path with a backslash: {job.run_dir}",
+            where="output_dir",
+            fix="set output_dir to a folder without one",
+        )
+    folder = job.run_dir.replace("%", "%%")
+    return f"{folder}/attempts/{job.attempt:03d}/slurm-%j.out"

@@ -64,8 +64,8 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
     cluster = loaded.config.clusters[0]
     workdir = cluster.workdir or str(Path.cwd())
     with interruptible() as hand_back, ExitStack() as stack:
-        if cluster.sync is not None:
-            sync_hosts(cluster, cluster.sync, workdir, options)
+        if cluster.sync and (text := sync_hosts(loaded, cluster.sync, workdir, options)):
+            return text
         channels = connect(cluster, workdir, stack, timeout_s=launcher.connect_timeout)
         # The head loads what reads run files while it is asked for its facts.
         files = channels[0].ask("faults", **_portable(loaded))
@@ -302,13 +302,14 @@ class _SshStart:
             name=run_dir.name,
             ssh=head.name,
             path=begun["run_dir"],
+            elsewhere=begun["elsewhere"],
             lines=tuple(setting_lines(self.cluster, self.workdir)),
             python=python_of(self.cluster.environment),
             launcher="ssh",
             hosts=tuple(host.name for host in self.hosts),
             started_at=time.time(),
         )
-        remember(output_dir, remote, self.options.warn)
+        remote = remember(output_dir, remote, self.options.warn)
         return Started(run_dir, attempt, None, remote=remote)
 
 

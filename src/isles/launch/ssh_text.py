@@ -16,9 +16,10 @@ def fleet_text(name: str, fleet: Fleet, run_dir: str) -> str:
     kind = "GPU" if fleet.device == "cuda" else "CPU process"
     plural = ("" if fleet.world_size == 1 else "s") if kind == "GPU" else ""
     plural = "es" if kind != "GPU" and fleet.world_size != 1 else plural
+    hosts = f"{len(fleet.nodes)} host{'' if len(fleet.nodes) == 1 else 's'}"
     places = ", ".join(_place(node) for node in fleet.nodes)
     return (
-        f"starting {name}: {fleet.world_size} {kind}{plural} on {len(fleet.nodes)} hosts "
+        f"starting {name}: {fleet.world_size} {kind}{plural} on {hosts} "
         f"({places}), in {fleet.head.ssh}:{run_dir}"
     )
 
@@ -51,7 +52,8 @@ def dry_run_text(
         "on every host, in bash:\n" + "\n".join(f"    {line}" for line in lines),
     ]
     for node, added in zip(fleet.nodes, variables, strict=True):
-        tail = ["-m", "isles.train.agent", run_dir, "--attempt", str(attempt)]
+        there = run_dir if node.node == 0 else str(begun["elsewhere"])
+        tail = ["-m", "isles.train.agent", there, "--attempt", str(attempt)]
         tail += ["--node", str(node.node)]
         env = ["env", *(f"{k}={v}" for k, v in added.items())] if added else []
         commands = [[*env, python, *tail]]

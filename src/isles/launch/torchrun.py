@@ -13,6 +13,10 @@ from isles.launch.network import network_variables
 from isles.launch.rank_command import script_command
 from isles.launch.setting import python_of, quoted, setting_lines
 
+MOST_TIMES = 20
+"""How often a rendered job with a script of the user's own goes on after its time limit: whether it
+comes any further cannot be seen from outside."""
+
 
 def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:
     """Lines of bash after which `torchrun` is that of the run file's Python.
@@ -23,7 +27,7 @@ def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str)
         nodes: how many.
         device: cpu or cuda.
     """
-    lines = setting_lines(cluster, workdir)
+    lines = setting_lines(cluster, workdir, is_login=True)
     environment = cluster.environment
     python = PurePath(python_of(environment))
     if environment.venv is None and environment.conda is None and python.is_absolute():

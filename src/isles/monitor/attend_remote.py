@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.launch.passing import SSH_FAILED, remote_script
-from isles.launch.shell import Shell
+from isles.launch.shell import Shell, login_line
 from isles.monitor.foreground import ORDERS
 from isles.monitor.inbox import Inbox
 from isles.rundir.remote import RemoteRun
@@ -52,6 +52,8 @@ class RemoteAttendant:
         self._is_begun = False
         self._unsaid: list[signal.Signals] = []
         """Signals that could not be passed on while the connection was lost."""
+        self._old_words: set[str] = set()
+        """What connections that were lost have said on stderr: each try would say it again."""
 
     def attend(self) -> int:
         """Follow it until it ends; the run's exit code, or 0 where this terminal was closed."""
@@ -78,6 +80,9 @@ class RemoteAttendant:
     def _follow(self) -> int | None:
         """One connection; its exit code, None where this terminal was closed."""
         process = self._connect()
+        words: list[str] = []
+        errors = threading.Thread(target=self._hear, args=(process, words), daemon=True)
+        errors.start()
         self._is_begun = True
         for number in self._unsaid:
             self._pass_on(process, number)
@@ -85,13 +90,26 @@ class RemoteAttendant:
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
-                    return process.wait(timeout=_LOOK_S)
+                    code = process.wait(timeout=_LOOK_S)
+                    errors.join(timeout=1.0)
+                    if code == SSH_FAILED:
+                        self._old_words |= set(words)
+                    return code
                 for number in self._inbox.take():
                     if number == signal.SIGHUP:
                         return None
                     self._pass_on(process, number)
         finally:
             self._part(process)
+
+    def _hear(self, process: subprocess.Popen[bytes], words: list[str]) -> None:
+        """Pass on what comes on stderr, of isles there or of ssh itself."""
+        assert process.stderr is not None
+        for raw in process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            words.append(line)
+            if line not in self._old_words:
+                self._say(line)
 
     def _connect(self) -> subprocess.Popen[bytes]:
         words = ["attend", self._run.path, "--attempt", str(self._attempt)]
@@ -100,6 +118,7 @@ class RemoteAttendant:
         return subprocess.Popen(
             self._argv(words, is_terminal=self._is_terminal),
             stdin=None if self._is_terminal else subprocess.PIPE,
+            stderr=subprocess.PIPE,
             # Ctrl+C is passed on in words there; it must not end the connection.
             start_new_session=not self._is_terminal,
         )
@@ -112,8 +131,8 @@ class RemoteAttendant:
             options = ["-S", "none", *options]
         if is_terminal:
             options = ["-tt", "-e", "none", "-o", "LogLevel=ERROR", *options]
-        command = shlex.join(["bash", "-c", remote_script(self._run, words)])
-        return ["ssh", *options, self._run.ssh, f"exec {command}"]
+        command = ["bash", "-c", remote_script(self._run, words)]
+        return ["ssh", *options, self._run.ssh, login_line(command)]
 
     def _pass_on(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         word = _WORDS.get(number)
@@ -155,7 +174,7 @@ class RemoteAttendant:
         return None
 
     def _leave(self, what: str) -> None:
-        label = self._run.label
+        label = self._run.typed
         self._say(f"{what}; {self._run.name} was left running:")
         self._say(f"  isles status {label} · isles logs -f {label} · isles stop {label}")
 

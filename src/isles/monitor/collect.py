@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from isles.facts.units import format_duration
-from isles.launch.queue import refresh
+from isles.launch.queue import JobReport, refresh
 from isles.monitor.nodes import NodeReport, checked_text, node_reports
 from isles.monitor.stalls import stall_texts
+from isles.rundir.find import typed_name
 from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
+from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
 from isles.rundir.report import script_of
 from isles.rundir.restarts import list_restarts
@@ -110,26 +113,27 @@ _WITHOUT: dict[str, Any] = {
 """What stands for a field that another version of isles does not know."""
 
 
-def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
-    """How the newest attempt of a run stands now; asks the queue of its job, if it has one."""
+def collect(
+    run_dir: RunDir, now: Clock = time.time, *, jobs: Mapping[Path, JobReport] | None = None
+) -> RunReport:
+    """How the newest attempt of a run stands now.
+
+    Args:
+        run_dir: the run.
+        now: the clock.
+        jobs: what queues have said, by folders of attempts; None: its own is asked.
+    """
     attempt = run_dir.last_attempt()
+    job = _job_of(run_dir, attempt, jobs)
     launch = (read_record(attempt.launch) if attempt else None) or {}
-    job = None
-    if attempt is not None:
-        with suppress(OSError):  # its answer cannot be kept in somebody else's directory
-            job = refresh(run_dir, attempt)
     state = attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
     status = current_status(run_dir, state.begun_at)
     outcome = state.outcome or {}
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-1] if checkpoints else None
-    progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
-    silent_s = None
-    if state.state in ("running", "unknown"):
-        silent_s = max(0.0, now() - (progress_at or state.begun_at or now()))
+    silent_s = _silent_s(state, status, now())
     error = outcome.get("error")
-    found = list_restarts(attempt) if attempt else []
-    restarts = [restart for restart in found if restart.verdict == "restart"]
+    restarts = [r for r in list_restarts(attempt) if r.verdict == "restart"] if attempt else []
     nodes = node_reports(attempt, now()) if attempt else ()
     return RunReport(
         name=run_dir.name,
@@ -171,6 +175,27 @@ def collect(run_dir: RunDir, now: Clock = time.time) -> RunReport:
     )
 
 
+def _job_of(
+    run_dir: RunDir, attempt: Attempt | None, jobs: Mapping[Path, JobReport] | None
+) -> JobReport | None:
+    """What its queue says of a start, or has just said."""
+    if attempt is None:
+        return None
+    if jobs is not None:
+        return jobs.get(attempt.path)
+    with suppress(OSError):  # its answer cannot be kept in somebody else's directory
+        return refresh(run_dir, attempt)
+    return None
+
+
+def _silent_s(state: AttemptState, status: dict[str, Any], now_s: float) -> float | None:
+    """How long nothing has advanced; None where nothing should."""
+    if state.state not in ("running", "unknown"):
+        return None
+    progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
+    return max(0.0, now_s - (progress_at or state.begun_at or now_s))
+
+
 def _phase(state: AttemptState, status: dict[str, Any]) -> str | None:
     if state.state != "running":
         return None
@@ -185,7 +210,8 @@ def _whole(record: dict[str, Any], key: str) -> int | None:
 def generate_command(run_dir: RunDir, prompt: str) -> str:
     """The command that asks a finished run for text: for an answer, where it has a template."""
     has_template = (run_dir.tokenizer / "chat_template.jinja").is_file()
-    return f'isles generate {run_dir.name} {"--chat " if has_template else ""}--prompt "{prompt}"'
+    chat = "--chat " if has_template else ""
+    return f'isles generate {typed_name(run_dir)} {chat}--prompt "{prompt}"'
 
 
 def _hint(
@@ -200,7 +226,7 @@ def _hint(
     place = f"from step {step}" if step is not None else "from the start, as nothing was saved"
     match state.state:
         case "finished" | "stopped" | "failed" | "killed" if script_of(run_dir) is not None:
-            return f"what it printed: `isles logs {run_dir.name}`"
+            return f"what it printed: `isles logs {typed_name(run_dir)}`"
         case "finished":
             return f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
@@ -210,7 +236,7 @@ def _hint(
         case "running" if silent_s is not None and silent_s > QUIET_S:
             return (
                 f"it has said nothing for {format_duration(silent_s)}: "
-                f"`isles logs {run_dir.name}` shows what it was doing"
+                f"`isles logs {typed_name(run_dir)}` shows what it was doing"
             )
         case _:
             return "it was never started" if state.state == "new" else ""

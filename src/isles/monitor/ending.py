@@ -11,6 +11,7 @@ from isles.errors import ExitCode
 from isles.facts.units import format_count, format_duration
 from isles.monitor.collect import generate_command
 from isles.monitor.errors import failure_lines
+from isles.rundir.find import typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
@@ -29,11 +30,11 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
         case "failed":
             _print(errors, [*failure_lines(attempt), *_next_start(run_dir)])
         case "running":
-            _print(
-                errors, [f"{run_dir.name} is still closing; `isles status` says when it is done"]
-            )
+            ask = f"`isles status {typed_name(run_dir)}` says when it is done"
+            _print(errors, [f"{run_dir.name} is still closing; {ask}"])
         case "queued":
-            _print(errors, [f"{run_dir.name} waits in the queue; `isles status` says how it is"])
+            ask = f"`isles status {typed_name(run_dir)}` says how it is"
+            _print(errors, [f"{run_dir.name} waits in the queue; {ask}"])
         case "unknown":
             _print(errors, [f"error: {run_dir.name} is not heard of any more: {_silence(state)}"])
         case _:
@@ -76,12 +77,12 @@ def finished_lines(run_dir: RunDir) -> list[str]:
     ]
     lines += [f"  {name:<12} {path}" for name, path in places if path.exists()]
     if script_of(run_dir) is not None:
-        return [*lines, f"  what it printed: isles logs {run_dir.name}"]
+        return [*lines, f"  what it printed: isles logs {typed_name(run_dir)}"]
     lines += [
         "next:",
         f"  {generate_command(run_dir, 'Once')}",
-        f"  isles eval {run_dir.name}",
-        f"  isles checkpoint list {run_dir.name}",
+        f"  isles eval {typed_name(run_dir)}",
+        f"  isles checkpoint list {typed_name(run_dir)}",
     ]
     return lines
 

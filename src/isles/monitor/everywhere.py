@@ -13,6 +13,7 @@ from isles import __version__
 from isles.errors import PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.passing import lost_python, remote_script
+from isles.launch.queue import refresh_all
 from isles.launch.shell import Shell, on_all
 from isles.monitor.collect import RunReport, collect
 from isles.rundir.find import is_run_dir, list_runs, remote_runs
@@ -38,7 +39,7 @@ def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
         PreflightError: its machine cannot be reached, and has never told anything.
     """
     if isinstance(found, RunDir):
-        return collect(found)
+        return collect(found, jobs=refresh_all([found]))
     report = _ask([found], output_dir)[0]
     if report.state == "unreachable" and report.begun_at is None:
         raise PreflightError(
@@ -53,15 +54,20 @@ def reports_of_all(output_dir: Path) -> list[RunReport]:
     for run in remote_runs(output_dir):
         groups[run.ssh, run.lines, run.python].append(run)
     answers, _ = on_all(list(groups.values()), lambda runs: _ask(runs, output_dir))
-    reports = [collect(run_dir) for run_dir in list_runs(output_dir)]
+    runs = list_runs(output_dir)
+    jobs = refresh_all(runs)
+    reports = [collect(run_dir, jobs=jobs) for run_dir in runs]
     reports += [report for answer in answers for report in answer or ()]
     return sorted(reports, key=lambda report: report.begun_at or 0.0, reverse=True)
 
 
 def records_of(paths: Sequence[Path]) -> str:
     """The answer of the machine that has these run directories, as one line."""
+    runs = {path: RunDir(path) for path in paths if is_run_dir(path)}
+    jobs = refresh_all(list(runs.values()))
     records = [
-        collect(RunDir(path)).record() if is_run_dir(path) else {"gone": True} for path in paths
+        collect(runs[path], jobs=jobs).record() if path in runs else {"gone": True}
+        for path in paths
     ]
     return ANSWER + json.dumps({"version": __version__, "reports": records})
 

@@ -15,6 +15,7 @@ from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
 from isles.monitor.inbox import Inbox
 from isles.monitor.stop import Stopping
+from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.state import attempt_state
 
@@ -110,9 +111,8 @@ def attend(
             return ExitCode.INTERRUPTED
         return conclude(run_dir, attempt, console, errors)
     except BrokenPipeError:
-        attendant._say(
-            f"nobody reads this any more; {run_dir.name} goes on: isles status {run_dir.name}"
-        )
+        name = typed_name(run_dir)
+        attendant._say(f"nobody reads this any more; {run_dir.name} goes on: isles status {name}")
         raise
     finally:
         is_over.set()
@@ -164,7 +164,7 @@ def _ask_queue(run_dir: RunDir, attempt: Attempt, is_over: threading.Event) -> N
     """Keep what the queue says of the job fresh, beside the following."""
     while not is_over.is_set():
         try:
-            refresh(run_dir, attempt)
+            refresh(run_dir, attempt, hasten=True)
         except OSError:
             return  # its answer cannot be kept: what the ranks write is followed all the same
         is_over.wait(_QUEUE_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
+from isles.errors import UserError
 from isles.rundir.fleet import read_fleet
 from isles.rundir.paths import Attempt
 from isles.rundir.process import ProcessId
@@ -53,7 +55,9 @@ class NodeReport:
 
 def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
     """The nodes of an attempt by their numbers; none where it has only one."""
-    fleet = read_fleet(attempt)
+    fleet = None
+    with suppress(UserError):  # of another version: what else is known of it is shown
+        fleet = read_fleet(attempt)
     met = (read_record(attempt.nodes) or {}).get("nodes")
     if isinstance(met, list) and met:
         found = [_met(node, now_s) for node in met]

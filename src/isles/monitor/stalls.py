@@ -11,18 +11,17 @@ from isles.rundir.records import read_record
 from isles.rundir.state import number_of
 
 _LISTED = 3
-_RECORD = re.compile(r"step-(\d+)\.json")
+_RECORD = re.compile(r"(?:step|silence)-\d+\.json")
 
 
 def stall_texts(attempt: Attempt) -> tuple[str, ...]:
     """The last stalls of an attempt, oldest first: which rank held up the step, and where."""
     if not attempt.stalls.is_dir():
         return ()
-    steps = sorted(
-        int(match[1]) for p in attempt.stalls.iterdir() if (match := _RECORD.fullmatch(p.name))
-    )
-    records = (read_record(attempt.stalls / f"step-{step}.json") for step in steps[-_LISTED:])
-    return tuple(_text(attempt, record) for record in records if record is not None)
+    paths = [path for path in attempt.stalls.iterdir() if _RECORD.fullmatch(path.name)]
+    records = [record for path in paths if (record := read_record(path)) is not None]
+    records.sort(key=lambda r: (number_of(r, "at") or 0.0, number_of(r, "step") or 0.0))
+    return tuple(_text(attempt, record) for record in records[-_LISTED:])
 
 
 def _text(attempt: Attempt, record: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
 from isles.launch.queue import QueueJob, queue_job, refresh
 from isles.monitor.collect import collect
-from isles.rundir.fleet import read_fleet
+from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
@@ -65,13 +65,14 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
         return ExitCode.OK
     say(
         f"asked {run_dir.name} ({stopping.place}) to save and stop; "
-        f"`isles stop {run_dir.name} --now` ends it without saving"
+        f"`isles stop {typed_name(run_dir)} --now` ends it without saving"
     )
     if not stopping.wait(timeout_s):
         raise UserError(
             f"{run_dir.name} has not ended within {format_duration(timeout_s)}",
             where=stopping.place,
-            fix=f"wait longer (--timeout), look at `isles logs {run_dir.name}`, or give --now",
+            fix=f"wait longer (--timeout), look at `isles logs {typed_name(run_dir)}`, or give "
+            "--now",
         )
     say(f"{run_dir.name} has ended: {_ended_text(run_dir)}")
     return ExitCode.OK
@@ -129,20 +130,23 @@ class Stopping:
             return True
         if self._process is not None:
             if kind == "now":
-                return read_fleet(self._attempt) is not None or kill_now(self._process)
+                return self._attempt.fleet.exists() or kill_now(self._process)
             number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
             return send_signal(self._process, number)
-        process = self._state.process
         if self._state.state == "unknown":
-            silent_s = time.time() - (self._state.heard_at or self._state.begun_at or time.time())
-            host = process.host if process else "another host"
-            raise UserError(
-                f"{self._run_dir.name} runs on {host}, and has not been heard of for "
-                f"{format_duration(silent_s)}; a request to stop lies in its directory",
-                where=f"host {host}" + (f", pid {process.pid}" if process else ""),
-                fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
-            )
+            raise self._unheard(self._state)
         return True
+
+    def _unheard(self, state: AttemptState) -> UserError:
+        process = state.process
+        silent_s = time.time() - (state.heard_at or state.begun_at or time.time())
+        host = process.host if process else "another host"
+        return UserError(
+            f"{self._run_dir.name} runs on {host}, and has not been heard of for "
+            f"{format_duration(silent_s)}; a request to stop lies in its directory",
+            where=f"host {host}" + (f", pid {process.pid}" if process else ""),
+            fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
+        )
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end, telling what the run is doing meanwhile; False: it has not ended."""
@@ -170,15 +174,17 @@ class Stopping:
             raise UserError(
                 f"{self._run_dir.name} has not ended within {format_duration(_AFAR_S)}",
                 where=self.place,
-                fix="it was asked by its directory; look at `isles status`, and stop it there",
+                fix="it was asked by its directory; look at "
+                f"`isles status {typed_name(self._run_dir)}`, and stop it there",
             )
-        if read_fleet(self._attempt) is not None and not wait_for_end(self._process, _FLEET_S):
+        if self._attempt.fleet.exists() and not wait_for_end(self._process, _FLEET_S):
             kill_now(self._process)
         if not wait_for_end(self._process, _KILL_S):
             raise UserError(
                 f"{self._run_dir.name} has been killed, and the kernel has not let go of it yet",
                 where=f"host {self._process.host}, pid {self._process.pid}",
-                fix="it is waiting for a disk or a driver; look again with `isles status`",
+                fix="it is waiting for a disk or a driver; look again with "
+                f"`isles status {typed_name(self._run_dir)}`",
             )
 
     def _leave_request(self, kind: StopKind) -> bool:
@@ -201,6 +207,8 @@ class Stopping:
         if self._job is not None:
             refresh(self._run_dir, self._attempt)
         state = attempt_state(self._run_dir, self._attempt)
+        if state.state == "unknown" and not state.is_queue:
+            raise self._unheard(state)  # it has fallen silent since: that is no end
         # Of a run that is only seen by its files the outcome is the last word.
         return not state.is_alive or (state.outcome is not None and not state.is_queue)
 

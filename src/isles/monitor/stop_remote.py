@@ -40,7 +40,7 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str],
                 error.what,
                 where=error.where,
                 fix=f"{error.fix}. If it is gone for good: the ranks on the other hosts end by "
-                f"themselves, and `isles stop {run.label} --now` ends them at once",
+                f"themselves, and `isles stop {run.typed} --now` ends them at once",
             ) from error
         return _stop_others(run, error, say)
 
@@ -50,7 +50,7 @@ def _stop_others(run: RemoteRun, error: PreflightError, say: Callable[[str], obj
     others = run.hosts[1:]
 
     def end(host: str) -> str:
-        script = remote_script(run, ["stop", run.path, "--now", "--here"])
+        script = remote_script(run, ["stop", run.path_on(host), "--now", "--here"])
         done = Shell(host, _CONNECT_S).run(["bash", "-c", script], timeout_s=_END_S)
         words = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
         return f"  {host.rpartition('@')[2]}: {words[-1] if words else 'no word'}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from isles.config.resolve import load_resolved
 from isles.errors import UserError
-from isles.launch.setting import python_of, setting_lines
+from isles.launch.setting import path_elsewhere, python_of, setting_lines
 from isles.launch.shell import Shell
 from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
 from isles.rundir.fleet import read_fleet
@@ -58,12 +58,16 @@ def shown_lines(
         UserError: there is no such attempt, rank or node.
     """
     if isinstance(found, RemoteRun):
-        far = _far_of_remote(found, choice, by_node=by_node)
-        return _joined([], far, choice, note)
+        return _joined([], _far_of_remote(found, choice, by_node=by_node), choice, note)
     attempt = choose_attempt(found, choice.attempt)
     sources = LogSources(attempt)
     _check_node(sources, attempt, choice)
-    far = [] if choice.is_here else _far_of_fleet(found, attempt, sources, choice, by_node=by_node)
+    far: list[FarLogs] = []
+    if not choice.is_here:
+        try:
+            far = _far_of_fleet(found, attempt, sources, choice, by_node=by_node)
+        except UserError as error:
+            note(f"only logs that are here: {error}")
     if by_node:
         return _joined([_blocks(found, attempt, sources, choice, far)], far, choice, note)
     return _joined([log_lines(found, attempt, choice)], far, choice, note)
@@ -101,7 +105,14 @@ def _far_of_remote(run: RemoteRun, choice: LogChoice, *, by_node: bool) -> list[
     if run.launcher in QUEUES or len(run.hosts) < 2:
         return [_far(run.ssh, run.lines, run.python, run.path, choice, by_node=by_node)]
     return [
-        _far(host, run.lines, run.python, run.path, replace(choice, node=node), by_node=by_node)
+        _far(
+            host,
+            run.lines,
+            run.python,
+            run.path_on(host),
+            replace(choice, node=node),
+            by_node=by_node,
+        )
         for node, host in enumerate(run.hosts)
         if choice.node in (None, node)
     ]
@@ -124,8 +135,7 @@ def _far_of_fleet(
         wanted = [node for node in wanted if node.node == at]
     if not wanted:
         return []
-    lines, python = _setting(run_dir)
-    path = str(run_dir.path.absolute())
+    lines, python, path = _setting(run_dir)
     return [
         _far(
             node.ssh or node.address,
@@ -139,15 +149,16 @@ def _far_of_fleet(
     ]
 
 
-def _setting(run_dir: RunDir) -> tuple[list[str], str]:
-    """What comes before Python on another node of a run, and its Python."""
+def _setting(run_dir: RunDir) -> tuple[list[str], str, str]:
+    """What comes before Python on another node of a run, its Python, and the run's folder."""
+    path = run_dir.path.absolute()
     try:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     except (OSError, UserError):
-        return [], sys.executable  # of another version: perhaps it is the same as here
+        return [], sys.executable, str(path)  # of another version: perhaps it is as here
     cluster = config.clusters[0]
     lines = setting_lines(cluster, cluster.workdir or _workdir(run_dir, config.output_dir))
-    return lines, python_of(cluster.environment)
+    return lines, python_of(cluster.environment), path_elsewhere(path, config)
 
 
 def _workdir(run_dir: RunDir, output_dir: str) -> str:

@@ -37,7 +37,7 @@ def check(
         json: Print JSON.
         net: Also the links between hosts, and an all-reduce over all ranks.
         smoke: Also train a small model for three steps on each machine alone.
-        in_job: Check the nodes that Slurm gives, by a short job, in place of its own answers.
+        in_job: Check the nodes that Slurm or PBS gives, by a short job, not by its own answers.
         timeout: Longest wait for one answer of a host.
     """
     from isles.facts.units import parse_duration_s

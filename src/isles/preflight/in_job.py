@@ -1,16 +1,13 @@
-"""`isles check --in-job`: the nodes of Slurm, checked by a short job of one task each."""
+"""`isles check --in-job`: the nodes of a queue, checked by a short job of one task each."""
 
 from __future__ import annotations
 
 import shlex
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from isles.config.launcher import LauncherConfig, SlurmLauncherConfig
-from isles.config.resolve import Resolved, dump_resolved
+from isles.config.launcher import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.resolve import Resolved
 from isles.errors import PreflightError, UserError
 from isles.launch.queue_start import in_workdir, settle
 from isles.launch.setting import python_of, setting_lines
@@ -18,10 +15,9 @@ from isles.launch.shell import Shell
 from isles.launch.slurm_queue import Slurm
 from isles.launch.slurm_script import JobText, sbatch_options
 from isles.preflight.finding import Finding
+from isles.preflight.queue_probe import findings_of, probe_run
 from isles.preflight.subject import Subject
 from isles.rundir.env import allocation
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
 
 _SBATCH_ONLY = ("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--time")
 _RUN_S = 120.0
@@ -38,50 +34,41 @@ done"""
 
 
 def check_in_job(
-    subject: Subject, launcher: LauncherConfig, timeout_s: float
+    subject: Subject,
+    launcher: LauncherConfig,
+    timeout_s: float,
+    overrides: Sequence[str] = (),
 ) -> tuple[list[Finding], list[str]]:
-    """Findings of the nodes that Slurm gives, and their names.
+    """Findings of the nodes that the queue gives, or of the job that this is in, and their names.
 
     Args:
         subject: what is checked, with its run file.
         launcher: of the run file.
         timeout_s: longest wait for the nodes, and then for one answer.
+        overrides: of the command line, for isles on a login node.
 
     Raises:
-        UserError: there is nothing to submit, or not here.
+        UserError: there is nothing to submit, or the login node cannot do it.
     """
-    if not isinstance(launcher, SlurmLauncherConfig) or subject.loaded is None:
+    if not isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig) or subject.loaded is None:
         raise UserError(
-            f"--in-job is for a run file with launcher: slurm, and this has {launcher.kind}",
+            f"--in-job is for a run file with launcher: slurm or pbs, and this has {launcher.kind}",
             where="command line",
-            fix="leave it out; in a job of PBS call isles.preflight.step, see docs/check.md",
+            fix="leave it out",
         )
     if launcher.login is not None:
-        raise UserError(
-            f"--in-job starts a job from here, and the run file has login: {launcher.login}",
-            where=subject.loaded.where("clusters.0.launcher.login"),
-            fix=f"ssh {launcher.login}, and there: isles check run.yaml --in-job "
-            "clusters.0.launcher.login=null",
-        )
+        from isles.preflight.queue_login import check_on_login
+
+        return check_on_login(subject.loaded, launcher.login, timeout_s, overrides)
+    if isinstance(launcher, PbsLauncherConfig):
+        from isles.preflight.queue_pbs_job import check_in_pbs_job
+
+        return check_in_pbs_job(subject, launcher, timeout_s)
     with in_workdir(subject.loaded) as workdir:
         resolved = settle(subject.loaded)
-        above = Path(subject.output_dir).expanduser().absolute()
-        while not above.exists():
-            above = above.parent
-        folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
-        try:
-            _fill(folder, resolved, subject.loaded.text)
+        with probe_run(subject, resolved) as folder:
             command = _srun(resolved, launcher, folder, workdir, timeout_s)
             return _ask(Slurm(launcher.bin_path), command, folder, timeout_s)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fill(folder: Path, resolved: Resolved, text: str) -> None:
-    run_dir = RunDir(folder)
-    run_dir.attempt(1).path.mkdir(parents=True)
-    run_dir.resolved.write_text(dump_resolved(resolved), encoding="utf-8")
-    run_dir.run_file.write_text(text, encoding="utf-8")
 
 
 def _srun(
@@ -121,16 +108,4 @@ def _ask(
         said = done.stderr.strip().splitlines()
     except PreflightError as error:
         said = [error.what[:200]]
-    record: dict[str, Any] | None = read_record(RunDir(folder).attempt(1).findings)
-    if record is not None:
-        return [Finding(**finding) for finding in record["findings"]], record["hosts"]
-    finding = Finding(
-        "step.nodes",
-        "error",
-        "the job",
-        f"no node has answered: {'; '.join(said[-3:]) or 'srun ended without a word'}",
-        measured="no answer",
-        fix="are nodes free? isles check without --in-job says which are; --timeout 10m waits "
-        "longer for them",
-    )
-    return [finding], ["the job"]
+    return findings_of(folder, said or ["srun ended without a word"])

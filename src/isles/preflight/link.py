@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -16,6 +17,10 @@ from isles.errors import CommunicationError, UserError
 from isles.launch.node import READY
 
 _LOOK_S, _HELLO_S = 0.2, 5.0
+_AT_ONCE_S = 0.05
+"""A node greets as soon as it is connected."""
+
+_MOST_AT_ONCE = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -101,33 +106,52 @@ def meet(server: socket.socket, names: list[str], digest: str, timeout_s: float)
     """
     end = time.monotonic() + timeout_s
     links: dict[int, Link] = {}
+    come: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+    # Each has a thread: nobody waits for a stranger who says nothing.
+    greeting: list[threading.Thread] = []
     while len(links) < len(names) - 1 and (left := end - time.monotonic()) > 0:
-        server.settimeout(left)
-        try:
+        server.settimeout(min(left, _LOOK_S if greeting else left))
+        with suppress(TimeoutError):
             connection, _ = server.accept()
-        except TimeoutError:
-            break
-        node = _greet(connection, digest)
-        if node is None or not 0 < node < len(names) or node in links:
-            connection.close()
-            continue
-        _keep_alive(connection)
-        links[node] = Link(names[node], connection)
+            greeting = [thread for thread in greeting if thread.is_alive()]
+            if len(greeting) >= _MOST_AT_ONCE:
+                connection.close()
+                continue
+            greeting.append(
+                threading.Thread(target=_greet, args=(connection, digest, come), daemon=True)
+            )
+            greeting[-1].start()
+            greeting[-1].join(_AT_ONCE_S)
+        while not come.empty():
+            node, connection = come.get()
+            if 0 < node < len(names) and node not in links and _welcome(connection, digest):
+                links[node] = Link(names[node], connection)
+            else:
+                connection.close()
     return links
 
 
-def _greet(connection: socket.socket, digest: str) -> int | None:
-    """The number of the node that has come; None where it is no node of this run."""
-    connection.settimeout(_HELLO_S)
-    try:
+def _greet(
+    connection: socket.socket, digest: str, come: queue.SimpleQueue[tuple[int, socket.socket]]
+) -> None:
+    """Hear which node has come, if it is one of this run."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
         hello = json.loads(_line(connection))
-        if hello["digest"] != digest:
-            return None
+        if hello["digest"] == digest:
+            come.put((int(hello["node"]), connection))
+            return
+    connection.close()
+
+
+def _welcome(connection: socket.socket, digest: str) -> bool:
+    """Tell a node that it is in; False where it has gone."""
+    try:
         connection.sendall(f"{digest}\n".encode())
         connection.settimeout(None)
-        return int(hello["node"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        _keep_alive(connection)
+    except OSError:
+        return False
+    return True
 
 
 def join(address: tuple[str, int], node: int, digest: str, timeout_s: float) -> socket.socket:
@@ -158,9 +182,16 @@ def join(address: tuple[str, int], node: int, digest: str, timeout_s: float) -> 
 
 
 def _line(connection: socket.socket) -> str:
-    """One short line, and not a byte more: what follows is for another reader."""
-    data = b""
+    """One short line, and not a byte more: what follows is for another reader.
+
+    Raises:
+        TimeoutError: not all of it has come within `_HELLO_S`.
+    """
+    data, end = b"", time.monotonic() + _HELLO_S
     while not data.endswith(b"\n") and len(data) < 1000:
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError("it has begun a line, and does not end it")
+        connection.settimeout(left)
         byte = connection.recv(1)
         if not byte:
             break

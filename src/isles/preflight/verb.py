@@ -52,7 +52,7 @@ class CheckOptions:
         overrides: as `key.path=value`.
         hosts: these instead of the run file's.
         net, smoke: as in `Extent`.
-        in_job: check the nodes by a job of Slurm.
+        in_job: check the nodes by a job of Slurm or PBS.
         timeout_s: longest wait for one answer.
         as_json: print JSON.
     """
@@ -104,7 +104,7 @@ def check_subject(
         from isles.preflight.in_job import check_in_job
 
         say("waiting for nodes, and checking them")
-        return check_in_job(subject, cluster.launcher, options.timeout_s)
+        return check_in_job(subject, cluster.launcher, options.timeout_s, options.overrides)
     extent = Extent(net=options.net, smoke=options.smoke, timeout_s=options.timeout_s)
     match cluster.launcher:
         case SshLauncherConfig(connect_timeout=connect_s):

@@ -16,7 +16,7 @@ from isles.config.resolve import Resolved, dump_resolved, load_resolved
 from isles.config.resume import Change, changed_mathematics
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.rundir.find import find_run, is_run_dir, numbered_runs
+from isles.rundir.find import find_run, is_run_dir, numbered_runs, typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
@@ -90,6 +90,28 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, now: Clock = 
             raise
     note = begun.note.replace(begun.run_dir.name, run_dir.name)
     return Begun(run_dir, resumed=False, note=note)
+
+
+def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
+    """Refuse a start of a run that is on its way already; for who has not all its values yet.
+
+    Args:
+        output_dir: where runs are.
+        name: of the run, as in its run file.
+        resume: as in `choose_run`.
+        now: the clock.
+
+    Raises:
+        UserError: it is running, or its job waits.
+    """
+    if resume == "no":
+        return
+    given = Path(resume).expanduser()
+    runs = [run for _, run in numbered_runs(output_dir, name) if run.attempts()]
+    if resume != "auto":
+        runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
+    if runs and _other_head(runs[-1]) is None:
+        _refuse_running(runs[-1], run_state(runs[-1], now), now)
 
 
 def new_attempt(
@@ -348,7 +370,8 @@ def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
     raise UserError(
         f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
         where=str(run_dir.path),
-        fix=f"`isles stop {run_dir.name}` saves and stops it; `--resume no` starts a second run",
+        fix=f"`isles stop {typed_name(run_dir)}` saves and stops it; "
+        "`--resume no` starts a second run",
     )
 
 
@@ -365,6 +388,6 @@ def _in_queue(run_dir: RunDir, age: str) -> UserError:
     return UserError(
         f"{run_dir.name} {doing} as {name} job {job_id}{age}{why}",
         where=str(run_dir.path),
-        fix=f"`isles stop {run_dir.name}` saves and stops it, or takes it out of the queue; "
+        fix=f"`isles stop {typed_name(run_dir)}` saves and stops it, or takes it out of the queue; "
         "`--resume no` starts a second run",
     )

@@ -12,6 +12,9 @@ ATTEMPT = "ISLES_ATTEMPT"
 RESTART = "ISLES_RESTART"
 """Set by job scripts alone."""
 
+NAMED = "ISLES_NAMED"
+"""Where another machine shows what isles says here: what is typed there behind a run's name."""
+
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 """What torchrun's ranks inherit and an agent of isles has otherwise for itself."""
 
@@ -142,3 +145,9 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What is typed behind a run's name on the machine that shows what this one says; None: it
+    is shown here."""
+    return environ.get(NAMED)

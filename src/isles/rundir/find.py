@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from pathlib import Path
 
 from isles.errors import UserError
+from isles.rundir.env import named_elsewhere
 from isles.rundir.paths import RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
-from isles.rundir.remote import RemoteRun, list_remotes
+from isles.rundir.remote import RUNS, RemoteRun, list_remotes
 from isles.rundir.state import QUEUES
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
@@ -74,7 +76,8 @@ def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
     """The run that a command means, here or on another machine.
 
     Args:
-        given: as in `find_run`; also NAME@HOST, a run whose directory is on another machine.
+        given: as in `find_run`; also NAME@HOST, a run whose directory is on another machine, or
+            HOST:PATH, its directory there.
         output_dir: where runs are looked for by name, and remembered.
 
     Raises:
@@ -85,13 +88,27 @@ def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
         return _newest(remotes, output_dir)
     if is_run_dir(Path(given).expanduser()):
         return RunDir(Path(given).expanduser())
-    exact = [run for run in remotes if given in (run.name, run.label)]
+    exact = [run for run in remotes if given in _names(run)]
     here = [RunDir(output_dir / given)] if is_run_dir(output_dir / given) else []
     if len(exact) + len(here) > 1:
         raise _ambiguous(given, here, exact)
     stems = [run for run in remotes if given in (_stem(run.name), _stem(run.label))]
     found = exact or here or _by_stem(given, output_dir, stems)
     return found[-1]
+
+
+def typed_name(run_dir: RunDir) -> str:
+    """What is typed after a verb to mean a run that is seen here."""
+    if (behind := named_elsewhere()) is not None:
+        return f"{run_dir.name}{behind}"
+    if run_dir.path.absolute().parent == RUNS.absolute():
+        return run_dir.name
+    return shlex.quote(str(run_dir.path))
+
+
+def _names(run: RemoteRun) -> tuple[str, ...]:
+    """What means exactly this run, or others that are called the same."""
+    return run.name, run.label, f"{run.name}@{run.ssh}", run.place, run.path
 
 
 def _newest(remotes: list[RemoteRun], output_dir: Path) -> RunDir | RemoteRun:
@@ -143,7 +160,9 @@ def _stem(label: str) -> str:
 
 
 def _ambiguous(given: str, here: list[RunDir], remotes: list[RemoteRun]) -> UserError:
-    ways = [f"{run.path} (here)" for run in here] + [run.label for run in remotes]
+    labels = [run.label for run in remotes]
+    ways = [f"{run.path} (here)" for run in here]
+    ways += [run.label if labels.count(run.label) == 1 else run.place for run in remotes]
     return UserError(f"{given} may mean {len(ways)} runs", fix=f"say which: {', '.join(ways)}")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from isles import __version__
+from isles.errors import UserError
 from isles.rundir.paths import Attempt
 from isles.rundir.records import read_record, write_record
 
@@ -81,16 +83,45 @@ class Fleet:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Fleet:
-        """From `record`."""
-        nodes = tuple(FleetNode(**node) for node in record["nodes"])
-        return cls(**{**record, "nodes": nodes})
+        """From `record`; keys that another version of isles has added are left out.
+
+        Raises:
+            ValueError: something is missing.
+        """
+        try:
+            nodes = tuple(FleetNode(**_known(FleetNode, node)) for node in record["nodes"])
+            return cls(**{**_known(cls, record), "nodes": nodes})
+        except (KeyError, TypeError) as error:
+            raise ValueError(str(error)) from error
 
     def write(self, attempt: Attempt) -> None:
         """Leave it for the nodes."""
-        write_record(attempt.fleet, self.record())
+        write_record(attempt.fleet, {"isles": __version__, **self.record()})
+
+
+def _known(kind: type[Fleet] | type[FleetNode], record: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in record.items() if name in names}
 
 
 def read_fleet(attempt: Attempt) -> Fleet | None:
-    """The nodes of an attempt; None where its launcher has none to settle."""
+    """The nodes of an attempt; None where its launcher has none to settle.
+
+    Raises:
+        UserError: a version of isles has written it that says other things of a fleet.
+    """
     record = read_record(attempt.fleet)
-    return Fleet.of(record) if record is not None else None
+    if record is None:
+        return None
+    try:
+        return Fleet.of(record)
+    except ValueError as error:
+        theirs = record.get("isles") or "another version"
+        raise UserError(
+            f"the record of the run's nodes was written by isles {theirs}, and isles {__version__} "
+            f"does not understand it: {error}",
+            where=str(attempt.fleet),
+            fix=f"use isles {theirs} for this run, or start it again: `isles train`"
+            if "isles" in record
+            else "use the isles that started this run, or start it again: `isles train`",
+        ) from error

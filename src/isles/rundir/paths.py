@@ -25,7 +25,7 @@ class Attempt:
 
     @property
     def agent_log(self) -> Path:
-        """Output of the elastic agent."""
+        """Output of the agent."""
         return self.path / "agent.log"
 
     def rank_log(self, rank: int) -> Path:

@@ -117,9 +117,12 @@ def checkpoint_to_load(
     """A checkpoint asked for by name, until this start has saved one of its own."""
     if asked is None or restart == 0:
         return asked
-    begun_at = float((read_record(attempt.launch) or {}).get("begun_at", 0.0))
-    is_ours = any(info.created_at >= begun_at for info in list_checkpoints(run_dir))
-    return None if is_ours else asked
+    return None if has_saved(run_dir, attempt) else asked
+
+
+def has_saved(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Whether there is a checkpoint of this start; by its number, for hosts' clocks differ."""
+    return any(info.manifest.get("attempt") == attempt.number for info in list_checkpoints(run_dir))
 
 
 class LastStep:

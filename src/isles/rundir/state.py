@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from isles.rundir.paths import Attempt, RunDir
@@ -20,6 +20,9 @@ lately."""
 FRESH_S = 40.0
 """A run on another host counts as running while its last sign of life is younger than this. Rank 0
 gives one every 5 s; a network file system may show it half a minute late."""
+
+_FAST_S = 5.0
+"""A clock may be ahead by so much and still be right."""
 
 QUEUES = ("slurm", "pbs")
 """Launchers whose jobs wait in a queue."""
@@ -83,8 +86,10 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
     process = ProcessId.from_record(launch) if launch else None
     # The process first: it writes its outcome and then ends, never the other way round.
     is_alive = process is not None and process.is_here() and process.is_alive()
-    heard_at = _heard_at(run_dir, begun_at)
-    newest = max(heard_at or 0.0, begun_at or 0.0)
+    heard_at = _heard_at(run_dir, attempt, begun_at, now())
+    newest = _latest([heard_at, begun_at], now()) or 0.0
+    if heard_at is None and begun_at is not None and begun_at > now() + _FAST_S:
+        newest = _modified_at(attempt.launch) or newest
     outcome = read_record(attempt.outcome)
     state: State
     if outcome is not None:
@@ -107,7 +112,7 @@ def _job_state(
     """How a job of a queue stands: by its ranks' signs of life, then by the queue's last word."""
     job = read_record(attempt.job) or {}
     word = job.get("state")
-    heard_at = _heard_at(run_dir, begun_at)
+    heard_at = _heard_at(run_dir, attempt, begun_at, now_s)
     outcome = read_record(attempt.outcome)
     ended_at = number_of(outcome, "at") or 0.0
     state: State
@@ -151,13 +156,33 @@ def current_status(run_dir: RunDir, begun_at: float | None) -> dict[str, Any]:
     return {} if is_older else status
 
 
-def _heard_at(run_dir: RunDir, begun_at: float | None) -> float | None:
-    """The last sign of life since an attempt began.
+def _heard_at(
+    run_dir: RunDir, attempt: Attempt, begun_at: float | None, now_s: float
+) -> float | None:
+    """The last sign of life since an attempt began, by this machine's clock.
 
-    By the record's own time and by that of its file, since one of the clocks may be slow.
+    By the record's own time and by that of its file, since one of the clocks may be slow; each is
+    compared with the beginning by the same clock.
     """
-    times = [number_of(read_record(run_dir.status), "updated_at")]
-    with suppress(OSError):
-        times.append(run_dir.status.stat().st_mtime)
-    earliest = (begun_at or 0.0) - 1.0
-    return max((at for at in times if at is not None and at >= earliest), default=None)
+    said_at = number_of(read_record(run_dir.status), "updated_at")
+    if said_at is not None and begun_at is not None and said_at < begun_at - 1.0:
+        said_at = None
+    seen_at, since = _modified_at(run_dir.status), _modified_at(attempt.launch)
+    if seen_at is not None and since is not None and seen_at < min(since, begun_at or since) - 1.0:
+        seen_at = None
+    return _latest([said_at, seen_at], now_s)
+
+
+def _latest(times: Sequence[float | None], now_s: float) -> float | None:
+    """The latest of some moments; one that is still to come is that of a clock which is fast, and
+    counts only where there is no other, as now."""
+    known = [at for at in times if at is not None]
+    past = [at for at in known if at <= now_s + _FAST_S]
+    return min(max(past), now_s) if past else now_s if known else None
+
+
+def _modified_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

@@ -6,13 +6,20 @@ import json
 import select
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError
+from isles.facts.text import printable
 
 _SEND_S = 5.0
 _LONGEST_BYTES = 64 * 2**20
+_LONGEST_WORDS = 600
+_WORDS = ("what", "where", "fix")
+
+GREETING_BYTES = 64 * 2**10
+"""The longest first message of somebody who is not known yet."""
 
 
 class NotOurs(ValueError):
@@ -39,18 +46,27 @@ class Wire:
         with self._lock:
             self._connection.sendall(line)
 
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; None where none has come in time.
+    def receive(
+        self, timeout_s: float, longest_bytes: int = _LONGEST_BYTES
+    ) -> dict[str, Any] | None:
+        """The next message; None where it has not come in time, with all its bytes.
+
+        Args:
+            timeout_s: longest wait; what has come by then is kept for the next call.
+            longest_bytes: of a message.
 
         Raises:
             OSError: the other end has closed the connection.
             NotOurs: what came is no message of isles.
         """
+        end = time.monotonic() + timeout_s
         while b"\n" not in self._read:
+            if len(self._read) > longest_bytes:
+                raise NotOurs("a line without an end")
             try:
                 poll = select.poll()  # unlike select, for any number of connections
                 poll.register(self._connection, select.POLLIN)
-                is_ready = poll.poll(timeout_s * 1000)
+                is_ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
             except ValueError:
                 raise ConnectionResetError("the connection was closed here") from None
             if not is_ready:
@@ -59,9 +75,12 @@ class Wire:
             if not part:
                 raise ConnectionResetError("the connection was closed")
             self._read += part
-            if len(self._read) > _LONGEST_BYTES:
-                raise NotOurs("a line without an end")
-        line, _, self._read = self._read.partition(b"\n")
+            if b"\n" not in part and time.monotonic() > end:
+                return None
+        line, _, rest = self._read.partition(b"\n")
+        if len(line) > longest_bytes:
+            raise NotOurs("a line that is too long")
+        self._read = rest
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -70,10 +89,14 @@ class Wire:
             raise NotOurs(f"not a message: {line[:80]!r}")
         return message
 
-    def close(self) -> None:
-        """End the connection; a thread that receives from it wakes up."""
+    def hang_up(self) -> None:
+        """End the connection; the thread that receives from it wakes up, and closes it."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection; a thread that receives from it wakes up."""
+        self.hang_up()
         self._connection.close()
 
 
@@ -84,12 +107,12 @@ def refusal(told: Any) -> UserError:
         NotOurs: what came is none.
     """
     try:
-        error: UserError = PreflightError(
-            str(told["what"]), where=str(told["where"]), fix=str(told["fix"])
-        )
+        words = (printable(str(told[key]), longest=_LONGEST_WORDS) for key in _WORDS)
+        what, where, fix = words
+        error: UserError = PreflightError(what, where=where, fix=fix)
         error.exit_code = ExitCode(int(told["exit_code"]))
     except (KeyError, TypeError, ValueError):
-        raise NotOurs(f"it says {told}") from None
+        raise NotOurs(f"it says {told!r:.200}") from None
     return error
 
 

@@ -22,14 +22,19 @@ from isles.errors import UserError
 from isles.rundir.begin import begin_run, new_attempt, write_launch
 from isles.rundir.env import RankEnv, read_rank_env
 from isles.rundir.find import numbered_runs
-from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
-from isles.rundir.restarts import newest_step, read_last_step
+from isles.rundir.restarts import (
+    checkpoint_to_load,
+    has_saved,
+    newest_step,
+    read_last_step,
+)
 from isles.train.hosts import own_run_dir
-from isles.train.job import die_with_torchrun, exit_status, log_to_file
+from isles.train.job import die_with_torchrun, exit_status
 from isles.train.node_log import job_node_log
+from isles.train.rank_edges import log_to_file
 from isles.train.verdict import trouble, write_failure
 from isles.train.worker import run_rank
 
@@ -71,10 +76,7 @@ def _train_for_launcher(target: Path, number: int, resume_from: Path | None, env
     run_dir = RunDir(target.absolute())
     attempt, env = run_dir.attempt(number), replace(env, attempt=number)
     log_to_file(attempt, env)
-    if env.restart and resume_from is not None:
-        begun_at = float((read_record(attempt.launch) or {}).get("begun_at", 0.0))
-        if any(info.created_at >= begun_at for info in list_checkpoints(run_dir)):
-            resume_from = None  # this start has saved one of its own
+    resume_from = checkpoint_to_load(run_dir, attempt, resume_from, env.restart)
     with job_node_log(run_dir, attempt, env):
         return exit_status(attempt, env, run_rank(run_dir, attempt, env, resume_from))
 
@@ -134,9 +136,8 @@ def _after_restart(resolved: Resolved, agents: list[dict[str, Any]]) -> str | No
     at = f" at step {reached}" if reached is not None else ""
     sys.stderr.write(f"the ranks were lost{at}, and torchrun has started them again\n")
     asked = launch.get("resumed_from")
-    begun_at = float(launch.get("begun_at", 0.0))
-    is_ours = any(info.created_at >= begun_at for info in list_checkpoints(run_dir))
-    return str(asked) if asked and saved is not None and not is_ours else str(run_dir.path)
+    is_asked = asked and saved is not None and not has_saved(run_dir, attempt)
+    return str(asked) if is_asked else str(run_dir.path)
 
 
 if __name__ == "__main__":

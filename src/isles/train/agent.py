@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import multiprocessing
 import os
 import signal
 import sys
@@ -32,10 +33,14 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.stop_request import read_stop_request
 from isles.train.contact import Contact, Head
+from isles.train.forked import MeetingPlace
 from isles.train.node_log import NodeLog
 from isles.train.relay import SignalRelay
 
 _LOOK_S = 0.5
+
+_LONGEST_FOLDER = 70
+"""Letters of a folder in which a Unix socket still has room: its whole path has 107 at most."""
 
 
 def main() -> int:
@@ -70,9 +75,9 @@ def _run_alone(run_dir: RunDir, attempt: Attempt, nproc: int, resume_from: Path 
         from isles.train.crew import Gang
 
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+        gang = Gang(run_dir, attempt, nproc, "127.0.0.1", scratch)
         is_script = config.training.script is not None
-        gang = Gang(run_dir, attempt, nproc, "127.0.0.1", is_script)
-        alone = Alone(gang, config.clusters[0].max_restarts, resume_from, scratch)
+        alone = Alone(gang, is_script, config.clusters[0].max_restarts, resume_from)
         return alone.run(relay)
 
 
@@ -86,10 +91,11 @@ def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
     else:
         fleet, place = _place_here(attempt, wanted)
     head = Head(fleet.head.name, fleet.head.address, fleet.port)
+    meeting_place = _meeting_place(fleet, place)
     # First of all: the others wait for this node, and not for what it must import.
     contact = Contact(
         head,
-        _hello(run_dir, attempt, place),
+        {**_hello(run_dir, attempt, place), "store": meeting_place.port if meeting_place else 0},
         start_timeout_s=fleet.start_timeout_s,
         may_return=fleet.is_elastic and (place.node > 0 or fleet.launcher == "local"),
     )
@@ -97,31 +103,47 @@ def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
     os.environ.update(added)
     node_log = attempt.node_log(place.node)
     log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, node_log)
-    with log, _ready_to_fork(run_dir, attempt):
-        from isles.config.resolve import load_resolved
+    with log, _ready_to_fork(run_dir, attempt) as scratch:
         from isles.train.crew import Crew, Gang
         from isles.train.member import Member
+        from isles.train.stall_relay import StallsHere
 
-        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-        is_script = config.training.script is not None
-        gang = Gang(run_dir, attempt, place.nproc, place.address, is_script)
-        member = Member(contact, Crew(gang, relay), relay)
-        code = member.run()
+        gang = Gang(run_dir, attempt, place.nproc, place.address, scratch)
+        crew = Crew(gang, relay, meeting_place)
+        member = Member(contact, crew, relay, StallsHere(attempt))
+        try:
+            code = member.run()
+        finally:
+            if meeting_place is not None:
+                meeting_place.close()
     if contact.state == "cut off" and place.node == 0 and fleet.launcher != "local":
         _conclude(attempt, contact)
     return code
 
 
+def _meeting_place(fleet: Fleet, place: FleetNode) -> MeetingPlace | None:
+    """Where the ranks meet if this node is the first of those that begin; None: it never is."""
+    if place.node > 0 and fleet.launcher != "local":
+        return None
+    try:
+        return MeetingPlace(place.address)
+    except OSError:
+        return None  # this machine has no such address: the supervisor, which is here, says so
+
+
 @contextmanager
 def _ready_to_fork(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
     """The server from which the ranks are forked; gives a folder for their files."""
-    with tempfile.TemporaryDirectory(prefix="isles-") as scratch:
+    # multiprocessing's socket goes there: its path must not be longer than the kernel allows.
+    is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
+    with tempfile.TemporaryDirectory(prefix="isles-", dir="/tmp" if is_long else None) as scratch:
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = scratch
         os.environ[RUN_DIR] = str(run_dir.path)
         os.environ[ATTEMPT] = str(attempt.number)
-        # INT and TERM are ours: torch would kill the ranks before they have saved.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-        # The fork server imports torch and the model's code once for all ranks, of all restarts.
-        # It starts before anything heavy is imported here, which this process does beside it.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+        # The fork server imports torch and the model's code once for all ranks, of all restarts;
+        # this process never does.
         forkserver.set_forkserver_preload(["isles.train.preload"])
         forkserver.ensure_running()
         yield Path(scratch)

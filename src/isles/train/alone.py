@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import checkpoint_to_load, newest_step, update_restart
+from isles.rundir.restarts import (
+    checkpoint_to_load,
+    newest_step,
+    read_last_step,
+    update_restart,
+)
 from isles.rundir.wire import free_port
 from isles.train.contact import say
 from isles.train.crew import Crew, Gang, Part
+from isles.train.ending import Ending
 from isles.train.relay import SignalRelay, StopBetween
-from isles.train.script_end import write_end
-from isles.train.verdict import judge, trouble, write_stop
+from isles.train.verdict import judge, trouble
 
 _LOOK_S = 0.1
 
@@ -26,19 +29,19 @@ class Alone:
 
     Args:
         gang: its ranks.
+        is_script: whether they are those of a user's own script.
         max_restarts: how often ranks that were lost are started again.
         resume_from: a checkpoint that was asked for by name.
-        scratch: a folder for the files through which the ranks meet: no port is opened.
     """
 
     gang: Gang
+    is_script: bool
     max_restarts: int
     resume_from: Path | None
-    scratch: Path
 
     def run(self, relay: SignalRelay) -> int:
         """Run the ranks to the end of the run; returns its exit code."""
-        crew = Crew(self.gang, relay)
+        crew, ending = Crew(self.gang, relay), Ending(self.gang.attempt, say)
         restart: int | None = 0
         try:
             while restart is not None:
@@ -48,13 +51,30 @@ class Alone:
                 while crew.is_running:
                     time.sleep(_LOOK_S)
                     crew.look()
-                restart = self._after(crew, relay)
+                try:
+                    restart = self._after(crew, relay, ending)
+                except OSError as error:
+                    restart = None
+                    self._without_record(crew, ending, error)
+                crew.settle()
         except StopBetween:
-            _stopped(self.gang.attempt, self.gang.run_dir, relay)
+            self._stopped(relay, ending)
         finally:
             crew.end(at_once=True)
-        outcome = read_record(self.gang.attempt.outcome) or {}
-        return int(outcome.get("exit_code", ExitCode.TRAINING))
+            ending.close()
+        return int(ending.read()["exit_code"])
+
+    def _without_record(self, crew: Crew, ending: Ending, error: OSError) -> None:
+        """Where nothing can be put on record, nothing can be saved: the run ends."""
+        what = f"a rank has ended, and {ending.words(error)}"
+        culprit = crew.report.get("culprit") or trouble(
+            what, f"make room, or look at {self.gang.attempt.path}", ExitCode.TRAINING
+        )
+        ending.fail(culprit, read_last_step(self.gang.attempt, crew.restart))
+
+    def _stopped(self, relay: SignalRelay, ending: Ending) -> None:
+        """A stop came while the ranks had nothing to save, unless they wrote an end."""
+        ending.stop(relay.requested or ExitCode.REQUEUE, "asked to stop", self.gang.run_dir)
 
     def _part(self, restart: int) -> Part:
         address = self.gang.address
@@ -64,26 +84,27 @@ class Alone:
             world_size=self.gang.nproc,
             group=(0, 1),
             master=(address, free_port(address)),
-            store=self.scratch / f"store-{restart}",
+            store=self.gang.scratch / f"store-{restart}",  # no port is opened
             meeting=None,
             resume_from=checkpoint_to_load(
                 self.gang.run_dir, self.gang.attempt, self.resume_from, restart
             ),
+            is_script=self.is_script,
         )
 
-    def _after(self, crew: Crew, relay: SignalRelay) -> int | None:
+    def _after(self, crew: Crew, relay: SignalRelay, ending: Ending) -> int | None:
         """The number of the restart that follows; None where the run is over."""
         gang, report = self.gang, crew.report
         codes = set(report["codes"].values())
         if report["state"] == "succeeded":
-            if gang.is_script and codes <= {ExitCode.OK}:
+            if self.is_script and codes <= {ExitCode.OK}:
                 # Had a wish to stop reached a script, its starter would not have ended so.
-                write_end(gang.attempt, "finished", ExitCode.OK, "finished")
+                ending.finish()
             elif relay.requested:
-                _stopped(gang.attempt, gang.run_dir, relay)
+                self._stopped(relay, ending)
             return None
         if relay.requested and codes <= {ExitCode.REQUEUE, ExitCode.INTERRUPTED}:
-            _stopped(gang.attempt, gang.run_dir, relay)  # stuck before the first step
+            self._stopped(relay, ending)  # stuck before the first step
         if gang.attempt.outcome.exists():
             return None  # the run was over before this rank ended
         lost = trouble("the ranks have lost one another", "look at their logs: `isles logs`")
@@ -102,8 +123,3 @@ class Alone:
         update_restart(gang.attempt, restart)
         say(restart.text)
         return restart.number
-
-
-def _stopped(attempt: Attempt, run_dir: RunDir, relay: SignalRelay) -> None:
-    """Write that a stop came while the ranks had nothing to save, unless they wrote an end."""
-    write_stop(attempt, relay.requested or ExitCode.REQUEUE, newest_step(run_dir))

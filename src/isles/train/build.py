@@ -75,6 +75,7 @@ def build(
     signals: StopSignals,
     resume_from: CheckpointInfo | None,
     travel: Travel,
+    attempt: int,
 ) -> Parts:
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
@@ -94,7 +95,7 @@ def build(
     between = make_between(config, engine, world, run_dir, resume_from)
     progress = _take_over(engine, resume_from, config, world, travel, recorder, between)
     samples = None if between is None else between.begin(progress, recorder)
-    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel)
+    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
@@ -211,8 +212,7 @@ def _make_engine(
     resume_from: CheckpointInfo | None,
 ) -> _Built:
     strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
-    if why:
-        recorder.phase("building model", why)
+    recorder.phase("building model", why)
     mesh = settle_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
     flops = flops_per_token(model, config.data.seq_length)  # before the model is cut

@@ -11,28 +11,28 @@ import argparse
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isles.config.resolve import load_resolved
-from isles.config.run import RunConfig
 from isles.errors import ExitCode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import (
-    Restart,
-    current_restart,
-    list_restarts,
     newest_step,
-    read_last_step,
-    update_restart,
-    write_restart,
 )
 from isles.rundir.stop_request import read_stop_request
+from isles.train.requeue import (
+    IN_VAIN_LIMIT,
+    IN_VAIN_TAKEN,
+    REQUEUE,
+    Gang,
+    record_nodes,
+    requeue,
+)
 from isles.train.verdict import find_culprit, judge, trouble, write_failure
 
-START, REQUEUE = "start", "requeue"
+START = "start"
 
 _SUMMARY = re.compile(r"^\s*rank\s*: (\d+).*\n\s*exitcode\s*: (-?\d+)", re.MULTILINE)
 """How torchrun names a rank that has failed."""
@@ -45,29 +45,6 @@ _JOINS = " joins the others at "
 
 _TAIL_BYTES = 1 << 18
 _SIGTERM = 15
-
-
-@dataclass(frozen=True, slots=True)
-class Gang:
-    """The ranks of a job that have just ended, or are to be started.
-
-    Args:
-        run_dir, attempt: the run, and this start of it.
-        config: its run file.
-        job: the job, for messages.
-        output: the file that the job's script prints to.
-    """
-
-    run_dir: RunDir
-    attempt: Attempt
-    config: RunConfig
-    job: str
-    output: Path
-
-    @property
-    def restart(self) -> int:
-        """How often the ranks were started again before."""
-        return current_restart(self.attempt)
 
 
 def main() -> int:
@@ -83,6 +60,7 @@ def main() -> int:
     what.add_argument("--stranded", action="store_true", help="it could not be queued again")
     what.add_argument("--unfit", action="store_true", help="its nodes did not pass the check")
     parser.add_argument("--terminated", action="store_true", help="the job was told to end")
+    parser.add_argument("--preempted", action="store_true", help="its ranks were, for another job")
     options = parser.parse_args()
     run_dir = RunDir(options.run_dir.absolute())
     attempt = run_dir.attempt(options.attempt)
@@ -95,7 +73,9 @@ def main() -> int:
     elif options.unfit:
         answer = refuse(gang)
     else:
-        answer = conclude(gang, options.status, terminated=options.terminated)
+        answer = conclude(
+            gang, options.status, terminated=options.terminated, preempted=options.preempted
+        )
     sys.stdout.write(f"{answer}\n")
     return 0
 
@@ -112,17 +92,20 @@ def begin(gang: Gang) -> str:
         return _stop(gang, {"exit_code": _code_of(attempt), "step": newest_step(gang.run_dir)})
     last = read_record(attempt.rank_record(0)) or {}
     if outcome is not None or int(last.get("restart", -1)) == gang.restart:
-        _go_on(gang, f"{gang.job} was taken off its nodes, and queued again")
+        answer = requeue(gang, f"{gang.job} was taken off its nodes", IN_VAIN_TAKEN)
+        return START if answer == REQUEUE else answer
     return START
 
 
-def conclude(gang: Gang, status: int, *, terminated: bool) -> str:
+def conclude(gang: Gang, status: int, *, terminated: bool, preempted: bool = False) -> str:
     """What follows once the ranks have ended.
 
     Args:
         gang: the ranks.
         status: exit status of what has started them.
         terminated: whether the job was told to end: by scancel, or for a job that comes first.
+        preempted: whether only its ranks were told so, to save within a time of grace. The job is
+            then not queued again by itself.
     """
     attempt = gang.attempt
     outcome = read_record(attempt.outcome)
@@ -130,9 +113,10 @@ def conclude(gang: Gang, status: int, *, terminated: bool) -> str:
         return str(int(outcome["exit_code"]))
     stopped = read_record(attempt.stopped)
     request = read_record(attempt.stop_request) or {}
+    later = None if terminated else _goes_on_later(gang, stopped, request, preempted=preempted)
+    if later is not None:
+        return requeue(gang, *later)
     if stopped is not None:
-        if request.get("requeue") and not terminated:
-            return _requeue(gang)
         return _stop(gang, stopped, may_go_on=terminated)
     if terminated:
         step = newest_step(gang.run_dir)
@@ -182,48 +166,23 @@ def _stop(gang: Gang, stopped: dict[str, Any], *, may_go_on: bool = False) -> st
     return str(code)
 
 
-def _requeue(gang: Gang) -> str:
-    """Saved before the time limit: the job is queued again, unless it came no further at all."""
-    saved = newest_step(gang.run_dir)
-    before = [entry for entry in list_restarts(gang.attempt) if not entry.is_counted]
-    if before and (before[-1].saved or 0) >= (saved or 0):
-        culprit = trouble(
-            f"the time limit leaves no time for a single step: {gang.job} began and ended at "
-            f"step {saved or 0}",
-            "raise clusters[0].launcher.time, or lower clusters[0].launcher.save_before",
-            ExitCode.TRAINING,
-        )
-        write_failure(gang.attempt, {**culprit, "kind": "NoProgress"}, step=saved)
-        gang.attempt.stopped.unlink(missing_ok=True)
-        return str(int(ExitCode.TRAINING))
-    _go_on(gang, f"the time limit of {gang.job} was near")
-    return REQUEUE
-
-
-def _go_on(gang: Gang, why: str) -> None:
-    """Put on record that the ranks go on later; what was said of their end no longer holds."""
-    restart = gang.restart
-    _record_nodes(
-        gang,
-        Restart(
-            number=restart + 1,
-            at=time.time(),
-            verdict="restart",
-            culprit=None,
-            why=why,
-            reached=read_last_step(gang.attempt, restart),
-            saved=newest_step(gang.run_dir),
-            count=sum(entry.is_counted for entry in list_restarts(gang.attempt)),
-            max_restarts=gang.config.clusters[0].max_restarts,
-            is_counted=False,
-        ),
-        is_new=True,
+def _goes_on_later(
+    gang: Gang, stopped: dict[str, Any] | None, request: dict[str, Any], *, preempted: bool
+) -> tuple[str, int] | None:
+    """Why the job is to be queued again, and how often that may be in vain; None: it is not."""
+    if stopped is not None and request.get("requeue"):
+        return f"the time limit of {gang.job} was near", IN_VAIN_LIMIT
+    if not getattr(gang.config.clusters[0].launcher, "requeue", False):
+        return None
+    if preempted and (not request or request.get("requeue")):
+        return f"another job took the nodes of {gang.job}", IN_VAIN_TAKEN
+    asks = (
+        gang.config.training.script is not None
+        and (stopped or {}).get("exit_code") == ExitCode.REQUEUE
     )
-    for path in (gang.attempt.outcome, gang.attempt.stopped):
-        path.unlink(missing_ok=True)
-    # A stop that a user has asked for meanwhile stays: the next `begin` heeds it.
-    if (read_record(gang.attempt.stop_request) or {}).get("requeue"):
-        gang.attempt.stop_request.unlink(missing_ok=True)
+    if not asks or request:
+        return None
+    return "the script asked to be started again", IN_VAIN_LIMIT
 
 
 def _after_failure(gang: Gang, status: int) -> str:
@@ -253,20 +212,9 @@ def _after_failure(gang: Gang, status: int) -> str:
     if verdict.verdict != "restart":
         outcome = read_record(attempt.outcome) or {}
         return str(int(outcome.get("exit_code", ExitCode.TRAINING)))
-    _record_nodes(gang, verdict)
+    record_nodes(gang, verdict)
     sys.stderr.write(f"{time.strftime('%F %T')} {verdict.text}\n")
     return START
-
-
-def _record_nodes(gang: Gang, restart: Restart, *, is_new: bool = False) -> None:
-    """A job has all its nodes, or none."""
-    nodes = tuple(range(gang.config.clusters[0].max_nodes))
-    world_size = int((read_record(gang.attempt.launch) or {}).get("world_size", 1))
-    full = replace(restart, nodes=nodes, world_size=world_size)
-    if is_new:
-        write_restart(gang.attempt, full)
-    else:
-        update_restart(gang.attempt, full)
 
 
 def _write_end(

@@ -24,11 +24,12 @@ from isles.rundir.restarts import (
 )
 from isles.rundir.stop_request import read_stop_request
 from isles.rundir.wire import free_port
+from isles.train.ending import Ending
 from isles.train.lobby import Lobby, say
 from isles.train.members import Members, Terms
 from isles.train.reports import keep_errors, own_time
-from isles.train.script_end import write_end
-from isles.train.verdict import judge, trouble, write_failure, write_stop
+from isles.train.stall_relay import StallsThere
+from isles.train.verdict import judge, trouble
 
 Phase = Literal["wait", "run", "settle", "halt", "over"]
 
@@ -49,7 +50,6 @@ class Conductor:
         fleet: its nodes.
         terms: of the run file.
         lobby: who is there.
-        store: host and port of the ranks' store.
         clock: seconds that only ever grow.
     """
 
@@ -60,7 +60,6 @@ class Conductor:
         fleet: Fleet,
         terms: Terms,
         lobby: Lobby,
-        store: tuple[str, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
@@ -68,13 +67,14 @@ class Conductor:
         self._fleet = fleet
         self._terms = terms
         self._lobby = lobby
-        self._store = store
         self._clock = clock
         self._phase: Phase = "wait"
         self._since = self._waits_since = clock()
         self._said_at = clock()
         self._waiting = ""
-        self._members = Members(run_dir, attempt, fleet, lobby)
+        self._members = Members(run_dir, attempt, fleet, lobby, terms.max_restarts)
+        self._ending = Ending(attempt, say)
+        self._stalls = StallsThere(run_dir, attempt)
         self._common: dict[str, Any] = {}
         self._signal = 0
         self._is_now = False
@@ -87,6 +87,11 @@ class Conductor:
         """Whether the run has its outcome, and the nodes are only to end."""
         return self._phase == "over"
 
+    @property
+    def exit_code(self) -> int:
+        """Of the run, once it is over."""
+        return int(self._ending.read()["exit_code"])
+
     def ask_to_stop(self, number: int) -> None:
         """A signal has come: save and stop."""
         self._signal = number
@@ -94,6 +99,16 @@ class Conductor:
     def look(self) -> None:
         """One look at everything; called ten times a second or so."""
         self._lobby.look(self._clock())
+        try:
+            self._decide()
+            self._ending.is_well()
+        except OSError as error:  # of records: every connection takes care of its own
+            if self._ending.is_hopeless(error, self._clock()):
+                self.give_up(self._ending.words(error), f"look at {self._attempt.path}")
+        for node in self._lobby.there():
+            self._lobby.order(node, self._order(node), self._clock())
+
+    def _decide(self) -> None:
         if not self.is_over:
             self._hear_wishes()
         match self._phase:
@@ -107,8 +122,6 @@ class Conductor:
                 self._halt()
             case "over":
                 pass
-        for node in self._lobby.there():
-            self._lobby.order(node, self._order(node), self._clock())
 
     def has_ended(self) -> bool:
         """Whether all nodes have gone, or have had their time to."""
@@ -118,10 +131,11 @@ class Conductor:
 
     def give_up(self, what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> None:
         """The run ends with this error, unless it has its outcome."""
-        if not self._attempt.outcome.exists():
-            say(what)
-            write_failure(self._attempt, trouble(what, fix, code))
-        self._enter("over")
+        self._fail(trouble(what, fix, code))
+
+    def close(self) -> None:
+        """All nodes have gone."""
+        self._ending.close()
 
     def places(self) -> dict[int, tuple[int, int]]:
         """First rank and number of ranks of each node that is a part of the run."""
@@ -157,7 +171,7 @@ class Conductor:
     def _stop(self, why: str, code: ExitCode) -> None:
         """No rank is there to save: the run is stopped."""
         say(why)
-        write_stop(self._attempt, code, newest_step(self._run_dir))
+        self._ending.stop(code, why, self._run_dir)
         self._enter("over")
 
     # Before the ranks.
@@ -167,10 +181,9 @@ class Conductor:
         if self._stop_code is not None:
             self._stop("asked to stop while no rank was there", self._stop_code)
             return
-        for _, refusal in self._lobby.refused:
-            if refusal.ends_run:
-                self.give_up(refusal.what, refusal.fix, ExitCode.PREFLIGHT)
-                return
+        if (refusal := self._lobby.fatal) is not None:
+            self.give_up(refusal.what, refusal.fix, ExitCode.PREFLIGHT)
+            return
         lost = self._members.lost()
         if lost and not self._fleet.is_elastic:
             self._fail(self._members.lost_culprit(lost[0]))
@@ -188,34 +201,18 @@ class Conductor:
         elif self._clock() - self._said_at > WAITING_EVERY_S:
             self._say_waiting(there, waited_s)
 
-    def _missing(self, there: list[int]) -> str:
-        return self._members.labels(n.node for n in self._fleet.nodes if n.node not in there)
-
     def _say_waiting(self, there: list[int], waited_s: float) -> None:
         self._said_at = self._clock()
-        left_s = self._fleet.start_timeout_s - waited_s
-        self._waiting = (
-            f"waiting for {self._missing(there)}: {len(there)} of {len(self._fleet.nodes)} nodes "
-            f"are there; {left_s:.0f} s left"
-        )
-        if self._lobby.refused:
-            self._waiting += f"; refused: {self._lobby.refused[-1][1].what}"
+        self._waiting = self._members.waiting_text(there, self._fleet.start_timeout_s - waited_s)
         say(self._waiting)
         status = read_record(self._run_dir.status) or {}
-        status |= {"phase": "waiting for nodes", "detail": self._waiting}
-        write_record(self._run_dir.status, {**status, "updated_at": time.time()}, durable=False)
+        status |= {"phase": "waiting for nodes", "detail": self._waiting, "updated_at": time.time()}
+        self._ending.tries(lambda: write_record(self._run_dir.status, status, durable=False))
 
     def _give_up_waiting(self, there: list[int]) -> None:
-        names = self._members.labels(there) or "none"
-        what = (
-            f"{self._missing(there)} did not come within {self._fleet.start_timeout_s:.0f} s; "
-            f"there: {names}"
-        )
-        if self._lobby.refused:
-            what += f"; refused: {self._lobby.refused[-1][1].what}"
         head = self._fleet.head
         self.give_up(
-            what,
+            self._members.late_text(there),
             "are they switched on, and can they reach the first node? try there: "
             f"nc -vz {head.address} {self._fleet.port}; clusters[0].start_timeout waits longer",
         )
@@ -226,36 +223,36 @@ class Conductor:
         restart: Restart | None = None
         if members.nodes:
             number = members.restart + 1
-            restart = read_restart(self._attempt, number) or self._changed(there)
+            restart = read_restart(self._attempt, number) or self._members.changed(there)
         elif len(there) < len(fleet.nodes):
-            say(f"beginning without {self._missing(there)}")
+            say(f"beginning without {members.missing(there)}")
         members.begin(there)
         if restart is not None:
             saved, ranks = newest_step(self._run_dir), members.world_size
             restart = replace(restart, saved=saved, nodes=tuple(there), world_size=ranks)
-            update_restart(self._attempt, restart)
+            found = restart
+            self._ending.tries(lambda: update_restart(self._attempt, found))
             say(restart.text)
         asked = Path(fleet.resume_from) if fleet.resume_from else None
         checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
-        # On this machine; its agent may still be importing what it needs to find one itself.
+        # On this machine, as is the supervisor.
         address = fleet.nodes[there[0]].address
         self._common = {
             "world_size": members.world_size,
-            "store": list(self._store),
+            "script": self._terms.is_script,
+            "store": [address, self._lobby.seats()[there[0]].store],
             "master": [address, free_port(address)],
             "resume_from": str(checkpoint) if checkpoint is not None else None,
         }
         self._waiting = ""
         self._enter("run")
 
-    def _changed(self, now: list[int]) -> Restart:
-        return self._members.changed(now, self._terms.max_restarts)
-
     # While the ranks run.
 
     def _watch(self) -> None:
         """The ranks run: until one is lost, all have ended, or others come."""
         reports = self._members.reports()
+        self._stalls.look(reports, self._clock())
         states = [report["state"] for report in reports.values()]
         has_all = len(reports) == len(self._members.nodes)
         if self._attempt.outcome.exists():
@@ -284,7 +281,7 @@ class Conductor:
             self._enter("wait")
         elif codes <= {ExitCode.OK}:
             # A user's script leaves no outcome; one that a wish to stop has reached ends not so.
-            write_end(self._attempt, "finished", ExitCode.OK, "finished")
+            self._ending.finish()
             self._enter("over")
         elif self._stop_code is not None:
             self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
@@ -331,28 +328,32 @@ class Conductor:
         if self._fleet.is_elastic and has_head:
             if culprits:
                 say(f"meanwhile: {culprits[0]['what']}")
-            self._changed(remaining)
+            self._members.changed(remaining)
             self._enter("halt")
             return
         self._judge({**self._members.lost_culprit(lost[0]), "will_recur": True})
 
     def _fail(self, culprit: dict[str, Any]) -> None:
-        say(str(culprit["what"]))
-        reached = read_last_step(self._attempt, self._members.restart)
-        write_failure(self._attempt, culprit, step=reached)
+        """The run ends because of this, unless it has its outcome."""
+        self._ending.fail(culprit, read_last_step(self._attempt, self._members.restart))
         self._enter("over")
 
     def _judge(self, culprit: dict[str, Any]) -> None:
-        keep_errors(self._attempt, self._members.restart, self._members.said())
-        judge(
+        attempt, restart, terms = self._attempt, self._members.restart, self._terms
+        self._ending.tries(lambda: keep_errors(attempt, restart, self._members.said()))
+        verdict = lambda: judge(  # noqa: E731
             self._run_dir,
-            self._attempt,
-            self._members.restart,
+            attempt,
+            restart,
             culprit,
-            max_restarts=self._terms.max_restarts,
+            max_restarts=terms.max_restarts,
             stop=self._stop_code,
         )
-        self._enter("halt")
+        if self._ending.tries(verdict):
+            self._enter("halt")
+        else:
+            # Where nothing can be put on record, nothing could be saved: no reason to go on.
+            self._fail(culprit)
 
     def _halt(self) -> None:
         """Until all members have ended their ranks."""
@@ -383,11 +384,7 @@ class Conductor:
             "waiting": self._waiting,
         }
         if self.is_over:
-            outcome = read_record(self._attempt.outcome) or {}
-            code = int(outcome.get("exit_code", ExitCode.OK))
-            error = outcome.get("error") or {}
-            words = str(error.get("what") or outcome.get("reason") or "")
-            return {**order, "exit_code": code, "reason": words, "now": self._is_now}
+            return {**order, **self._ending.word(), "now": self._is_now}
         if node not in self._members.nodes or self._phase not in ("run", "settle"):
             return {**order, "phase": "wait" if node not in self._members.nodes else order["phase"]}
         return {
@@ -396,5 +393,6 @@ class Conductor:
             "ranks": list(self._members.ranks[node]),
             "group": [self._members.nodes.index(node), len(self._members.nodes)],
             "signal": self._signal,
+            "stacks": self._stalls.asked,
             "handover": self._asked_at is not None,
         }

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +21,15 @@ from isles.rundir.pace import (
     WAITING_EVERY_S,
     Silence,
 )
-from isles.rundir.wire import NotOurs, Wire, refusal
+from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.05
 _STRANGER_S = 4.0
 """How long something else on the port is tried again."""
+
+_MUTE = "somebody there takes the connection, and says nothing"
+"""Another program does, and a supervisor that is frozen for a while: no reason to go."""
 
 State = Literal["seeking", "there", "cut off", "refused"]
 
@@ -68,6 +72,7 @@ class Contact:
         self._state: State = "seeking"
         self._why = ""
         self._told = ""
+        self._is_mute = False
         self._fault: UserError | None = None
         self._is_leaving = False
         self._thread = threading.Thread(target=self._run, name="contact", daemon=True)
@@ -150,8 +155,9 @@ class Contact:
         silent_s = silence.look(time.monotonic())
         waits = int(silent_s // WAITING_EVERY_S)
         if self._state == "seeking" and waits:
+            mute = f": {_MUTE}" if self._is_mute else ""
             self._tell(
-                f"waiting for the supervisor at {self.head} ({waits * WAITING_EVERY_S:.0f} s)"
+                f"waiting for the supervisor at {self.head} ({waits * WAITING_EVERY_S:.0f} s){mute}"
             )
         if self._state == "there" and refused_s > GONE_AFTER_S:
             # Not for a while: the run is over, and there is nothing to return to.
@@ -160,22 +166,14 @@ class Contact:
         elif self._state == "there" and silent_s > LOST_AFTER_S:
             self._cut_off(f"{self.head} has not been heard of for {silent_s:.0f} s")
         elif self._state == "seeking" and silent_s > self._start_timeout_s:
-            self._refuse(
-                CommunicationError(
-                    f"no supervisor has answered at {self.head} within "
-                    f"{self._start_timeout_s:.0f} s",
-                    where=f"host {socket.gethostname()}",
-                    fix="is the first node started, and is its port open? "
-                    f"try: nc -vz {self.head.address} {self.head.port}",
-                )
-            )
+            self._refuse(self._unanswered())
 
     def _connect(self, silence: Silence) -> Wire:
         address = (self.head.address, self.head.port)
         wire = Wire(socket.create_connection(address, timeout=_CONNECT_S))
         try:
             wire.send({"hello": {**self._hello, "token": self._token}})
-            answer = _first_word(wire, silence)
+            answer = self._first_word(wire, silence)
         except OSError as error:
             wire.close()
             if self._state == "seeking" and isinstance(error, ConnectionResetError):
@@ -185,16 +183,29 @@ class Contact:
         except BaseException:
             wire.close()
             raise
+        self._is_mute = answer is None
         if answer is None:
             wire.close()
-            raise NotOurs("it says nothing")
+            raise TimeoutError(_MUTE)
         if "refused" in answer:
             wire.close()
             raise refusal(answer["refused"])
         if "welcome" not in answer:
             wire.close()
-            raise NotOurs(f"it says {answer}")
+            raise NotOurs(f"it says {answer!r:.200}")
         return wire
+
+    def _first_word(self, wire: Wire, silence: Silence) -> dict[str, Any] | None:
+        """The answer to a greeting; the time until it comes is not that of a frozen process."""
+        deadline = time.monotonic() + HELLO_S
+        while time.monotonic() < deadline:
+            answer = wire.receive(_CONNECT_S / 4, GREETING_BYTES)
+            if answer is not None:
+                return answer
+            silent_s = silence.look(time.monotonic())
+            if self._is_leaving or (self._state == "seeking" and silent_s > self._start_timeout_s):
+                return None
+        return None
 
     def _talk(self, wire: Wire, silence: Silence) -> None:
         """Hear and report until the connection ends."""
@@ -234,6 +245,18 @@ class Contact:
             else:
                 self._fault, self._state = error, "refused"
 
+    def _unanswered(self) -> UserError:
+        address, port = self.head.address, self.head.port
+        fix = f"is the first node started, and is its port open? try: nc -vz {address} {port}"
+        if self._is_mute:
+            fix = f"is it frozen, or has another program its port? there: ss -ltnp | grep {port}"
+        return CommunicationError(
+            f"no supervisor has answered at {self.head} within {self._start_timeout_s:.0f} s"
+            + (f": {_MUTE}" if self._is_mute else ""),
+            where=f"host {socket.gethostname()}",
+            fix=fix,
+        )
+
     def _stranger(self, error: Exception) -> UserError:
         return CommunicationError(
             f"what listens at {self.head} is not the supervisor of this run: {error}",
@@ -243,18 +266,8 @@ class Contact:
         )
 
 
-def _first_word(wire: Wire, silence: Silence) -> dict[str, Any] | None:
-    """The answer to a greeting; the time until it comes is not that of a frozen process."""
-    deadline = time.monotonic() + HELLO_S
-    while time.monotonic() < deadline:
-        answer = wire.receive(_CONNECT_S / 4)
-        if answer is not None:
-            return answer
-        silence.look(time.monotonic())
-    return None
-
-
 def say(line: str) -> None:
     """One line for the agent's log."""
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {line}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # its log may be on a disk that is full
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {line}\n")
+        sys.stderr.flush()

@@ -13,15 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isles.errors import ExitCode
+from isles.facts.text import printable
 from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
 from isles.rundir.process import ProcessId
-from isles.rundir.wire import NotOurs, Wire
+from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire
+from isles.train.strangers import Strangers
 
 _ENOUGH = 12
 """So many digits of the digest are taken for the whole of it."""
 _SHOWN = 8
 """So many of them are told to who has another."""
+
+_LONGEST_WHY = 300
+_PAUSE_S = 0.2
 
 
 @dataclass(slots=True)
@@ -35,6 +40,7 @@ class Seat:
         silence: since it was last heard.
         report: what it said last about its ranks.
         wire: the connection; None while there is none.
+        store: the port at which ranks can meet there; 0: none.
     """
 
     node: int
@@ -42,6 +48,7 @@ class Seat:
     process: ProcessId
     silence: Silence
     wire: Wire | None
+    store: int = 0
     report: dict[str, Any] = field(default_factory=dict)
     skew_s: float = 0.0
     """How far its clock is behind the head's."""
@@ -57,8 +64,8 @@ class Refusal(Exception):
     """A newcomer that cannot be taken in, and why."""
 
     def __init__(self, what: str, fix: str, *, ends_run: bool = False) -> None:
-        super().__init__(what)
-        self.what = what
+        self.what = printable(what, keep="", longest=_LONGEST_WHY)
+        super().__init__(self.what)
         self.fix = fix
         self.ends_run = ends_run
 
@@ -104,7 +111,12 @@ class Lobby:
         self._lock = threading.Lock()
         self._seats: dict[int, Seat] = {}
         self._dropped: set[str] = set()
-        self.refused: list[tuple[str, Refusal]] = []
+        self.refused: Refusal | None = None
+        """The last one."""
+        self.fatal: Refusal | None = None
+        """One of a node without which the run cannot begin."""
+        self._strangers = Strangers(say)
+        self._is_closed = threading.Event()
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def seats(self) -> dict[int, Seat]:
@@ -160,6 +172,7 @@ class Lobby:
 
     def close(self) -> None:
         """Take in nobody more, and end all connections."""
+        self._is_closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -170,25 +183,29 @@ class Lobby:
         return self._fleet.nodes[number]
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed.is_set():
             try:
                 connection, (address, *_) = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # closed, or for a moment this process has too many open files
+                self._is_closed.wait(_PAUSE_S)
+                continue
             threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         wire = Wire(connection)
+        self._strangers.come(wire)
         try:
-            first = wire.receive(HELLO_S) or {}
+            first = wire.receive(HELLO_S, GREETING_BYTES) or {}
+            self._strangers.greeted(wire)
             if "fetch" in first:
                 self._check_digest(str(first["fetch"]))
                 wire.send({"files": self._files()})
             elif "hello" in first:
                 self._hear(self._take_in(first["hello"], wire), wire)
         except Refusal as refusal:
-            say(f"refused {address}: {refusal.what}")
-            self.refused.append((address, refusal))
+            self._strangers.tell(f"refused {address}: {refusal.what}")
+            self.refused = refusal
+            self.fatal = refusal if refusal.ends_run else self.fatal
             with suppress(OSError):
                 where = f"{self._fleet.head.name} port {self._fleet.port}"
                 told = {"what": refusal.what, "where": where, "fix": refusal.fix}
@@ -196,16 +213,20 @@ class Lobby:
         except OSError:
             pass  # it has gone, or knocks at every port
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            say(f"{address} has sent what no node sends: {type(error).__name__}: {error!r:.200}")
+            found = f"{type(error).__name__}: {error!r:.200}"
+            self._strangers.tell(f"{address} has sent what no node sends: {found}")
         finally:
+            self._strangers.greeted(wire)
             wire.close()
 
     def _hear(self, seat: Seat, wire: Wire) -> None:
         try:
             while True:
                 message = wire.receive(LOST_AFTER_S)
-                if message is None or seat.wire is not wire:
+                if seat.wire is not wire:
                     return
+                if message is None:
+                    continue  # how long a silence may last, is for `look` to say
                 seat.silence.heard()
                 report = message.get("report", seat.report)
                 if not isinstance(report, dict):
@@ -246,7 +267,8 @@ class Lobby:
                     )
                 seat.lost = "another agent has taken its place"
             if seat is None or seat.token != token:
-                seat = Seat(node, token, process, Silence(time.monotonic()), None)
+                store = int(hello.get("store", 0))
+                seat = Seat(node, token, process, Silence(time.monotonic()), None, store)
                 self._seats[node] = seat
             # Before anybody can send an order here: it is the first word that the agent expects.
             wire.send({"welcome": {"pid": os.getpid()}})
@@ -274,7 +296,8 @@ class Lobby:
                 label = self._node(node).label
                 raise Refusal(
                     f"{label} has {package} {other}, {self._fleet.head.name} has {version}",
-                    f"install {package} {version} there, in {hello.get('python', 'its Python')}",
+                    f"install {package} {version} there, in "
+                    + printable(str(hello.get("python", "its Python")), longest=_LONGEST_WHY),
                     ends_run=self._fleet.launcher == "ssh",
                 )
 
@@ -290,5 +313,6 @@ class Lobby:
 
 def say(line: str) -> None:
     """One line for the supervisor's log."""
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {line}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # its log may be on a disk that is full
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {line}\n")
+        sys.stderr.flush()

@@ -12,6 +12,7 @@ from isles.errors import ExitCode
 from isles.train.contact import Contact, say
 from isles.train.crew import Crew, Part
 from isles.train.relay import SignalRelay
+from isles.train.stall_relay import StallsHere
 
 _LOOK_S = 0.05
 
@@ -24,11 +25,13 @@ class Member:
         contact: the line to the supervisor.
         crew: the ranks of this node.
         relay: signals that have come, and the way to hand one to the ranks.
+        stalls: stacks of the ranks here, for the head.
     """
 
     contact: Contact
     crew: Crew
     relay: SignalRelay
+    stalls: StallsHere
     signalled: int = 0
 
     def run(self) -> int:
@@ -56,7 +59,7 @@ class Member:
 
     def _report(self) -> None:
         self.crew.look()
-        report = self.crew.report
+        report = {**self.crew.report, **self.stalls.report(self.relay.ranks)}
         self.contact.report({**report, "wish": self.relay.wish} if self.relay.wish else report)
 
     def _obey(self, order: dict[str, Any]) -> int | None:
@@ -78,7 +81,11 @@ class Member:
             first, count = order["ranks"]
             ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
             say(f"starting {ranks} of {order['world_size']}, restart {order['restart']}")
-            self.crew.begin(_part(order))
+            part = _part(order)
+            self.stalls.is_script = part.is_script
+            self.crew.begin(part)
+        if order.get("stacks"):
+            self.stalls.ask(order["stacks"])
         if order["signal"] and order["signal"] != self.signalled:
             self.signalled = order["signal"]
             say(f"asked to save and stop ({signal.Signals(self.signalled).name})")
@@ -112,4 +119,5 @@ def _part(order: dict[str, Any]) -> Part:
         store=None,
         meeting=(str(host), int(port)),
         resume_from=Path(asked) if asked else None,
+        is_script=bool(order["script"]),
     )

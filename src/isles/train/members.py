@@ -17,7 +17,7 @@ from isles.rundir.restarts import (
     read_last_step,
     write_restart,
 )
-from isles.train.lobby import Lobby, Seat
+from isles.train.lobby import Lobby, Seat, say
 from isles.train.verdict import trouble
 
 Reports = dict[int, dict[str, Any]]
@@ -34,11 +34,13 @@ class Terms:
         max_restarts: how often ranks that were lost are started again.
         save_timeout_s: longest wait for ranks that save before they hand over.
         needs_head: whether the run directory is only on the first node.
+        is_script: whether the ranks are those of a user's own script.
     """
 
     max_restarts: int
     save_timeout_s: float
     needs_head: bool
+    is_script: bool = False
 
 
 class Members:
@@ -49,9 +51,13 @@ class Members:
         attempt: this start of it.
         fleet: all its nodes.
         lobby: who is there.
+        max_restarts: of the run file.
     """
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, fleet: Fleet, lobby: Lobby) -> None:
+    def __init__(
+        self, run_dir: RunDir, attempt: Attempt, fleet: Fleet, lobby: Lobby, max_restarts: int
+    ) -> None:
+        self._max_restarts = max_restarts
         self._run_dir = run_dir
         self._attempt = attempt
         self._fleet = fleet
@@ -82,7 +88,10 @@ class Members:
             self.ranks[node] = (first, nproc)
             first += nproc
         record = {"restart": self.restart, "nodes": nodes, "world_size": first}
-        write_record(self._attempt.path / "members.json", record)
+        try:
+            write_record(self._attempt.path / "members.json", record)
+        except OSError as error:
+            say(f"members.json of {self._attempt.path} could not be written: {error.strerror}")
 
     def is_there(self, node: int) -> bool:
         """Whether a member is the one that has begun, and not lost."""
@@ -121,6 +130,28 @@ class Members:
         """Nodes as messages call them."""
         return ", ".join(self._lobby.label(node) for node in nodes)
 
+    def missing(self, there: list[int]) -> str:
+        """The nodes that are not there."""
+        return self.labels(n.node for n in self._fleet.nodes if n.node not in there)
+
+    def waiting_text(self, there: list[int], left_s: float) -> str:
+        """Whom the others wait for."""
+        text = (
+            f"waiting for {self.missing(there)}: {len(there)} of {len(self._fleet.nodes)} nodes "
+            f"are there; {left_s:.0f} s left"
+        )
+        refused = self._lobby.refused
+        return f"{text}; refused: {refused.what}" if refused is not None else text
+
+    def late_text(self, there: list[int]) -> str:
+        """Whom they wait for no longer."""
+        text = (
+            f"{self.missing(there)} did not come within {self._fleet.start_timeout_s:.0f} s; "
+            f"there: {self.labels(there) or 'none'}"
+        )
+        refused = self._lobby.refused
+        return f"{text}; refused: {refused.what}" if refused is not None else text
+
     def lost_culprit(self, node: int) -> dict[str, Any]:
         """The error record of a node that is lost."""
         seat, place = self._lobby.seats().get(node), self._fleet.nodes[node]
@@ -132,12 +163,11 @@ class Members:
         found = trouble(f"{self._lobby.label(node)} is lost: {why}", fix)
         return {**found, "host": place.name, "where": f"host {place.name}"}
 
-    def changed(self, now: Iterable[int], max_restarts: int) -> Restart:
+    def changed(self, now: Iterable[int]) -> Restart:
         """Put on record that the ranks start again because nodes have come or gone.
 
         Args:
             now: who goes on.
-            max_restarts: of the run file; this one does not count.
         """
         before, after = set(self._tokens), set(now)
         # A node that was lost and is back already is another one: it has nothing of the old ranks.
@@ -154,7 +184,7 @@ class Members:
             reached=read_last_step(self._attempt, self.restart),
             saved=newest_step(self._run_dir),
             count=sum(entry.is_counted for entry in list_restarts(self._attempt)),
-            max_restarts=max_restarts,
+            max_restarts=self._max_restarts,
             is_counted=False,
         )
         return write_restart(self._attempt, restart)

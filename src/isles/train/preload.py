@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ _PR_SET_PDEATHSIG = 1
 def preload() -> None:
     """Import the worker and the code of the run's model.
 
-    Whatever cannot be imported here is left to the ranks, where an error reaches the user.
+    Whatever cannot be imported here is left to the ranks, where an error reaches the user; but
+    without torch there can be none.
     """
     # A signal to the whole process group is for the ranks, which save; this server must live.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -32,8 +34,8 @@ def preload() -> None:
         run_dir = RunDir(Path(os.environ[RUN_DIR]))
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
         if resolved.config.training.script is not None:
-            importlib.import_module("torch.distributed.elastic.multiprocessing")
-            return
+            return  # which is a process of its own
+        _require("torch")
         import transformers
 
         importlib.import_module("isles.train.worker")
@@ -51,6 +53,16 @@ def _die_with_agent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _require(package: str) -> None:
+    """End this process where a package cannot be imported, and so the agent that has started it."""
+    try:
+        importlib.import_module(package)
+    except Exception:  # the process' edge: whatever it is, the node's log has it
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 @contextlib.contextmanager

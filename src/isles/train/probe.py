@@ -18,6 +18,7 @@ from isles.config.layout import Strategy
 from isles.config.run import RunConfig
 from isles.config.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import Batch, cu_seqlens
+from isles.dist.measure import Company
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import OutOfMemoryError
@@ -97,7 +98,7 @@ def measure_curve(
     world: World,
     most_rows: int | None,
 ) -> Curve | None:
-    """How fast this rank is and how many rows fit; None: not even one. No collective operation.
+    """How fast this rank is and how many rows fit; None: not even one. All ranks must call this.
 
     Args:
         model: the real one, of which only shapes are looked at: it may lie on the meta device.
@@ -143,7 +144,8 @@ def measure_curve(
     rows = training.global_batch_size
     if world.device.type == "cpu":
         most = min(most_rows or CPU_MICRO_BATCH_SIZE, rows)
-        return calibrate(probe, _doubling(most), free_bytes=None)
+        together = replace(probe, company=Company(world))
+        return calibrate(together, _doubling(most), free_bytes=None)
     most = min(most_rows or _PLAUSIBLE * -(-rows // layout.dp_size), rows)
     return _measure_gpu(probe, _doubling(most), model, config, strategy, mesh)
 

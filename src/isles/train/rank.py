@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
@@ -15,9 +14,7 @@ from pathlib import Path
 from isles.errors import ExitCode
 from isles.rundir.env import read_rank_env
 from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
-
-_CAUSE_FIRST_S = 2.0
+from isles.train.rank_edges import let_cause_end_first, log_to_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +40,12 @@ def rank_process(
     env = replace(read_rank_env(), restart=start.restart, store=start.store, meeting=start.meeting)
     run_dir = RunDir(run_path)
     attempt = run_dir.attempt(attempt_number)
-    handle = os.open(attempt.rank_log(env.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
-    if env.restart:
-        sys.stderr.write(f"---- restart {env.restart} ----\n")
+    log_to_file(attempt, env)
     from isles.train.worker import run_rank
 
     code = run_rank(run_dir, attempt, env, resume_from)
     if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
-        error = read_record(attempt.rank_error(env.rank, env.restart))
-        if error is not None and error["is_communication"]:
-            # Another rank was lost before; the agent, which ends this process as soon as it sees
-            # that one, must see it first.
-            time.sleep(_CAUSE_FIRST_S)
+        let_cause_end_first(attempt, env)
         # Not an exception: the rank's own record says more than a traceback through torch.
         sys.stdout.flush()
         sys.stderr.flush()

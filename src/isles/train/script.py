@@ -36,6 +36,7 @@ from isles.rundir.records import write_record
 from isles.rundir.stop_request import read_stop_request
 from isles.train.job import ending_record, exit_status
 from isles.train.node_log import job_node_log
+from isles.train.rank_edges import let_cause_end_first, log_to_file
 from isles.train.script_end import (
     Ended,
     error_record,
@@ -44,14 +45,16 @@ from isles.train.script_end import (
     write_end,
     write_error,
 )
+from isles.train.script_stacks import ScriptStacks
 from isles.train.script_status import ScriptStatus
+from isles.train.script_watch import ScriptWatch, print_note
 
 _LOOK_S = 0.2
 
 GRACE_S = 60.0
 """How long a script may take to end after SIGTERM, where checkpoint.timeout does not say."""
 
-_CAUSE_FIRST_S = 2.0
+_GOOD_ENDS = (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -79,10 +82,9 @@ class ScriptRank:
         return self.config.training.script
 
     @property
-    def command(self) -> list[str]:
-        """The script's command line."""
-        arguments = [str(argument) for argument in self.config.training.script_args]
-        return [sys.executable, "-u", self.script, *arguments]
+    def arguments(self) -> list[str]:
+        """What follows the script in its command line."""
+        return [str(argument) for argument in self.config.training.script_args]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -115,7 +117,7 @@ def script_process(
     code = run_script(rank)
     # Where another rank has failed, it was the agent that ended this one, and not a user.
     was_ended = code != ExitCode.OK and rank.attempt.rank_errors(env.restart)
-    if was_ended or code not in (ExitCode.OK, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
+    if was_ended or code not in _GOOD_ENDS:
         # Not an exception: the record says more than a traceback through torch.
         sys.stderr.flush()
         os._exit(code)
@@ -150,7 +152,7 @@ def run_script(rank: ScriptRank) -> int:
         OK; REQUEUE or INTERRUPTED after a stop; the code of an error otherwise.
     """
     attempt, env = rank.attempt, rank.env
-    _redirect(attempt, env)
+    log_to_file(attempt, env)
     stop = _Stop(rank)
     status = ScriptStatus(rank.run_dir, attempt, env, rank.script)
     path = Path(rank.script)
@@ -158,9 +160,11 @@ def run_script(rank: ScriptRank) -> int:
         return _failed(rank, missing_record(env, path))
     log_start = attempt.rank_log(env.rank).stat().st_size
     began = time.monotonic()
+    stacks = ScriptStacks()
     child = subprocess.Popen(
-        rank.command,
+        stacks.command(rank.script, rank.arguments),
         env=rank.environ,
+        pass_fds=[stacks.fd],
         process_group=0,
         preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
     )
@@ -169,14 +173,19 @@ def run_script(rank: ScriptRank) -> int:
     place |= ProcessId.of(os.getpid()).record()
     # After the handlers: whoever reads this record may send a signal.
     write_record(attempt.rank_record(env.rank), place)
+    watch = _watch(rank, child.pid, stacks, status)
     with status.beating():
-        code = stop.wait(child)
+        code = stop.wait(child, watch)
+    watch.close()
+    stacks.close()
     guard.kill()
     guard.wait()
     asked = stop.code or (ExitCode.REQUEUE if code == ExitCode.REQUEUE else None)
-    if asked or code:
+    if asked or code or watch.error:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # what it has started and left behind
+    if asked is ExitCode.HANDOVER:
+        return int(asked)
     if asked:
         reason = stop.reason(code)
         write_record(attempt.rank_record(env.rank), {**place, "stop_reason": reason})
@@ -184,6 +193,8 @@ def run_script(rank: ScriptRank) -> int:
         if env.rank == 0 and (stop.code is None or env.in_job or not rank.by_agent):
             write_end(attempt, "stopped", asked, reason, ending_record(attempt, env, asked))
         return int(asked)
+    if watch.error is not None:
+        return _failed(rank, watch.error)
     if code:
         ended = Ended(code, path, log_start, time.monotonic() - began)
         return _failed(rank, error_record(attempt, env, ended))
@@ -208,15 +219,19 @@ class _Stop:
         self._killed = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        # From the agent: the ranks are to begin again with other nodes.
+        hand_over = self._hand_over if rank.by_agent and not rank.env.in_job else signal.SIG_IGN
+        signal.signal(signal.SIGUSR2, hand_over)
 
-    def wait(self, child: subprocess.Popen[bytes]) -> int:
+    def wait(self, child: subprocess.Popen[bytes], watch: ScriptWatch) -> int:
         """Until the script has ended; its exit code, negative where a signal has ended it."""
         while True:
             try:
                 return child.wait(timeout=_LOOK_S)
             except subprocess.TimeoutExpired:
                 self._look(child)
+                if watch.error is not None:
+                    child.kill()
 
     def reason(self, code: int) -> str:
         """How it came to stop."""
@@ -237,7 +252,7 @@ class _Stop:
         request = read_stop_request(self._attempt)
         if request is not None:
             is_requeue = request.kind == "save"
-            self.code = self.code or (ExitCode.REQUEUE if is_requeue else ExitCode.INTERRUPTED)
+            self._ask(ExitCode.REQUEUE if is_requeue else ExitCode.INTERRUPTED)
             self._is_now = request.kind == "now"
         if self.code is None:
             return
@@ -251,7 +266,24 @@ class _Stop:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         interrupted = number == signal.SIGINT
-        self.code = self.code or (ExitCode.INTERRUPTED if interrupted else ExitCode.REQUEUE)
+        self._ask(ExitCode.INTERRUPTED if interrupted else ExitCode.REQUEUE)
+
+    def _hand_over(self, _number: int, _frame: FrameType | None) -> None:
+        self._ask(ExitCode.HANDOVER)
+
+    def _ask(self, code: ExitCode) -> None:
+        """The first wish counts, unless it was only to begin again."""
+        if self.code in (None, ExitCode.HANDOVER):
+            self.code = code
+
+
+def _watch(rank: ScriptRank, pid: int, stacks: ScriptStacks, status: ScriptStatus) -> ScriptWatch:
+    def note(text: str) -> None:
+        print_note(text)
+        status.note(text)
+
+    watchdog = rank.config.watchdog
+    return ScriptWatch(rank.run_dir, rank.attempt, rank.env, watchdog, pid, stacks, note)
 
 
 def _open(run_dir: RunDir, attempt: int, env: RankEnv, *, by_agent: bool) -> ScriptRank:
@@ -259,23 +291,10 @@ def _open(run_dir: RunDir, attempt: int, env: RankEnv, *, by_agent: bool) -> Scr
     return ScriptRank(run_dir, run_dir.attempt(attempt), env, config, by_agent)
 
 
-def _redirect(attempt: Attempt, env: RankEnv) -> None:
-    """All that this rank prints goes to its log."""
-    handle = os.open(attempt.rank_log(env.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
-    if env.restart:
-        sys.stderr.write(f"---- restart {env.restart} ----\n")
-        sys.stderr.flush()
-
-
 def _failed(rank: ScriptRank, error: dict[str, Any]) -> int:
     write_error(rank.attempt, rank.env, error, by_agent=rank.by_agent)
-    if rank.by_agent and error["is_communication"]:
-        # Another rank was lost before; the agent, which ends this process as soon as it sees
-        # that one, must see it first.
-        time.sleep(_CAUSE_FIRST_S)
+    if rank.by_agent:
+        let_cause_end_first(rank.attempt, rank.env)
     return int(error["exit_code"])
 
 

@@ -46,6 +46,12 @@ class ScriptStatus:
         status = read_record(self._path) or {}
         self._write({**status, "phase": phase, "detail": detail, "updated_at": time.time()})
 
+    def note(self, text: str) -> None:
+        """A line for the user, shown once."""
+        if self._is_main:
+            status = read_record(self._path) or {}
+            self._write({**status, "notes": [*status.get("notes", ()), text]})
+
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT_S):
             status, now = read_record(self._path) or {}, time.time()

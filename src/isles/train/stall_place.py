@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
-import sysconfig
 import threading
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
-_TORCH = str(Path(torch.__file__).parent)
-_STDLIB = sysconfig.get_paths()["stdlib"]
-_DISTRIBUTED = f"{_TORCH}/distributed/"
-_BACKWARD = "_engine_run_backward"
-_WRAPPERS = frozenset(("wrapper", "_wrapped_call_impl", "_call_impl", "inner", "_fn"))
-_WAITING_LINES = (".wait(", "dist.")
-_GPU_LINES = (".item(", ".tolist(", ".cpu(", "synchronize(")
-
-Frame = tuple[str, int, str]
-"""File, line, function."""
+from isles.train.stack_words import Frame, collective_in, place_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +43,7 @@ def place_now(main: int, *, is_gpu: bool) -> Place:
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stack = _stack(frames.get(main))
-    waits_in = _collective(stack, is_gpu=is_gpu)
+    waits_in = collective_in(stack, is_gpu=is_gpu)
     leaf = stack
     if not waits_in and stack and "/concurrent/futures/" in _innermost_file(stack):
         # It waits for the thread that reads the data ahead: there is the place.
@@ -66,7 +52,7 @@ def place_now(main: int, *, is_gpu: bool) -> Place:
     own = threading.get_ident()
     order = [main, *(ident for ident in frames if ident not in (main, own))]
     texts = [_text(names.get(ident, str(ident)), frames.get(ident)) for ident in order]
-    return Place(_words(leaf), waits_in, "\n".join(texts))
+    return Place(place_in_words(leaf), waits_in, "\n".join(texts))
 
 
 def flight_record() -> str:
@@ -99,47 +85,3 @@ def _innermost_file(stack: list[Frame]) -> str:
         if not file.endswith("/threading.py"):
             return file
     return ""
-
-
-def _collective(stack: list[Frame], *, is_gpu: bool) -> str:
-    """The collective operation that a stack waits in; empty where it is in none."""
-    if not stack:
-        return ""
-    file, line, function = stack[-1]
-    inner: list[Frame] = []
-    for frame in reversed(stack):
-        if not frame[0].startswith(_TORCH):
-            break
-        inner.append(frame)
-    if function == _BACKWARD:
-        return "the backward pass"
-    names = [name for path, _, name in inner if path.startswith(_DISTRIBUTED)]
-    names = [name for name in names if name not in _WRAPPERS]
-    if names:
-        return names[-1]  # as it was called from outside of torch
-    text = linecache.getline(file, line)
-    if any(sign in text for sign in _WAITING_LINES):
-        return text.strip()
-    if is_gpu and (any(sign in text for sign in _GPU_LINES) or "/torch/cuda/" in file):
-        return "the GPU"
-    return ""
-
-
-def _words(stack: list[Frame]) -> str:
-    """The innermost place, and the one in nobody's library that led there."""
-    if not stack:
-        return "outside of Python"
-    own = [frame for frame in stack if not _is_library(frame[0])]
-    leaf = stack[-1]
-    if not own or own[-1] == leaf:
-        return f"at {_short(leaf)}"
-    return f"at {_short(own[-1])}, in {_short(leaf)}"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((_TORCH, _STDLIB, "<")) or "/site-packages/" in file
-
-
-def _short(frame: Frame) -> str:
-    file, line, function = frame
-    return f"{'/'.join(Path(file).parts[-2:])}:{line} {function}()"

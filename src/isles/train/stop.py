@@ -98,8 +98,8 @@ class StopSignals:
     def _watch(self, reader: int) -> None:
         """End a rank that must stop and is stuck before the first step: nothing is lost."""
         number = os.read(reader, 1)[0]
-        time.sleep(_STUCK_S)
-        if not self._training and not self.requested:
+        is_over = self._is_over.wait(_STUCK_S)
+        if not is_over and not self._training and not self.requested:
             os._exit(_CODES[signal.Signals(number)])
 
     def _look(self, attempt: Attempt) -> None:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -113,22 +112,18 @@ class Supervisor:
         self._attempt = attempt
         self._fleet = fleet
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._store: Any = None
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         digest = hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
         identity = Identity(run_dir.name, attempt.number, digest, versions())
         self._lobby = Lobby(listener, fleet, identity, self._files)
-        ranks_listener = socket.create_server((fleet.head.address, 0))
         terms = Terms(
             max_restarts=config.clusters[0].max_restarts,
             save_timeout_s=config.checkpoint.timeout,
             needs_head=fleet.launcher != "local",
+            is_script=config.training.script is not None,
         )
-        # Ranks knock before the store is there: what they say waits until it is.
-        store = (fleet.head.address, int(ranks_listener.getsockname()[1]))
-        self._conductor = Conductor(run_dir, attempt, fleet, terms, self._lobby, store)
+        self._conductor = Conductor(run_dir, attempt, fleet, terms, self._lobby)
         self._presence = Presence(attempt, fleet, self._lobby)
-        threading.Thread(target=self._serve, args=(ranks_listener,), daemon=True).start()
 
     def run(self) -> int:
         """Bring the nodes together, and wait for their end; returns the run's exit code."""
@@ -146,8 +141,8 @@ class Supervisor:
         self._presence.note(self._conductor.places(), now=True)
         self._lobby.close()
         self._end_children()
-        outcome = read_record(self._attempt.outcome) or {}
-        return int(outcome.get("exit_code", ExitCode.TRAINING))
+        self._conductor.close()
+        return self._conductor.exit_code
 
     def _miss_children(self) -> None:
         """An agent that was started here and has ended before it came will not come."""
@@ -191,21 +186,6 @@ class Supervisor:
             "begun_at": launch.get("begun_at"),
             "born_at": first.get("begun_at"),
         }
-
-    def _serve(self, listener: socket.socket) -> None:
-        """The store through which the ranks meet, at the head's address only."""
-        import torch.distributed  # noqa: F401  # the library that the next line is a part of
-        from torch._C._distributed_c10d import TCPStore
-
-        # torch would listen on every interface; a socket that is bound already it takes as it is.
-        self._store = TCPStore(
-            self._fleet.head.address,
-            int(listener.getsockname()[1]),
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=30),
-            master_listen_fd=listener.detach(),
-        )
 
 
 if __name__ == "__main__":

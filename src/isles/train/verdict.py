@@ -34,7 +34,7 @@ def find_culprit(
 
     Args:
         errors: the error records that these ranks have left.
-        failures: exit codes of the ranks that the elastic agent saw end first.
+        failures: exit codes of the ranks that the agent saw end first.
         ranks: the ranks of this node.
         are_all: whether there are no others: then one of these is to blame.
 
@@ -137,12 +137,6 @@ def write_stop(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = 
         # A script of the user's own saves by itself; its starter says how it took the stop.
         reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
         _write_outcome(attempt, "stopped", int(code), saved, reason, None)
-
-
-def write_finished(attempt: Attempt) -> None:
-    """The run has come to its end, and no rank has said so."""
-    if read_record(attempt.outcome) is None:
-        _write_outcome(attempt, "finished", int(ExitCode.OK), None, "finished", None)
 
 
 def trouble(what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from isles.rundir.records import read_record, write_record, write_text_atomic
 from isles.train.record import Recorder
 from isles.train.stall_place import Place, flight_record, place_now
 from isles.train.stall_verdict import Stall, Standing, find_stall
-from isles.train.watchdog_clock import Moment, StepClock
+from isles.train.watchdog_clock import Frozen, Moment, StepClock
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Watchdog:
         self._overdue_at = 0.0
         self._judged: tuple[Moment, str] | None = None
         self._answered = ""
+        self._frozen = Frozen(time.monotonic(), time.process_time())
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -107,9 +108,11 @@ class Watchdog:
         if self._overdue is not None and self._overdue.since != moment.since:
             self._overdue = None
         limit_s = self._limit_s(moment)
-        took_s = now - moment.since
+        self._frozen.look(now, time.process_time())
+        took_s = now - moment.since - self._frozen.since(moment.since)
         if moment.phase == "saving":  # parts that travel may take as long as they like
-            took_s = min(took_s, now - self._saving_moved_at())
+            moved_at = max(moment.since, self._saving_moved_at())
+            took_s = now - moved_at - self._frozen.since(moved_at)
         self._listen(limit_s is not None and took_s > limit_s - _LISTEN_S, now)
         if limit_s is None or took_s < limit_s:
             return

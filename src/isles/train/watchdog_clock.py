@@ -10,6 +10,12 @@ from isles.train.stall_verdict import STAGES
 
 _RECENT_STEPS = 31
 
+_GAP_S = 3.0
+"""The watchdog looks twice a second; longer than this between two looks, it was kept from it."""
+
+_BUSY = 0.1
+"""Of a gap in which this process has had less of a processor than this, it did not run at all."""
+
 
 class Moment(NamedTuple):
     """Where a rank is.
@@ -59,3 +65,25 @@ class StepClock:
             self.steps.append(took_s)
         elif before.phase == "evaluating":
             self.longest_evaluation_s = max(self.longest_evaluation_s, took_s)
+
+
+class Frozen:
+    """Times in which this process did not run: a queue had stopped it, or its machine was paused.
+
+    A gap in which it was busy is none of these: something held the interpreter, and the step.
+    """
+
+    def __init__(self, now_s: float, processor_s: float) -> None:
+        self._looked = now_s, processor_s
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=64)
+
+    def look(self, now_s: float, processor_s: float) -> None:
+        """Called every half second, with the clock and the processor time of this process."""
+        gap_s, busy_s = now_s - self._looked[0], processor_s - self._looked[1]
+        if gap_s > _GAP_S and busy_s < _BUSY * gap_s:
+            self._gaps.append((now_s, gap_s))
+        self._looked = now_s, processor_s
+
+    def since(self, moment_s: float) -> float:
+        """Seconds since then in which it did not run."""
+        return sum(gap_s for end_s, gap_s in self._gaps if end_s > moment_s)

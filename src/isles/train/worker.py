@@ -121,9 +121,8 @@ def _train(
     refuse_other_run(run_dir, world, disks)
     check_outside(resolved, run_dir, recorder, world)
     checkpoint = _find_checkpoint(run_dir, world, resume_from)
-    parts = build(
-        resolved, run_dir, world, recorder, signals, checkpoint, Travel(run_dir, world, disks)
-    )
+    travel = Travel(run_dir, world, disks)
+    parts = build(resolved, run_dir, world, recorder, signals, checkpoint, travel, attempt.number)
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")

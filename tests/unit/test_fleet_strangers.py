@@ -1,0 +1,210 @@
+"""Whoever else knocks at the supervisor's door: no memory, no time, no say in the log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles import __version__
+from isles.errors import PreflightError
+from isles.launch.join import join
+from isles.preflight import link
+from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire
+from isles.train.contact import Contact, Head
+from tests.unit.test_fleet import DEADLINE_S, table
+
+
+def dial(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return dial(listener.getsockname()[1]), listener.accept()[0]
+
+
+def test_a_message_that_trickles_in_has_one_deadline_for_all_its_bytes() -> None:
+    here, there = pair()
+    is_over = threading.Event()
+
+    def trickle() -> None:
+        while not is_over.wait(0.05):
+            there.sendall(b"x")
+
+    slow = threading.Thread(target=trickle)
+    slow.start()
+    try:
+        began = time.monotonic()
+        assert Wire(here).receive(0.4) is None
+        assert time.monotonic() - began < 5.0
+    finally:
+        is_over.set()
+        slow.join()
+        here.close()
+        there.close()
+
+
+def test_a_stranger_gets_no_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with table(tmp_path) as made:
+        with dial(made.fleet.port) as stranger, pytest.raises(OSError, match=r"pipe|reset"):
+            for _ in range(1024):
+                stranger.sendall(b"x" * GREETING_BYTES)
+        made.begin(0, 1)
+    assert "a line without an end" in capfd.readouterr().err
+
+
+def test_who_is_known_may_say_more_than_a_stranger(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        wire = Wire(dial(made.fleet.port))
+        wire.send({"hello": {**made.hello(0), "token": "t"}})
+        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        wire.send({"report": {"state": "idle", "tail": "x" * 4 * GREETING_BYTES}})
+        made.look_until(lambda: made.lobby.seats()[0].report.get("tail"), "it is heard")
+        wire.close()
+    here, there = pair()
+    with here, there:
+        there.sendall(json.dumps({"tail": "x" * 2000}).encode() + b"\n")
+        with pytest.raises(NotOurs):
+            Wire(here).receive(DEADLINE_S, longest_bytes=1000)
+
+
+def test_many_who_say_nothing_do_not_keep_a_node_out(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        silent = [dial(made.fleet.port) for _ in range(150)]
+        began = time.monotonic()
+        made.begin(0, 1)
+        assert time.monotonic() - began < 8.0, "before the first of them has had its time"
+        assert threading.active_count() < 120
+        for each in silent:
+            each.close()
+
+
+def test_what_a_stranger_says_does_nothing_to_a_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\r2026 supervisor: all is well\n" + "x" * 20_000
+    with table(tmp_path) as made:
+        for other in ({"run": evil}, {"versions": {"isles": evil, "torch": "2"}}):
+            wire = Wire(dial(made.fleet.port))
+            wire.send({"hello": {**made.hello(1), "token": "t", **other}})
+            told = (wire.receive(DEADLINE_S) or {})["refused"]
+            assert "\x1b" not in told["what"] and len(told["what"]) < 1000
+            wire.close()
+        wire = Wire(dial(made.fleet.port))
+        wire.send({"fetch": evil})
+        assert "refused" in (wire.receive(DEADLINE_S) or {})
+        wire.close()
+    said = capfd.readouterr().err
+    assert "\x1b" not in said and "\r" not in said
+    assert all("supervisor: " in line[:35] and len(line) < 1000 for line in said.splitlines())
+
+
+def test_who_knocks_again_and_again_fills_no_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with table(tmp_path) as made:
+        for number in range(200):
+            wire = Wire(dial(made.fleet.port))
+            wire.send({"fetch": f"{number:064}"})
+            assert "refused" in (wire.receive(DEADLINE_S) or {})
+            wire.close()
+        assert made.lobby.refused is not None and "another run file" in made.lobby.refused.what
+    assert 5 < len(capfd.readouterr().err.splitlines()) < 60
+
+
+_FROZEN = """
+import os, signal, socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_head_that_is_frozen_at_the_start_is_no_other_program(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its kernel takes the connection; whether it will ever speak, nobody can know."""
+    head = subprocess.Popen([sys.executable, "-c", _FROZEN], stdout=subprocess.PIPE)
+    try:
+        assert head.stdout is not None
+        place = Head("h0", "127.0.0.1", int(head.stdout.readline()))
+        os.waitid(os.P_PID, head.pid, os.WSTOPPED)
+        contact = Contact(place, {}, start_timeout_s=1.0, may_return=False)
+        end = time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        while contact.state == "seeking" and time.monotonic() < end:
+            pause.wait(0.02)
+        assert contact.state == "refused"
+        assert "takes the connection, and says nothing" in str(contact.fault)
+    finally:
+        head.kill()
+        head.wait()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"run": "../x-1"},
+        {"run": "a/b"},
+        {"run": "/etc/x"},
+        {"run": ".ssh"},
+        {"run": ""},
+        {"run": "x\n1"},
+        {"run": 7},
+        {"attempt": "none"},
+        {"fleet": {}},
+        {"fleet": {"digest": "0" * 64}},
+        {"text": None},
+    ],
+)
+def test_files_that_lead_elsewhere_or_are_of_another_run_are_not_written(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    with table(tmp_path / "head") as made, socket.create_server(("127.0.0.1", 0)) as server:
+        resolved = made.run_dir.resolved.read_text()
+        files = {"isles": __version__, "run": "x-1", "attempt": 1, "resolved": resolved}
+        files |= {"text": "", "fleet": made.fleet.record(), "begun_at": 1.0, "born_at": 1.0}
+        if "fleet" in other:
+            other = {"fleet": {**files["fleet"], **other["fleet"]} if other["fleet"] else {}}
+
+        def answer() -> None:
+            Wire(server.accept()[0]).send({"files": {**files, **other}})
+
+        threading.Thread(target=answer, daemon=True).start()
+        target, here = f"127.0.0.1:{server.getsockname()[1]}", tmp_path / "here" / "runs"
+        with pytest.raises(PreflightError, match="has sent is not the run"):
+            join(target, 1, made.fleet.digest[:16], output_dir=here, timeout_s=9.0, say=print)
+        assert not (tmp_path / "here").exists()
+
+
+def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line() -> None:
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        address = server.getsockname()
+        stranger = socket.create_connection(address)
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while not is_over.wait(0.2):
+                    stranger.sendall(b"x")
+
+        pool.submit(trickle)
+        node = pool.submit(link.join, address, 1, "d", DEADLINE_S)
+        try:
+            assert list(link.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
+        finally:
+            is_over.set()
+        node.result().close()
+        stranger.close()

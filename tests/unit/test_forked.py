@@ -1,0 +1,102 @@
+"""Ranks as processes of a fork server: how each of them ends is seen, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from isles.errors import ExitCode
+from isles.train.forked import Ranks
+
+DEADLINE_S = 60.0
+
+
+def end_as(how: str, mark: Path) -> int:
+    """What a rank may do; `mark` appears when it has begun."""
+    rank = os.environ["RANK"]
+    (mark / rank).touch()
+    match how.split()[int(rank)]:
+        case "done":
+            return 0
+        case "requeue":
+            return int(ExitCode.REQUEUE)
+        case "exit":
+            os._exit(7)
+        case "raise":
+            raise ValueError("the data is odd")
+        case "interrupted":
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.kill(os.getpid(), signal.SIGINT)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (mark / "deaf").touch()
+    signal.pause()
+    raise AssertionError
+
+
+@contextmanager
+def started(how: str, mark: Path) -> Iterator[Ranks]:
+    forkserver.set_forkserver_preload([])
+    environs = {rank: {"RANK": str(rank)} for rank in range(len(how.split()))}
+    ranks = Ranks(end_as, (how, mark), environs)
+    try:
+        yield ranks
+    finally:
+        ranks.end(signal.SIGKILL, DEADLINE_S)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("how", "done", "failed"),
+    [
+        ("done requeue", {0: 0, 1: 85}, {}),
+        ("wait exit", {}, {1: 7}),
+        ("raise wait", {}, {0: 1}),
+        ("interrupted done", {0: 130, 1: 0}, {}),
+    ],
+)
+def test_each_end_is_told(
+    tmp_path: Path, how: str, done: dict[int, int], failed: dict[int, int]
+) -> None:
+    with started(how, tmp_path) as ranks:
+        until(lambda: ranks.look() == (done, failed))
+        assert ranks.are_all(done) == (not failed)
+
+
+def test_a_killed_rank_has_the_number_of_its_signal(tmp_path: Path) -> None:
+    with started("wait wait", tmp_path) as ranks:
+        until((tmp_path / "1").exists)
+        ranks.signal(signal.SIGKILL)
+        until(lambda: ranks.look() == ({}, {0: -9, 1: -9}))
+
+
+def test_whoever_does_not_end_is_killed(tmp_path: Path) -> None:
+    with started("deaf", tmp_path) as ranks:
+        until((tmp_path / "deaf").exists)
+        ranks.end(signal.SIGTERM, 0.2)
+        assert ranks.look() == ({}, {0: -9})
+
+
+def test_who_holds_the_ranks_imports_nothing_heavy() -> None:
+    """torch is for the fork server alone: each further import of it delays the first step."""
+    modules = ("agent", "crew", "member", "contact", "supervisor", "alone")
+    code = f"import sys, {', '.join(f'isles.train.{name}' for name in modules)}\n"
+    code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert done.stdout.strip() == "[]"
