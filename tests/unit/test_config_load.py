@@ -124,7 +124,7 @@ STEPS = "  max_steps: 100"
         ("model:", "track: jsonl\nmodel:", "1 track", "not a list", "track: [jsonl]"),
         ("model:", "track: [jsonl, comet]\nmodel:", "1 track.1", "not have yet", "one of: jsonl"),
         ("model:", "checkpoint:\nmodel:", "1 checkpoint", "empty", "delete the line"),
-        ("model:", "clusters: [{}, {}]\nmodel:", "1 clusters", "2 items", "keep one"),
+        ("model:", "clusters: []\nmodel:", "1 clusters", "an empty list", "one item"),
         ("model:", "seed: -1\nmodel:", "1 seed", "-1: too small", "at least 0"),
         (
             "model:",
@@ -217,7 +217,8 @@ def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
         " training.learning_rate",
         "optimizer.eps | ",
         "training.adam_epsilon",
-        "hv.local_steps | unknown key local_steps, a name from OpenDiLoCo (value 5) | delete it",
+        "hv.local_steps | unknown key local_steps, a name from OpenDiLoCo (value 5) | here it is"
+        " called outer.sync_every",
     ):
         assert part in found
 
@@ -334,7 +335,8 @@ def test_every_name_of_another_tool_leads_to_a_key_that_exists() -> None:
 
 def test_no_key_of_isles_is_taken_for_another_tools() -> None:
     ours = {str(path[-1]) for path in keys.all_paths()}
-    assert not ours & set(foreign_names())
+    # In the section outer these are of the outer optimizer; elsewhere other tools have them.
+    assert ours & set(foreign_names()) == {"lr", "max_norm"}
 
 
 def test_every_name_of_another_tool_is_recognised_in_any_spelling() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from isles.errors import UserError
 from isles.monitor.ending import conclude, finished_lines
-from isles.monitor.follow import follow, progress_text
+from isles.monitor.follow import follow, progress_text, row_text
 from isles.monitor.logs import LogChoice, choose_attempt, log_lines
 from isles.monitor.stop import wait_for_end
 from isles.monitor.tail import LineTail
@@ -193,3 +193,11 @@ def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
     with path.open("a") as stream:
         stream.write("x\n")
     assert tail.read() == ["x"]
+
+
+def test_an_averaging_is_one_line() -> None:
+    row = {"kind": "outer", "step": 500, "turn": 3, "weights": {"a": 9, "b": 7}, "mode": "late"}
+    row |= {"sent_bytes": 2048, "received_bytes": 0, "exposed_s": 1.25}
+    assert row_text(row, {}) == (
+        "step 500  averaged turn 3 of a, b  without this cluster  2.0 KiB up  waited 1.2s"
+    )

@@ -21,6 +21,7 @@ from isles.outer.messages import (
     Beat,
     Claim,
     Contribution,
+    Failed,
     Join,
     Prepared,
     Ready,
@@ -245,6 +246,20 @@ def test_samples_that_were_dealt_to_another_meanwhile_are_not_counted_twice(tmp_
 
 
 # When a turn is closed.
+
+
+def test_a_ledger_that_was_lost_is_gone_on_with_by_what_clusters_hold(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    first = world.join("a", version=7, holding=[(20, 28)])
+    assert (first.standing, first.turn, first.lost) == ("first", 7, [])
+    assert world.claim("a", 1, 2) == [(28, 30)], "none is dealt that was dealt before"
+    second = world.join("b", version=7, holding=[(10, 15), (40, 44)])
+    assert (second.standing, second.lost) == ("current", [(10, 15)])
+    assert world.core.samples.counts() == {"claimed": 14, "committed": 30}
+    assert world.core.samples.audit() == []
+    world.complete("a", 7, [(20, 30)]), world.complete("b", 7, [(40, 44)])
+    assert world.close() == ["a", "b"]
+    assert world.core.samples.counts() == {"committed": 44}
 
 
 def test_all_waits_for_the_living_and_names_them(tmp_path: Path) -> None:
@@ -519,8 +534,8 @@ def test_where_all_are_refused_the_turn_changes_nothing_and_nobody_waits(tmp_pat
 # Epochs: members that average directly.
 
 
-def _ready(name: str, tokens: int = 10, samples=()) -> Ready:
-    return Ready(id=member_id(name), tokens=tokens, steps=1, samples=list(samples), norm=1.0)
+def _ready(name: str, tokens: int = 10, samples=(), norm: float = 1.0) -> Ready:
+    return Ready(id=member_id(name), tokens=tokens, steps=1, samples=list(samples), norm=norm)
 
 
 def _prepared(name: str, turn: int, digest: str = ZERO) -> Prepared:
@@ -580,6 +595,52 @@ def test_a_turn_is_committed_once_all_of_an_epoch_have_the_same(tmp_path: Path) 
         epochs.ready(numbers["b"], 0, _ready("b"))
     epochs.want_average(numbers["b"], 0)
     assert [world.beat(name).upload_average for name in "abc"] == [0, None, None]
+
+
+def test_an_epoch_is_time_boxed_and_leaves_outliers_out(tmp_path: Path) -> None:
+    world = World(tmp_path, wait="time_boxed", time_box_s=30.0, outlier=10.0)
+    world.join("a"), world.join("b"), world.join("c")
+    epochs, numbers = world.core.epochs, {name: _number(world, name) for name in "abc"}
+
+    def commit(turn: int, names: str) -> None:
+        epoch = epochs.answer(numbers[names[0]], turn)
+        assert epoch.members == list(names)
+        for name in names:
+            epochs.prepared(numbers[name], epoch.epoch, _prepared(name, turn))
+        assert epochs.answer(numbers[names[0]], turn).state == "committed"
+
+    for turn in range(2):
+        for name in "abc":
+            epochs.ready(numbers[name], turn, _ready(name))
+        assert world.core.drop_silent()
+        commit(turn, "abc")
+    for name, norm in (("a", 10.5), ("b", 1.0)):
+        epochs.ready(numbers[name], 2, _ready(name, norm=norm))
+    (told,) = world.beat("c").open  # the slow one learns that it shall give what it has
+    assert (told.turn, told.due_in_s, told.waits_for) == (2, 30.0, ["c"])
+    assert not world.core.drop_silent()
+    world.now += 31.0
+    for name in "abc":
+        world.beat(name)
+    while epochs.answer(numbers["b"], 2).state == "waiting":
+        assert world.core.drop_silent()
+    with pytest.raises(Refusal, match=r"a to turn 2 is refused: its norm 10\.5"):
+        epochs.ready(numbers["a"], 2, _ready("a", norm=10.5))
+    commit(2, "b")
+    assert world.core.answer(2).weights == {"b": 10} and "a" in world.core.answer(2).refused
+    # What a has sent cannot be decoded: whoever was to average it names it.
+    for name in "abc":
+        epochs.ready(numbers[name], 3, _ready(name))
+    assert world.core.drop_silent()
+    broken = epochs.answer(numbers["c"], 3).epoch
+    failed = Failed(id=member_id("c"), why="the contribution of a is unsound: nan", culprit=0)
+    epochs.fail(numbers["c"], broken, failed)
+    with pytest.raises(Refusal, match="a to turn 3 is refused: the contribution of a is unsound"):
+        epochs.ready(numbers["a"], 3, _ready("a"))
+    for name in "bc":
+        epochs.ready(numbers[name], 3, _ready(name))
+    assert world.core.drop_silent()
+    commit(3, "bc")
 
 
 # Files, lines, secrets.

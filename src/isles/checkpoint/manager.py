@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -111,6 +113,7 @@ class CheckpointManager:
         *,
         replicas: tuple[int, int],
         wait: bool,
+        own: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Save a step. Training may go on as soon as this returns. All ranks must call this.
 
@@ -119,6 +122,7 @@ class CheckpointManager:
             manifest: what the manifest says beside the files; `step` is required.
             replicas: from the engine; see `strategies.base.Engine.replicas`.
             wait: return only when the checkpoint is whole on the disk.
+            own: tensors by name that this rank alone has.
 
         Raises:
             TrainingError: this save, or the one before it, could not be written.
@@ -133,7 +137,7 @@ class CheckpointManager:
                 save_rng(self._travel.staging(partial), self._world.rank)
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
-            staged = stage(state, replicas)
+            staged = stage(state, replicas) | stage(dict(own), (0, 1))
             self._pending_step = step
             manifest = {**manifest, "attempt": self._attempt}
             self._pending = self._writer.submit(self._write, staged, partial, final, manifest)

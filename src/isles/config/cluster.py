@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
+from isles.config.balance import BalanceConfig
 from isles.config.environment import EnvironmentConfig, NetworkConfig, SyncConfig, Text
 from isles.config.launcher import (
     HostConfig,
@@ -15,6 +16,7 @@ from isles.config.launcher import (
     SshLauncherConfig,
 )
 from isles.config.section import DurationS, Section
+from isles.config.strategy import StrategyConfig
 
 
 def _node_range(text: str) -> str:
@@ -56,6 +58,12 @@ class ClusterConfig(Section):
     """How many nodes: a number, or MIN:MAX. With MIN:MAX the run goes on while MIN are there, and
     grows again when one comes back. auto: every host of the list (ssh, manual), else one. The
     local launcher starts all of them on this machine."""
+
+    strategy: StrategyConfig | None = None
+    """How this cluster holds the model. null: as `strategy` says for all."""
+
+    balance: BalanceConfig | None = None
+    """Rows of each rank of this cluster. null: as `balance` says for all."""
 
     environment: EnvironmentConfig = EnvironmentConfig()
     """The Python of the nodes, and what is set up before it starts."""

@@ -116,8 +116,7 @@ def _wrong_size(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]
     if isinstance(value, list):
         if not value:
             return Fault(path, f"{name} is an empty list", "write one item")
-        what = f"{name} has {len(value)} items; isles {__version__} takes one"
-        return Fault(path, what, "keep one")
+        return Fault(path, f"{name} has {len(value)} items, which is too many", "keep fewer")
     size = "large" if kinds & {"less_than", "less_than_equal"} else "small"
     fix = f"use {keys.allowed(node, with_caps=size == 'large')}"
     return Fault(path, f"{name} is {_show(value)}: too {size}", fix)
@@ -194,7 +193,7 @@ def _wrong_type(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]
         hint = f", such as {found[1]}" if found else ""
         what = f"{_name(path)} is {_show(value)}, not the name of a repository"
         return Fault(path, what, f"use {keys.allowed(node)}{hint}")
-    if "string_pattern_mismatch" in kinds:
+    if "string_pattern_mismatch" in kinds and not keys.is_own_text(node):
         better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._")[:63]
         hint = f", such as {better}" if better else ""
         what = f"{_name(path)} is {_show(value)}, no name for a folder"
@@ -215,6 +214,8 @@ def _wrong_type(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]
 def _how_to_write(key: str, value: object, node: keys.Schema) -> str:
     """How a value of the wrong type is written instead."""
     types = keys.value_types(node)
+    if keys.is_own_text(node):
+        return f"write {keys.allowed(node)}"
     if isinstance(value, str) and (fix := _text_as_meant(key, value, node)):
         return fix
     if isinstance(value, float) and "integer" in types and value == value // 1:

@@ -191,6 +191,23 @@ nanoGPT: init_from
 HF Trainer: tokenizer_name
 axolotl: tokenizer_config
 torchtitan: model.tokenizer_path tokenizer_path
+= outer.sync_every
+OpenDiLoCo: hv.local_steps local_steps
+torchtitan: fault_tolerance.sync_steps
+= outer.lr
+OpenDiLoCo: hv.outer_lr outer_lr
+= outer | {kind: diloco}
+OpenDiLoCo: hv
+torchtitan: fault_tolerance.enable fault_tolerance.semi_sync_method semi_sync_method
+torchtitan: fault_tolerance
+= outer.rendezvous | host:port of the rendezvous
+OpenDiLoCo: hv.initial_peers initial_peers
+= outer.deadline | a time such as 60s
+OpenDiLoCo: hv.averaging_timeout
+= outer.wait | all, {time_boxed: 60s} or {quorum: 2, grace: 30s}
+OpenDiLoCo: hv.all_reduce_strategy hv.timeout_waiting_for_peers hv.matchmaking_time
+= outer.codec | none, bf16, int8, int4 or topk
+OpenDiLoCo: hv.hivemind_compression
 = checkpoint.every_steps
 HF Trainer: save_steps save_strategy
 axolotl: save_steps saves_per_epoch
@@ -295,15 +312,14 @@ OpenDiLoCo: num_workers
 = isles train trains, evaluates at intervals, and evaluates at the end
 HF Trainer: do_train do_eval
 LLaMA-Factory: do_train
-= {_NOT_YET}: there is one cluster and no outer step
-OpenDiLoCo: hv hv.local_steps hv.outer_lr hv.initial_peers hv.host_maddrs hv.announce_maddrs
-OpenDiLoCo: hv.world_rank hv.galaxy_size hv.averaging_timeout hv.matchmaking_time
-OpenDiLoCo: hv.hivemind_compression hv.all_reduce_strategy hv.timeout_waiting_for_peers
-OpenDiLoCo: hv.skip_load_from_peers hv.fail_rank_drop local_steps outer_lr initial_peers
-OpenDiLoCo: galaxy_size world_rank
-torchtitan: fault_tolerance fault_tolerance.enable fault_tolerance.semi_sync_method
-torchtitan: fault_tolerance.sync_steps semi_sync_method
-isles' plans: outer sync_every
+= a cluster is a process group of its own: each has a name below clusters
+OpenDiLoCo: hv.world_rank hv.galaxy_size world_rank galaxy_size
+= clusters find one another by the join line of the rendezvous
+OpenDiLoCo: hv.host_maddrs hv.announce_maddrs
+= a cluster whose weights are not the run's takes them from another one
+OpenDiLoCo: hv.skip_load_from_peers
+= a cluster that is lost is dropped from the turn, and may come back
+OpenDiLoCo: hv.fail_rank_drop
 = {_NOT_YET}; curves go to TensorBoard, wandb, MLflow and metrics.jsonl
 axolotl: comet_project_name use_comet
 = {_NOT_YET}

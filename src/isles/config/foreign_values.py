@@ -105,6 +105,19 @@ VALUES: dict[str, dict[str, str]] = {
         "schedule1f1b": "1f1b",
         "schedulegpipe": "gpipe",
     },
+    "outer.codec": {
+        "fp32": "none",
+        "float32": "none",
+        "no": "none",
+        "bfloat16": "bf16",
+        "scaled_fp16": "bf16",
+        "fp16": "bf16",
+        "uniform8bit": "int8",
+        "blockwise8bit": "int8",
+        "quantile8bit": "int8",
+        "sparseloco": "topk",
+    },
+    "outer.engine": {"http": "hub", "nccl": "gloo"},
     "strategy.offload_optimizer": {"true": "cpu", "false": "none", "no": "none"},
     "strategy.offload_param": {"true": "cpu", "false": "none", "no": "none"},
     "balance": {"none": "even", "equal": "even", "true": "auto", "false": "even"},
@@ -119,6 +132,7 @@ VALUES_NOT_YET: dict[str, frozenset[str]] = {
     "adapter.type": frozenset(("ia3", "oft", "vera", "llama-adapter", "freeze", "prompt_tuning")),
     "track": frozenset(("comet", "comet_ml", "swanlab", "clearml", "neptune", "trackio")),
     "clusters.0.launcher.kind": frozenset(("ssh", "slurm", "pbs", "manual")),
+    "outer.engine": frozenset(("hivemind", "torchft")),
 }
 """By key: values that people know from other tools or from isles' plans, and isles lacks."""
 
@@ -129,6 +143,12 @@ SECTIONS: dict[str, dict[str, str]] = {
         "qlora": "{type: qlora}",
         "dora": "{type: lora, use_dora: true}",
         "rslora": "{type: lora, use_rslora: true}",
+    },
+    "outer": {
+        "local_sgd": "{kind: diloco, lr: 1.0, momentum: 0.0}",
+        "opendiloco": "{kind: diloco}",
+        "streaming_diloco": "{kind: diloco, fragments: 4, delay: 5}",
+        "sparseloco": "{kind: diloco, codec: topk}",
     },
     "strategy": {
         "hsdp": "{kind: fsdp, sharding_strategy: HYBRID_SHARD}",

@@ -85,6 +85,11 @@ def is_hub_id(node: Schema) -> bool:
     return any(option.get("x-isles-type") == "hub-id" for option in _options(node))
 
 
+def is_own_text(node: Schema) -> bool:
+    """Whether a key holds a rate or an address, which are written in one way only."""
+    return any(o.get("x-isles-type") in ("rate", "address") for o in _options(node))
+
+
 def is_section(node: Schema) -> bool:
     """Whether a key holds keys."""
     return bool(children(node))
@@ -136,6 +141,8 @@ def has_numbers(node: Schema) -> bool:
 def noun(node: Schema) -> str:
     """What a key holds, in two words: `a whole number`."""
     option = next(option for option in _options(node) if option.get("type") != "null")
+    if (own := option.get("x-isles-type")) in ("rate", "address"):
+        return _OWN_TYPES[own]
     return _NOUNS.get(option.get("type", ""), "a value")
 
 
@@ -180,6 +187,8 @@ _OWN_TYPES = {
     "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
     "range": "a range such as 1:3",
     "hub-id": "owner/name",
+    "rate": "bytes a second, such as 500kB or 20MB",
+    "address": "HOST:PORT, such as hub.example.org:29400",
 }
 _LIMITS = (
     ("minimum", "at least"),

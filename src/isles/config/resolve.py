@@ -13,6 +13,7 @@ from isles import __version__
 from isles.config.emit import dump_yaml, is_leaf
 from isles.config.layout import Layout, make_layout
 from isles.config.load import Loaded
+from isles.config.one_cluster import only_cluster
 from isles.config.rules_strategy import nearest_multiples
 from isles.config.run import RunConfig
 from isles.config.yaml import parse_yaml
@@ -68,6 +69,7 @@ def resolve(
         ConfigError: more ranks than GPUs, rows that do not divide among the ranks, or shares of
             ranks that there are not.
     """
+    loaded = only_cluster(loaded)
     config = loaded.config
     how: dict[str, str] = {}
     if nproc is not None:

@@ -28,6 +28,18 @@ _FREE_KEYS = frozenset(
         "balance",
     )
 )
+_OUTER_FREE = (
+    "rendezvous",
+    "public",
+    "max_rate",
+    "engine",
+    "interface",
+    "deadline",
+    "dead_after",
+    "wait",
+    "min_clusters",
+    "outlier",
+)
 _FREE_SECTIONS = (
     "checkpoint.",
     "clusters.",
@@ -65,4 +77,6 @@ def changed_mathematics(old: RunConfig, new: RunConfig) -> list[Change]:
 def _is_free(key: str) -> bool:
     if key in _ROUNDING:
         return False
+    if key.startswith("outer.") and key.split(".")[1] in _OUTER_FREE:
+        return True
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)

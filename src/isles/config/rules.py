@@ -9,6 +9,7 @@ from isles.config.model import ModelConfig
 from isles.config.rules_cluster import cluster_rules
 from isles.config.rules_data import data_rules
 from isles.config.rules_finetune import finetune_rules
+from isles.config.rules_outer import outer_rules, own_strategy_rules
 from isles.config.rules_script import script_rules
 from isles.config.rules_strategy import nearest_multiples, strategy_rules
 from isles.config.run import RunConfig
@@ -20,7 +21,7 @@ from isles.facts.models import shape_names
 def check_rules(config: RunConfig) -> list[Violation]:
     """Every rule between keys that `config` breaks, as far as they need no machine to check."""
     if config.training.script is not None:
-        return [*script_rules(config), *cluster_rules(config)]
+        return [*script_rules(config), *cluster_rules(config), *outer_rules(config)]
     return [
         *script_rules(config),
         *_length_rules(config.training),
@@ -30,7 +31,9 @@ def check_rules(config: RunConfig) -> list[Violation]:
         *data_rules(config),
         *finetune_rules(config),
         *strategy_rules(config),
+        *own_strategy_rules(config),
         *cluster_rules(config),
+        *outer_rules(config),
     ]
 
 

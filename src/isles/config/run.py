@@ -12,6 +12,7 @@ from isles.config.checkpoint import CheckpointConfig
 from isles.config.cluster import ClusterConfig
 from isles.config.data import DataConfig
 from isles.config.model import ModelConfig, TokenizerConfig
+from isles.config.outer import DiLoCoConfig, NoOuter, OuterConfig
 from isles.config.script import USED, USED_IN_TRAINING, fill_absent
 from isles.config.section import Section
 from isles.config.strategy import AutoStrategy, StrategyConfig
@@ -54,6 +55,9 @@ class RunConfig(Section):
     """Rows of each rank in a step. auto: as many as its measured speed and memory allow, so that
     unequal GPUs need equal time; even; or shares by host or rank, such as {big-box: 3, "2": 1}."""
 
+    outer: OuterConfig = NoOuter()
+    """How several clusters train one model over slow links."""
+
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When to save, and how many to keep."""
 
@@ -68,14 +72,31 @@ class RunConfig(Section):
     """What happens when a step takes far longer than usual."""
 
     clusters: Annotated[
-        tuple[ClusterConfig, ...], Field(min_length=1, max_length=1, strict=False)
+        tuple[ClusterConfig, ...], Field(min_length=1, max_length=64, strict=False)
     ] = (ClusterConfig(),)
-    """Where the ranks run. Left out: this machine."""
+    """Where the ranks run. Left out: this machine. Several need `outer: {kind: diloco}`."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_absent(cls, data: object) -> object:
         return fill_absent(data)
+
+    @property
+    def diloco(self) -> DiLoCoConfig | None:
+        """The outer steps; None where there are none."""
+        return self.outer if isinstance(self.outer, DiLoCoConfig) else None
+
+    def of_cluster(self, index: int) -> RunConfig:
+        """The run as one of its clusters has it: that cluster alone, with its own strategy."""
+        cluster = self.clusters[index]
+        own: dict[str, Any] = {
+            "clusters": (cluster.model_copy(update={"strategy": None, "balance": None}),)
+        }
+        if cluster.strategy is not None:
+            own["strategy"] = cluster.strategy
+        if cluster.balance is not None:
+            own["balance"] = cluster.balance
+        return self.model_copy(update=own)
 
     def values(self) -> dict[str, Any]:
         """Every value that the run uses, by section: a script has neither model nor data."""
@@ -84,6 +105,10 @@ class RunConfig(Section):
             return data
         used = {key: data[key] for key in USED}
         used["training"] = {key: data["training"][key] for key in USED_IN_TRAINING}
+        used["clusters"] = [
+            {key: cluster[key] for key in cluster if key not in ("strategy", "balance")}
+            for cluster in data["clusters"]
+        ]
         if "timeout" in self.checkpoint.model_fields_set:
             used["checkpoint"] = {"timeout": self.checkpoint.timeout}
         return used

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 from isles.config import keys
 from isles.config.emit import scalar_text, yaml_lines
+from isles.config.load import Loaded
+from isles.config.one_cluster import of_cluster
 from isles.config.resolve import Resolved
 
 _WIDEST = 60
@@ -36,6 +39,18 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
         return "".join(f"{text}\n" for text, _ in rows)
     width = min(_WIDEST, max(len(text) for text, origin in rows if origin))
     return "".join(f"{text.ljust(width)}  # {o}\n" if o else f"{text}\n" for text, o in rows)
+
+
+def for_cluster(loaded: Loaded, index: int) -> Loaded:
+    """The run file of one of several clusters, as that cluster's run directory has it.
+
+    It loads again, and gives the same values.
+    """
+    own = of_cluster(loaded, index)
+    data = _for_people(own.config.values(), ())
+    assert isinstance(data, dict)
+    head = f"# The cluster {own.config.clusters[0].name} of {loaded.path}; written by isles.\n"
+    return replace(own, text=head + "".join(f"{text}\n" for text, _ in yaml_lines(data)))
 
 
 def json_schema() -> dict[str, Any]:

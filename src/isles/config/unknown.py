@@ -10,6 +10,8 @@ from isles.config import keys
 from isles.config.foreign import Foreign, find_foreign, foreign_names, normal
 from isles.config.yaml import KeyPath, dotted
 
+_OUTER = "outer"
+"""A section whose keys, such as lr, are mostly meant for the inner steps where they stand alone."""
 _MESH_KEYS = ("tp_size", "cp_size", "pp_size", "pp_schedule", "cp_method")
 _NOT_WITH_DEEPSPEED = (
     "; DeepSpeed's ZeRO stands alone here: from stage 2 on it cuts the gradients that a pipeline "
@@ -54,10 +56,13 @@ def _guesses(path: KeyPath) -> Iterator[Meant]:
             yield from _guesses((*parent, *inner))
     if foreign is not None and "." in foreign.name:
         yield _from_foreign(foreign)
-    if elsewhere := tuple(dotted(known) for known in keys.all_paths() if known[-1] == name):
+    same = [known for known in keys.all_paths() if known[-1] == name]
+    if elsewhere := tuple(dotted(known) for known in same if known[0] != _OUTER):
         yield Meant(f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere)
     if foreign is not None:
         yield _from_foreign(foreign)
+    if elsewhere := tuple(dotted(known) for known in same):
+        yield Meant(f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere)
     for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         yield Meant(f"did you mean {near}?", (dotted((*parent, near)),))
     leaves = {str(known[-1]): dotted(known) for known in reversed(keys.all_paths())}

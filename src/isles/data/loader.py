@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,21 @@ class StepData:
     """Where the next global batch begins: the cursor after this step."""
 
 
+class Numbering(Protocol):
+    """Which samples a cluster reads that shares them with others: its first, second, …
+
+    Any thread may ask.
+    """
+
+    def covers(self, first: int, count: int) -> bool:
+        """Whether it is known yet."""
+        ...
+
+    def numbers(self, first: int, count: int) -> Int64Array:
+        """Global indices of the cluster's own samples from `first` on."""
+        ...
+
+
 class Loader:
     """The micro-batches of one rank, step by step; the next step is read in the background.
 
@@ -56,6 +71,8 @@ class Loader:
         split: the rows of each data-parallel rank, G in all.
         dp_rank: which of them this rank is.
         device: where the micro-batches go. Pages are pinned and copies run along on CUDA.
+        numbering: of a cluster that shares the samples with others; cursors then count its own.
+            None: they are global indices.
     """
 
     def __init__(
@@ -65,7 +82,9 @@ class Loader:
         split: RowSplit,
         dp_rank: int,
         device: torch.device,
+        numbering: Numbering | None = None,
     ) -> None:
+        self._numbering = numbering
         assert 0 <= dp_rank < len(split.rows)
         self._dataset = dataset
         self.split = split
@@ -86,7 +105,11 @@ class Loader:
             future = self._executor.submit(self._read, samples_seen)
         self._ahead = None
         on_host = future.result()
-        self._ahead = (on_host.next_sample, self._executor.submit(self._read, on_host.next_sample))
+        following = on_host.next_sample
+        if self._numbering is None or self._numbering.covers(
+            following, self.split.global_batch_size
+        ):
+            self._ahead = (following, self._executor.submit(self._read, following))
         batches = tuple(_to_device(batch, self._device) for batch in on_host.micro_batches)
         return replace(on_host, micro_batches=batches)
 
@@ -96,9 +119,20 @@ class Loader:
         if split == self.split:
             return
         self.split = split
+        self.forget()
+
+    def forget(self) -> None:
+        """Read the next step anew: what is read ahead of it is not what it will need."""
         if self._ahead is not None:
-            self._ahead[1].cancel()  # read for the old split; what has begun ends by itself
+            self._ahead[1].cancel()  # what has begun ends by itself
             self._ahead = None
+
+    def sample_ids(self, samples_seen: int) -> Int64Array:
+        """Global indices of the samples of the global batch at this cursor."""
+        size = self.split.global_batch_size
+        if self._numbering is not None:
+            return self._numbering.numbers(samples_seen, size)
+        return np.arange(samples_seen, samples_seen + size)
 
     def close(self) -> None:
         """End the background thread; waits for the step that it reads."""
@@ -107,13 +141,13 @@ class Loader:
     def _read(self, first: int) -> StepData:
         split = self.split
         size = split.global_batch_size
-        start = first + split.first_row(self._dp_rank)
+        start = split.first_row(self._dp_rank)
         sizes = split.micro_steps(self._dp_rank)
-        sample_ids = np.arange(first, first + size)
+        sample_ids = self.sample_ids(first)
         lengths = self._dataset.lengths(sample_ids)
         input_tokens = int(lengths.sum())
         return StepData(
-            micro_batches=tuple(_cut(self._dataset, start, sizes, self._device)),
+            micro_batches=tuple(_cut(self._dataset, sample_ids, start, sizes, self._device)),
             loss_divisor=self._dataset.loss_divisor(sample_ids),
             global_tokens=self._dataset.num_targets(sample_ids),
             input_tokens=input_tokens,
@@ -147,17 +181,22 @@ def evaluation_batches(
     total = min(num_samples, dataset.samples_per_epoch)
     split = even_split(total, dp_size, micro_batch_size, in_step=True)
     sizes = split.micro_steps(dp_rank)
-    for batch in _cut(dataset, split.first_row(dp_rank), sizes, device):
+    for batch in _cut(dataset, np.arange(max(1, total)), split.first_row(dp_rank), sizes, device):
         yield _to_device(batch, device)
 
 
 def _cut(
-    dataset: Dataset, start: int, sizes: Sequence[int], device: torch.device
+    dataset: Dataset,
+    sample_ids: Int64Array,
+    start: int,
+    sizes: Sequence[int],
+    device: torch.device,
 ) -> Iterator[Batch]:
     """Micro-batches in this machine's memory, pinned where they go to a GPU."""
     for size in sizes:
         # A step without samples of its own reads one and trains on nothing of it.
-        wanted = np.arange(start, start + max(1, size))
+        first = min(start, len(sample_ids) - 1)
+        wanted = sample_ids[first : first + max(1, size)]
         rows = dataset.rows(wanted)
         if size == 0:
             rows.targets_BT[:] = IGNORE_INDEX

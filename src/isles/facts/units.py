@@ -7,6 +7,7 @@ import re
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B")
 
 
 def parse_duration_s(text: str) -> float:
@@ -22,6 +23,20 @@ def parse_duration_s(text: str) -> float:
     if stripped and not _PARTS.sub("", stripped).strip():
         return sum(float(number) * _UNITS_S[unit] for number, unit in _PARTS.findall(stripped))
     raise ValueError(f"{text!r} is not a duration: write 90s, 20m, 23h30m, 2d or 12:30:00")
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes from `500kB`, `20MB`, `1.5GiB`: powers of 1000, or of 1024 with an i.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no number of bytes: write 500kB, 20MB or 1.5GiB")
+    base = 1024.0 if found[3] else 1000.0
+    power: int = " KMGT".index(found[2].upper() or " ")
+    return float(float(found[1]) * base**power)
 
 
 def format_duration(seconds: float) -> str:

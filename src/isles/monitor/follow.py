@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from isles.facts.units import format_count, format_duration
+from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.table import steps_text
 from isles.monitor.tail import LineTail
 from isles.rundir.paths import Attempt, RunDir
@@ -25,6 +25,7 @@ _CLOSING_S = 30.0
 
 # These come and go with every evaluation and save; their results have lines of their own.
 _QUIET_PHASES = ("training", "evaluating", "saving", "stopped", "finished")
+_ROWS = ("train", "eval", "outer")
 _BAR_CHARS = 42
 """What the spinner, the phase and the bar take of a line."""
 
@@ -57,7 +58,7 @@ class Watch:
         return [("phase", line)] if is_new else []
 
     def news(self) -> list[tuple[str, str]]:
-        """Pairs of kind (phase, train, eval, save, restart or note) and line, oldest first."""
+        """Pairs of kind (phase, train, eval, outer, save, restart or note) and line, in order."""
         self.status = current_status(self._run_dir, self._begun_at) or self.status
         found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
         found += [("restart", line) for line in self._new_restarts()]
@@ -101,7 +102,7 @@ class Watch:
             except ValueError:
                 continue  # torn by a full disk or a kill
             at = number_of(row, "at") if isinstance(row, dict) else None
-            if at is not None and at > self._newest_row_at and row.get("kind") in ("train", "eval"):
+            if at is not None and at > self._newest_row_at and row.get("kind") in _ROWS:
                 self._newest_row_at = at
                 rows.append(row)
         return rows
@@ -115,6 +116,8 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
         perplexity = number_of(row, "perplexity")
         end = f"  perplexity {perplexity:.2f}" if perplexity is not None else ""
         return f"step {step}  eval loss {loss_text}{end}{_preference_text(row)}"
+    if row.get("kind") == "outer":
+        return f"step {step}  {_outer_text(row)}"
     total = number_of(status, "total_steps")
     parts = [f"step {step}" + (f"/{total:.0f}" if total is not None else ""), f"loss {loss_text}"]
     for key, form in (("learning_rate", "lr {:.2e}"), ("grad_norm", "grad norm {:.3f}")):
@@ -125,6 +128,20 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
     if (eta_s := number_of(status, "eta_s")) is not None:
         parts.append(f"{format_duration(eta_s)} left")
     return "  ".join(parts) + _preference_text(row)
+
+
+def _outer_text(row: dict[str, Any]) -> str:
+    """One averaging of several clusters."""
+    tokens = row.get("weights") or {}
+    parts = [f"averaged turn {row.get('turn')} of {', '.join(tokens) or 'nobody'}"]
+    if row.get("mode") == "late":
+        parts.append("without this cluster")
+    for key, word in (("sent_bytes", "up"), ("received_bytes", "down")):
+        if size := number_of(row, key):
+            parts.append(f"{format_bytes(size)} {word}")
+    if (exposed_s := number_of(row, "exposed_s")) is not None:
+        parts.append(f"waited {exposed_s:.1f}s")
+    return "  ".join(parts)
 
 
 def _preference_text(row: dict[str, Any]) -> str:

@@ -264,10 +264,20 @@ class Client:
             place, prepared, EpochAnswer, deadline_s, attempt_s=2 * _POLL_S
         )
 
-    async def epoch_failed(self, epoch: int, why: str, deadline_s: float) -> None:
-        """Say that this cluster could not average with the others."""
+    async def epoch_failed(
+        self, epoch: int, why: str, deadline_s: float, culprit: int | None = None
+    ) -> None:
+        """Say that this cluster could not average with the others.
+
+        Args:
+            epoch: which one.
+            why: in words.
+            culprit: the rank whose contribution is unsound, if so.
+            deadline_s: for saying it.
+        """
         place = f"/v1/epochs/{epoch}/failed"
-        await self.channel.post(place, Failed(id=self.id, why=why[:1000]), _Done, deadline_s)
+        failed = Failed(id=self.id, why=why[:1000], culprit=culprit)
+        await self.channel.post(place, failed, _Done, deadline_s)
 
     async def put_value(self, epoch: int, key: str, value: bytes, deadline_s: float) -> None:
         """Tell the members of an epoch something. See `EpochStore`."""

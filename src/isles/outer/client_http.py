@@ -232,7 +232,8 @@ class Channel:
                 async with asyncio.timeout_at(end):
                     return await attempt()
             except aiohttp.ServerFingerprintMismatch as error:
-                raise CommunicationError(
+                raise RendezvousRefusal(
+                    "certificate",
                     f"the server there shows a certificate with sha256 {error.got.hex()[:16]}…, "
                     f"the join line names {error.expected.hex()[:16]}…",
                     where=str(self.line),

@@ -181,6 +181,15 @@ class Cluster:
         """Forget a contribution that will be in no average: its steps stay in the next one."""
         self._shares[fragment].drop_snapshot()
 
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """The weights become the anchors: what was learnt since is dropped. All must call this."""
+        for number, share in enumerate(self._shares):
+            share.drop_snapshot()
+            if share.error is not None:
+                share.error.zero_()
+            self._write(number, share.anchor, adds=False)
+
     @property
     def pending(self) -> list[int]:
         """The fragments whose contribution no average has answered yet."""

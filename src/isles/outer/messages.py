@@ -90,6 +90,8 @@ class Beat(Message):
     phase: Annotated[str, StringConstraints(max_length=64)] = ""
     sent_bytes: Count = 0
     received_bytes: Count = 0
+    pace: Count = 0
+    """Inner steps that this cluster would have in a round, for its link; 0: it has no wish."""
 
 
 class OpenTurn(Answer):
@@ -115,6 +117,8 @@ class BeatAnswer(Answer):
     order_reason: str = ""
     donate: bool = False
     """A cluster needs the state, and this one is asked for it."""
+    pace: Count = 0
+    """The largest of the living clusters' wishes; 0: nobody has one."""
     upload_average: Count | None = None
     """Engine gloo: somebody has missed this turn; upload its average if you have it."""
 
@@ -257,6 +261,8 @@ class Failed(Message):
 
     id: Id
     why: Annotated[str, StringConstraints(max_length=1000)]
+    culprit: Annotated[int, Field(ge=0)] | None = None
+    """The rank whose contribution holds what no encoder writes, or what is not finite."""
 
 
 class OnlyId(Message):

@@ -156,6 +156,16 @@ class RunDir:
         return self.path / "stream"
 
     @property
+    def join_line(self) -> Path:
+        """How this cluster reaches the others of its run: a secret, for this user only."""
+        return self.path / "join"
+
+    @property
+    def outer(self) -> Path:
+        """Who this cluster is among others, and files on their way to and from them."""
+        return self.path / "outer"
+
+    @property
     def summary(self) -> Path:
         """Final figures."""
         return self.path / "summary.json"

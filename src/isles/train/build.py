@@ -6,12 +6,14 @@ import functools
 import logging
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from isles.balance.balancer import Balancer
 from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.rng import restore_rng
 from isles.checkpoint.store import load_tensors
@@ -42,6 +44,8 @@ from isles.train.hosts import check_model_folder
 from isles.train.metrics import Speed, StepMeter
 from isles.train.model import count_parameters, empty_model, flops_per_token, whole_model
 from isles.train.optimizer import make_optimizers
+from isles.train.outer_build import Between, join_clusters, make_between
+from isles.train.outer_samples import OwnSamples
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder
@@ -81,48 +85,44 @@ def build(
     )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
-    recorder.phase("building model", why)
-    mesh = settle_mesh(strategy, world)
-    model = _make_model(config, strategy, mesh, world, tokenizer)
-    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
-    balancer = make_balancer(model, config, strategy, mesh, world, recorder, resume_from)
-    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
-    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
-    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
-    watch_speed(balancer, engine.model, config, world)
+    built = _make_engine(config, world, recorder, tokenizer, resume_from)
+    mesh, balancer, engine = built.mesh, built.balancer, built.engine
     total_steps = _total_steps(config, training)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is taken over.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
         reference.score_all(training, validation, config.training, total_steps, run_dir)
-    progress = _take_over(engine, resume_from, config, world, travel, recorder)
+    between = make_between(config, engine, world, run_dir, resume_from)
+    progress = _take_over(engine, resume_from, config, world, travel, recorder, between)
+    samples = None if between is None else between.begin(progress, recorder)
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
-    return Parts(
+    parts = Parts(
         resolved=resolved,
         run_dir=run_dir,
         world=world,
         mesh=mesh,
-        strategy=strategy,
+        strategy=built.strategy,
         recorder=recorder,
         tokenizer=tokenizer,
         engine=engine,
-        loader=Loader(training, split=balancer.split, dp_rank=mesh.dp_rank, device=world.device),
+        loader=_make_loader(training, built, world, samples),
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
-        meter=StepMeter(world, Speed.of(world.device, flops)),
+        meter=StepMeter(world, Speed.of(world.device, built.flops)),
         checkpoints=checkpoints,
         balancer=balancer,
-        start_step=progress.step,
         total_steps=total_steps,
         git_commit=_git_commit() if world.is_main else None,
         data_content=training.content,
         base=base,
     )
+    if between is not None:
+        parts.outer = join_clusters(parts, between, lambda: signals.wish)
+    return parts
 
 
 def _make_data(
@@ -191,6 +191,49 @@ def _check_shape(config: RunConfig, shape: dict[str, Any]) -> None:
     """What could not be told before the start, where the model's config was not on that machine."""
     if violations := check_shape(config, shape):
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in violations])
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """The model in the hands of its strategy."""
+
+    strategy: Strategy
+    mesh: Mesh
+    balancer: Balancer
+    engine: Engine
+    flops: float
+
+
+def _make_engine(
+    config: RunConfig,
+    world: World,
+    recorder: Recorder,
+    tokenizer: Any,
+    resume_from: CheckpointInfo | None,
+) -> _Built:
+    strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
+    recorder.phase("building model", why)
+    mesh = settle_mesh(strategy, world)
+    model = _make_model(config, strategy, mesh, world, tokenizer)
+    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
+    balancer = make_balancer(model, config, strategy, mesh, world, recorder, resume_from)
+    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
+    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
+    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
+    watch_speed(balancer, engine.model, config, world)
+    return _Built(strategy, mesh, balancer, engine, flops)
+
+
+def _make_loader(
+    training: Dataset, built: _Built, world: World, samples: OwnSamples | None
+) -> Loader:
+    return Loader(
+        training,
+        split=built.balancer.split,
+        dp_rank=built.mesh.dp_rank,
+        device=world.device,
+        numbering=samples,
+    )
 
 
 def _make_model(
@@ -265,12 +308,14 @@ def _take_over(
     world: World,
     travel: Travel,
     recorder: Recorder,
+    between: Between | None,
 ) -> Progress:
     """The state of a checkpoint, or that of a run's beginning. All ranks must call this."""
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if checkpoint is None:
         return Progress.fresh()
     state = engine.state_dict()
+    outer = {} if between is None else between.tensors()
     progress = Progress.from_manifest(checkpoint.manifest)
     saved_world_size = int(checkpoint.manifest["world_size"])
 
@@ -278,8 +323,8 @@ def _take_over(
         moved = f"{format_bytes(done)} of {format_bytes(total)}"
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
-    with travel.brought(checkpoint, state, say) as folder:
-        load_tensors(state, folder)
+    with travel.brought(checkpoint, state | outer, say) as folder:
+        load_tensors(state | outer, folder)
         engine.load_state_dict(state)
         is_restored = restore_rng(
             folder, world.rank, saved_world_size=saved_world_size, world_size=world.world_size

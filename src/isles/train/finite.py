@@ -6,6 +6,7 @@ import logging
 import math
 
 from isles.errors import TrainingError
+from isles.outer.spans import joined
 from isles.train.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ def check_finite(parts: Parts) -> None:
     if good is None:
         parts.progress.forget_history()
         return
-    parts.progress.rewind_to(parts.start_step + good)
+    parts.progress.rewind_to(good)
     bad_step = parts.progress.step + 1
     if parts.world.is_main:
         parts.checkpoints.forget_after(parts.progress.step)
@@ -34,8 +35,7 @@ def check_finite(parts: Parts) -> None:
     else:
         what = (
             f"the gradient of step {bad_step} is not finite, while every loss of it is "
-            f"(samples {parts.progress.samples} to "
-            f"{parts.progress.samples + parts.config.training.global_batch_size - 1})"
+            f"(samples {_spans(parts.loader.sample_ids(parts.progress.samples).tolist())})"
         )
     raise TrainingError(
         what,
@@ -44,6 +44,14 @@ def check_finite(parts: Parts) -> None:
         "of the data, or use a wider precision (bf16-mixed, 32-true). The weights of step "
         f"{parts.progress.step}, the last good one, are saved",
     )
+
+
+def _spans(numbers: list[int]) -> str:
+    """`24 to 35`, or several of these."""
+    texts = []
+    for start, stop in joined([(number, number + 1) for number in numbers]):
+        texts.append(f"{start} to {stop - 1}")
+    return ", ".join(texts)
 
 
 def _find_culprits(parts: Parts) -> list[str]:

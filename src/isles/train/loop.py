@@ -5,6 +5,7 @@ from __future__ import annotations
 from isles.errors import ExitCode
 from isles.train.finite import check_finite
 from isles.train.optimizer import learning_rate
+from isles.train.outer_step import outer_step
 from isles.train.parts import Parts
 from isles.train.stop import TIME_IS_UP
 
@@ -20,7 +21,7 @@ def train(parts: Parts) -> ExitCode:
         step = progress.step + 1
         is_recorded = step % config.logging_steps == 0 or step in (1, parts.total_steps)
         parts.meter.clock.step(step)
-        parts.agreement.ask()
+        parts.agreement.ask(outer=parts.outer is not None and parts.outer.plan())
 
         # The inner step.
         parts.meter.begin(is_recorded=is_recorded)
@@ -46,11 +47,12 @@ def train(parts: Parts) -> ExitCode:
         )
         parts.recorder.step_done(progress.step)
 
-        # The outer step, between clusters, has its place here.
-
+        # The outer step, between clusters.
         decision = parts.agreement.decide()
+        outer_step(parts, decision)
+
         parts.rebalance()
-        evaluates = parts.is_due(config.eval_steps) and step != parts.total_steps
+        evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
         saves = decision.save or decision.stop or parts.is_due(parts.config.checkpoint.every_steps)
         if is_recorded or evaluates or saves or parts.checks_every_step:
             check_finite(parts)

@@ -24,6 +24,7 @@ from isles.rundir.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.evaluate import evaluate
 from isles.train.metrics import StepMeter
+from isles.train.outer import Outer
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement
@@ -48,11 +49,11 @@ class Parts:
     meter: StepMeter
     checkpoints: CheckpointManager
     balancer: Balancer
-    start_step: int
     total_steps: int | None
     git_commit: str | None
     data_content: str
     base: dict[str, str] | None
+    outer: Outer | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -66,7 +67,7 @@ class Parts:
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every so many steps happens now."""
-        return every is not None and self.progress.step % every == 0
+        return every is not None and self.progress.has_reached(every)
 
     def record(self, *, lr: float, grad_norm: torch.Tensor) -> None:
         """Record the step that is just over. All ranks must call this."""
@@ -96,6 +97,16 @@ class Parts:
         """Deal the rows anew where ranks have become faster or slower. All ranks must call this."""
         if (split := self.balancer.after_step()) is not None:
             self.loader.use(split)
+
+    def close(self, *, is_over: bool) -> None:
+        """End what runs beside the loop.
+
+        Args:
+            is_over: whether it has ended as it should.
+        """
+        self.loader.close()
+        if self.outer is not None:
+            self.outer.close(leaves=is_over)
 
     def evaluate(self) -> None:
         """Evaluate on the validation text, if there is any. All ranks must call this."""
@@ -128,8 +139,14 @@ class Parts:
     def save(self, *, wait: bool) -> None:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause("saving")
+        if self.outer is not None:
+            self.outer.turns.finish_move()
         self.checkpoints.save(
-            self.engine.state_dict(), self._manifest(), replicas=self.engine.replicas, wait=wait
+            self.engine.state_dict(),
+            self._manifest(),
+            replicas=self.engine.replicas,
+            own={} if self.outer is None else self.outer.turns.tensors(),
+            wait=wait,
         )
         self.agreement.saved()
         self.meter.resume(paused)
@@ -152,6 +169,7 @@ class Parts:
             "rows": list(self.loader.split.rows),
             "micro_batch_sizes": list(self.loader.split.micro_batch_sizes),
             "balance": self.balancer.record(),
+            "outer": None if self.outer is None else self.outer.turns.manifest(),
             "seed": self.config.seed,
             "data": self.data_content,
             "base": self.base,

@@ -9,8 +9,9 @@ from typing import Any
 class Progress:
     """Counts of the whole run, over all its attempts.
 
-    `step`: inner steps done. `samples`: the global cursor, the index of the next sample.
-    `tokens`: read by the model, without padding, trained on or not. `target_tokens`: trained on.
+    `step`: inner steps done. `samples`: the global cursor, the index of the next sample; where a
+    cluster shares the samples with others, it counts the cluster's own. `tokens`: read by the
+    model, without padding, trained on or not. `target_tokens`: trained on.
     """
 
     def __init__(
@@ -22,6 +23,8 @@ class Progress:
         self.target_tokens = target_tokens
         self._elapsed_before_s = elapsed_s
         self._began = time.monotonic()
+        self._steps_here = 0
+        self._step_before = step
         self._history: list[tuple[int, int, int, int]] = []
 
     @classmethod
@@ -47,6 +50,8 @@ class Progress:
 
     def advance(self, *, samples: int, tokens: int, target_tokens: int) -> None:
         """One inner step is done; `samples` is the new cursor, the tokens are the step's."""
+        self._step_before = self.step
+        self._steps_here += 1
         self._history.append((self.step, self.samples, self.tokens, self.target_tokens))
         self.step += 1
         self.samples = samples
@@ -57,10 +62,22 @@ class Progress:
         """Every step so far was good."""
         self._history.clear()
 
-    def rewind_to(self, step: int) -> None:
-        """Back to an earlier step since `forget_history`, the last whose weights are kept."""
-        for entry in self._history:
-            if entry[0] == step:
-                self.step, self.samples, self.tokens, self.target_tokens = entry
-                return
-        assert self.step == step, "the history reaches back to the last check"
+    def rewind_to(self, steps_here: int) -> None:
+        """Back to the last step whose weights are kept.
+
+        Args:
+            steps_here: inner steps of this attempt, since `forget_history` or later.
+        """
+        back = self._steps_here - steps_here
+        assert 0 <= back <= len(self._history), "the history reaches back to the last check"
+        if back:
+            self.step, self.samples, self.tokens, self.target_tokens = self._history[-back]
+            self._steps_here = steps_here
+
+    def skip_to(self, step: int) -> None:
+        """Take a later number for the step that was done last: other clusters have it."""
+        self.step = max(self.step, step)
+
+    def has_reached(self, every: int) -> bool:
+        """Whether the step that was done last, or one that it has skipped, is a multiple."""
+        return self.step // every > self._step_before // every

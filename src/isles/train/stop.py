@@ -133,10 +133,12 @@ class Decision:
     Args:
         stop: exit code to stop with, TIME_IS_UP to finish, 0 to go on.
         save: save now because of the clock.
+        outer: rank 0 has something for all ranks to do, see `Outer`.
     """
 
     stop: int
     save: bool
+    outer: bool
 
 
 class Agreement:
@@ -167,11 +169,15 @@ class Agreement:
         self._time_code = TIME_IS_UP if time_ends_run else int(ExitCode.REQUEUE)
         self._save_every_s = save_every_s
         self._saved_at = time.monotonic()
-        self._wishes = torch.zeros(2, dtype=torch.int32)
+        self._wishes = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def ask(self) -> None:
-        """Send this rank's wishes; called at a step's start. All ranks must call this."""
+    def ask(self, *, outer: bool = False) -> None:
+        """Send this rank's wishes; called at a step's start. All ranks must call this.
+
+        Args:
+            outer: see `Decision`.
+        """
         stop, save = self._signals.wish, 0
         if self._world.is_main:
             now = time.monotonic()
@@ -179,7 +185,7 @@ class Agreement:
                 stop = max(stop, self._time_code)
             if self._save_every_s is not None and now - self._saved_at >= self._save_every_s:
                 save = 1
-        self._wishes[0], self._wishes[1] = stop, save
+        self._wishes[0], self._wishes[1], self._wishes[2] = stop, save, int(outer)
         if self._world.world_size > 1:
             self._work = dist.all_reduce(
                 self._wishes, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
@@ -196,7 +202,9 @@ class Agreement:
             self._work = None
         if int(self._wishes[0]) >= NOW:
             raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped at once, without saving")
-        return Decision(stop=int(self._wishes[0]), save=bool(self._wishes[1]))
+        return Decision(
+            stop=int(self._wishes[0]), save=bool(self._wishes[1]), outer=bool(self._wishes[2])
+        )
 
     def saved(self) -> None:
         """A save has been taken: the clock starts anew."""

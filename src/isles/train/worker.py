@@ -37,6 +37,7 @@ from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.job import ending_record
 from isles.train.loop import train
+from isles.train.parts import Parts
 from isles.train.quiet import hush_libraries
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals
@@ -129,10 +130,7 @@ def _train(
     with watching(
         clock, resolved.config, attempt, env, world, recorder, lambda: checkpoints.moved_at
     ):
-        try:
-            code = train(parts)
-        finally:
-            parts.loader.close()
+        code = _loop(parts)
     parts.checkpoints.close()
     if code is ExitCode.OK:
         finish(parts)
@@ -149,6 +147,16 @@ def _train(
         state = "finished" if code is ExitCode.OK else "stopped"
         _write_outcome(attempt, env, state, code, step=parts.progress.step, reason=reason)
     log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
+    return code
+
+
+def _loop(parts: Parts) -> ExitCode:
+    try:
+        code = train(parts)
+    except BaseException:
+        parts.close(is_over=False)
+        raise
+    parts.close(is_over=True)
     return code
 
 

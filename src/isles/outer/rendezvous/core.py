@@ -89,28 +89,25 @@ class Core:
                 self.book.put("start", str(join.version))
                 self.book.put("anchors", json.dumps(join.anchors))
                 self.book.put("sizes", json.dumps(list(sizes)))
-            standing: Standing = "first"
-            why = ""
-            if not is_first:
-                standing, why = self._standing(join)
+            first: tuple[Standing, str] = ("first", "")
+            standing, why = first if is_first else self._standing(join)
             number, was_living = self.roster.settle(join)
             self._learn()
             before = self.roster.get(number)
+            if is_first or int(self.book.get("start") or 0):
+                self.samples.take_over(number, join.holding)
             _, lost = self.samples.give_back(number, join.holding)
             following = self.turns.next
             is_behind = standing == "behind"
             from_turn = before["from_turn"]
             if not was_living or before["is_behind"]:
                 from_turn = following + int(self._has_begun(following))
+            order = "pull" if is_behind else ""
+            values = (int(is_behind), from_turn, join.version, order, why, number)
             self.book.run(
                 "UPDATE members SET is_behind = ?, from_turn = ?, version = ?, orders = ?, "
                 "order_reason = ? WHERE number = ?",
-                int(is_behind),
-                from_turn,
-                join.version,
-                "pull" if is_behind else "",
-                why,
-                number,
+                *values,
             )
             self.book.note(join.name, "joined", f"{standing}, from turn {from_turn} on; {why}")
         return JoinAnswer(
@@ -187,8 +184,9 @@ class Core:
             member = self._back(member)
         return BeatAnswer(
             turn=self.turns.next,
-            open=self.turns.open_turns(),
+            open=[*self.turns.open_turns(), *self.epochs.open_turns()],
             members=[row["name"] for row in self.roster.living()],
+            pace=self.roster.pace,
             order=member["orders"],
             order_reason=member["order_reason"],
             donate=self.states.is_donor(number),
@@ -276,14 +274,14 @@ class Core:
         """Drop whoever has not been heard for too long, and let the others form an epoch.
 
         Returns:
-            Whether that was done.
+            Whether an epoch has ended or begun.
         """
         for row, silent_s in self.roster.silent():
             self.roster.drop(row, f"not heard for {silent_s:.1f} s")
-        self.epochs.drop()
+        has_ended = self.epochs.drop()
         if self.turns.next != self._tidy:  # an epoch has committed a turn
             self._collect_garbage()
-        return bool(self.pieces) and self.epochs.form()
+        return (bool(self.pieces) and self.epochs.form(len(self.pieces))) or has_ended
 
     def close_turn(self) -> Job | None:
         """Close the next turn if it is time; what is to be averaged then."""

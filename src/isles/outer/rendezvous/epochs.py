@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from isles.outer.messages import EpochAnswer, Prepared, Ready
+from isles.outer.messages import EpochAnswer, Failed, OpenTurn, Prepared, Ready
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.roster import Roster
@@ -87,6 +87,7 @@ class Epochs:
         """
         if not self._took_part(member, turn):
             self._turns.check(self._roster.get(member), turn)
+            self._check_sound(member, turn)
         epoch = self._now
         is_in = epoch is not None and epoch.turn == turn and member in epoch.ranks
         if self._turns.state(turn) != "committed" and not is_in:
@@ -96,6 +97,17 @@ class Epochs:
             if len(waiting) >= self._settings.quorum:
                 self._quorum.setdefault(turn, self._clock())
         return self.answer(member, turn)
+
+    def _check_sound(self, member: int, turn: int) -> None:
+        part = self._turns.part(turn, member)
+        if part is not None and part["state"] == "refused":
+            name = self._roster.get(member)["name"]
+            raise Refusal(
+                422,
+                "refused",
+                f"the contribution of {name} to turn {turn} is refused: {part['reason']}",
+                "apply the turn's average and go on; look for the step at which its loss rose",
+            )
 
     def _took_part(self, member: int, turn: int) -> bool:
         return self._turns.state(turn) == "committed" and self._turns.is_counted(turn, member)
@@ -129,18 +141,49 @@ class Epochs:
         view = TurnView(
             expected=expected,
             complete=ready,
-            refused=frozenset(),
+            refused=self._turns.refused(turn),
             first_at=None if self._again else self._first.get(turn),
             quorum_at=None if self._again else self._quorum.get(turn),
         )
         return judge_turn(self._settings, view, self._clock())
 
-    def form(self) -> bool:
-        """Form an epoch for the next turn, if its members are there; whether that was done."""
+    def open_turns(self) -> list[OpenTurn]:
+        """The turns for which somebody is ready, as clusters are told of them."""
+        found = []
+        for turn, ready in sorted(self._ready.items()):
+            if turn < self._turns.next:
+                continue
+            verdict = self._verdict(turn)
+            due = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+            found.append(
+                OpenTurn(
+                    turn=turn,
+                    due_in_s=due,
+                    contributed=self._roster.names(frozenset(ready)),
+                    waits_for=self._roster.names(verdict.waits_for),
+                )
+            )
+        return found
+
+    def form(self, fragments: int) -> bool:
+        """Form an epoch for the next turn, if its members are there.
+
+        Args:
+            fragments: how many there are.
+
+        Returns:
+            Whether that was done, or somebody was refused.
+        """
         turn = self._turns.next
         ready = self._ready.get(turn)
         if self._now is not None or not ready or not self._verdict(turn).is_closed:
             return False
+        norms = {number: (part.norm, part.tokens) for number, part in ready.items()}
+        if found := self._turns.outliers(turn, fragments, norms):
+            for number, reason in found.items():
+                part = ready.pop(number)
+                self._turns.refuse_direct(self._roster.get(number), turn, part, reason)
+            return True
         living = {row["number"] for row in self._roster.living()}
         ranks = sorted(living & set(ready), key=lambda n: (self._roster.get(n)["name"], n))
         if not ranks:
@@ -176,18 +219,29 @@ class Epochs:
             self._clear(epoch.turn)
         return self.answer(member, prepared.turn)
 
-    def fail(self, member: int, number: int, why: str) -> None:
-        """A member could not average: another epoch will."""
-        if self._find(member, number) is not None:
-            self.end(number, f"{self._roster.get(member)['name']}: {why}")
+    def fail(self, member: int, number: int, failed: Failed) -> None:
+        """A member could not average; another epoch will, without what was found to be unsound."""
+        epoch = self._find(member, number)
+        if epoch is None:
+            return
+        self.end(number, f"{self._roster.get(member)['name']}: {failed.why}")
+        if failed.culprit is None or failed.culprit >= len(epoch.ranks):
+            return
+        culprit = epoch.ranks[failed.culprit]
+        if culprit != member:
+            row, ready = self._roster.get(culprit), epoch.ready[culprit]
+            self._turns.refuse_direct(row, epoch.turn, ready, failed.why)
 
-    def drop(self) -> None:
-        """End the epoch if one of its members is gone."""
+    def drop(self) -> bool:
+        """End the epoch if one of its members is gone; whether that was done."""
         epoch = self._now
-        if epoch is not None:
-            living = {row["number"] for row in self._roster.living()}
-            if gone := [number for number in epoch.ranks if number not in living]:
-                self.end(epoch.number, f"{', '.join(self._roster.names(gone))} is gone")
+        if epoch is None:
+            return False
+        living = {row["number"] for row in self._roster.living()}
+        gone = [number for number in epoch.ranks if number not in living]
+        if gone:
+            self.end(epoch.number, f"{', '.join(self._roster.names(gone))} is gone")
+        return bool(gone)
 
     def end(self, number: int, why: str) -> None:
         """An epoch comes to nothing; its members lose nothing, and are asked again."""

@@ -165,6 +165,11 @@ class Roster:
         if number not in self._moved or self._moved[number][0] != beat.step:
             self._moved[number] = (beat.step, now)
 
+    @property
+    def pace(self) -> int:
+        """Inner steps in a round such that no living member's link is too slow for it."""
+        return max((beat.pace for beat in self.beats.values()), default=0)
+
     def touch(self, number: int) -> None:
         """Something came from a member: as good as a beat."""
         self._heard[number] = self._clock()

@@ -63,7 +63,7 @@ class EpochRoutes:
         """POST /v1/epochs/E/failed"""
         failed = await read(request, Failed)
         member, epoch = await self._member(failed.id), number(request, "epoch")
-        await self._server.ask(self._epochs.fail, member, epoch, failed.why)
+        await self._server.ask(self._epochs.fail, member, epoch, failed)
         return json_answer({})
 
     async def want_average(self, request: web.Request) -> web.Response:

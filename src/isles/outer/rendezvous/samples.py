@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.refusal import Refusal
+from isles.outer.spans import joined, without
 
 Span = tuple[int, int]
 """Sample numbers from the first up to, without, the second."""
@@ -115,6 +116,27 @@ class Samples:
                     )
         return freed, joined(lost)
 
+    def take_over(self, member: int, holding: Sequence[Span]) -> None:
+        """The ledger was lost, and a member holds samples that it had been dealt from the former.
+
+        What lies before them counts as done: nobody knows better, and nothing comes twice.
+        """
+        end, last = self.frontier, max((stop for _, stop in holding), default=0)
+        if last <= end:
+            return
+        with self._book.transaction():
+            self._book.run(
+                "INSERT INTO samples VALUES (?, ?, 'committed', ?, -1)", end, last, member
+            )
+            held = without(holding, [(0, end)])
+            self._cut_all(held)
+            for start, stop in held:
+                for row in self._within(start, stop):
+                    self._book.run(
+                        "UPDATE samples SET state = 'claimed', turn = NULL WHERE start = ?",
+                        row["start"],
+                    )
+
     def contribute(self, member: int, turn: int, spans: Sequence[Span]) -> int:
         """A member has trained on these, and contributes to a turn what it learned.
 
@@ -209,14 +231,3 @@ class Samples:
             row["member"],
             row["turn"],
         )
-
-
-def joined(spans: Sequence[Span]) -> list[Span]:
-    """The same numbers in as few spans as can be, in order, each number once."""
-    result: list[Span] = []
-    for start, stop in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], stop))
-        else:
-            result.append((start, stop))
-    return result

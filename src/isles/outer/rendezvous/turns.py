@@ -234,21 +234,9 @@ class Turns:
         return Job(turn, turn % fragments, parts, self.average_path(turn))
 
     def _judge_norms(self, turn: int, fragments: int) -> None:
-        history = self._book.rows(
-            "SELECT norm, tokens FROM parts WHERE state = 'complete' AND turn < ? "
-            "AND turn % ? = ? ORDER BY turn DESC, member LIMIT ?",
-            turn,
-            fragments,
-            turn % fragments,
-            _NORMS,
-        )
         parts = self._book.rows("SELECT * FROM parts WHERE turn = ? AND state = 'complete'", turn)
-        found = outliers(
-            self._settings.outlier,
-            [(row["norm"], row["tokens"]) for row in history],
-            {row["member"]: (row["norm"], row["tokens"]) for row in parts},
-        )
-        for number, reason in found.items():
+        norms = {row["member"]: (row["norm"], row["tokens"]) for row in parts}
+        for number, reason in self.outliers(turn, fragments, norms).items():
             member = self._roster.get(number)
             self._book.run(
                 "UPDATE parts SET state = 'refused', reason = ? WHERE turn = ? AND member = ?",
@@ -261,6 +249,42 @@ class Turns:
                 self._samples.give_back(number)
             self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
             self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
+
+    def outliers(
+        self, turn: int, fragments: int, norms: Mapping[int, tuple[float, int]]
+    ) -> dict[int, str]:
+        """Members whose norm (and tokens) is far above what was usual, and by how much."""
+        history = self._book.rows(
+            "SELECT norm, tokens FROM parts WHERE state = 'complete' AND turn < ? "
+            "AND turn % ? = ? ORDER BY turn DESC, member LIMIT ?",
+            turn,
+            fragments,
+            turn % fragments,
+            _NORMS,
+        )
+        usual = [(row["norm"], row["tokens"]) for row in history]
+        return outliers(self._settings.outlier, usual, norms)
+
+    def refuse_direct(self, member: sqlite3.Row, turn: int, ready: Ready, reason: str) -> None:
+        """A contribution that lies with its member is not to be in a turn."""
+        number = member["number"]
+        with self._book.transaction():
+            self.open(turn)
+            self._book.run(
+                "INSERT OR REPLACE INTO parts VALUES (?, ?, 'refused', ?, ?, ?, '', 0, ?)",
+                turn,
+                number,
+                ready.tokens,
+                ready.steps,
+                ready.norm,
+                reason,
+            )
+            self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
+            self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
+
+    def refused(self, turn: int) -> frozenset[int]:
+        """Members whose contribution to a turn was refused."""
+        return self._members(turn, "refused")
 
     def commit(self, turn: int, average: Average, *, is_kept: bool = True) -> None:
         """A turn is decided, durably."""

@@ -1,0 +1,186 @@
+"""The rules of the section `outer`, and of several clusters in one run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from isles.config.outer import CodecConfig, DiLoCoConfig, WaitConfig
+from isles.config.rules_strategy import strategy_rules
+from isles.config.run import RunConfig
+from isles.config.strategy import MeshSection
+from isles.config.violation import Violation
+
+_DELETE = "delete it"
+
+
+def outer_rules(config: RunConfig) -> Iterator[Violation]:
+    """Every rule about several clusters, and about their averaging, that is broken."""
+    yield from _clusters(config)
+    if config.diloco is not None and config.training.script is None:
+        yield from _turns(config, config.diloco)
+        yield from _waits(config.diloco)
+        yield from _idle_keys(config.diloco)
+        yield from _not_together(config)
+
+
+def own_strategy_rules(config: RunConfig) -> Iterator[Violation]:
+    """The rules about the strategy for each cluster that has one of its own."""
+    for index, cluster in enumerate(config.clusters):
+        if cluster.strategy is None:
+            continue
+        own = f"clusters.{index}.strategy"
+        for violation in strategy_rules(config.model_copy(update={"strategy": cluster.strategy})):
+            keys = tuple(
+                own + key.removeprefix("strategy") if _is_strategy(key) else key
+                for key in violation.keys
+            )
+            yield replace(violation, keys=keys)
+
+
+def _is_strategy(key: str) -> bool:
+    return key == "strategy" or key.startswith("strategy.")
+
+
+def _clusters(config: RunConfig) -> Iterator[Violation]:
+    names = [cluster.name for cluster in config.clusters]
+    for index, name in enumerate(names):
+        if names.index(name) < index:
+            yield Violation(
+                (f"clusters.{index}.name", f"clusters.{index}", "clusters"),
+                f"clusters.{names.index(name)} is called {name}, too",
+                "give each cluster a name of its own",
+            )
+        for key in ("strategy", "balance"):
+            if config.training.script is not None and getattr(config.clusters[index], key):
+                yield Violation(
+                    (f"clusters.{index}.{key}",),
+                    f"{key} means nothing beside training.script, which reads no run file",
+                    _DELETE,
+                )
+    if len(config.clusters) > 1 and config.training.script is not None:
+        yield Violation(
+            ("clusters", "training.script"),
+            f"a script runs on one cluster, and there are {len(config.clusters)}",
+            "keep one cluster, or several nodes in one",
+        )
+    elif len(config.clusters) > 1 and config.diloco is None:
+        yield Violation(
+            ("outer.kind", "outer", "clusters"),
+            f"{len(config.clusters)} clusters, and nothing that makes them one run",
+            "add outer: {kind: diloco}; machines on one fast network belong into one cluster",
+        )
+
+
+def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
+    every, steps = outer.sync_every, config.training.max_steps
+    if not isinstance(every, int):
+        if isinstance(outer.wait, WaitConfig):
+            yield Violation(
+                ("outer.wait", "outer.sync_every"),
+                "a cluster that contributes early takes the step's number from the schedule, which "
+                "sync_every auto leaves open",
+                "use wait: all, or a number for sync_every",
+            )
+        return
+    if steps is not None and every > steps:
+        yield Violation(
+            ("outer.sync_every", "training.max_steps", "outer"),
+            f"sync_every {every} is more than max_steps {steps}: the clusters would average once, "
+            "at the end",
+            f"use at most {max(1, steps // 2)}",
+        )
+    if outer.fragments > every:
+        yield Violation(
+            ("outer.fragments", "outer.sync_every"),
+            f"{outer.fragments} fragments cannot have a turn each in sync_every {every} steps",
+            f"use at most {every} fragments",
+        )
+    elif outer.delay >= every / outer.fragments:
+        apart = every / outer.fragments
+        yield Violation(
+            ("outer.delay", "outer.sync_every"),
+            f"delay {outer.delay} lasts until the next turn, {apart:g} steps later",
+            f"use less than {apart:g}, or a longer sync_every",
+        )
+
+
+def _waits(outer: DiLoCoConfig) -> Iterator[Violation]:
+    wait = outer.wait
+    if not isinstance(wait, WaitConfig):
+        return
+    if (wait.time_boxed is None) == (wait.quorum is None):
+        both = "both time_boxed and quorum say" if wait.quorum else "neither time_boxed nor quorum"
+        says = both if wait.quorum else f"{both} says"
+        yield Violation(
+            ("outer.wait.quorum", "outer.wait"),
+            f"{says} when a turn is closed",
+            "write wait: all, or {time_boxed: 60s}, or {quorum: 2, grace: 30s}",
+        )
+    elif wait.quorum is None and wait.grace != WaitConfig.model_fields["grace"].default:
+        yield Violation(
+            ("outer.wait.grace",), "grace means nothing without quorum", f"{_DELETE}, or add quorum"
+        )
+    if wait.quorum is not None and wait.quorum < outer.min_clusters:
+        yield Violation(
+            ("outer.wait.quorum", "outer.min_clusters"),
+            f"quorum {wait.quorum} is less than min_clusters {outer.min_clusters}",
+            "raise the one or lower the other",
+        )
+
+
+def _idle_keys(outer: DiLoCoConfig) -> Iterator[Violation]:
+    """Keys with a value that changes nothing."""
+    density = CodecConfig.model_fields["density"].default
+    codec = outer.codec_config
+    if codec.kind != "topk" and codec.density != density:
+        what = f"density {codec.density:g} means nothing to codec {codec.kind}"
+        yield Violation(("outer.codec.density",), what, f"{_DELETE}, or use kind: topk")
+    if outer.delay == 0 and outer.alpha != DiLoCoConfig.model_fields["alpha"].default:
+        what = f"alpha {outer.alpha:g} means nothing to delay 0: nothing is learnt meanwhile"
+        yield Violation(("outer.alpha",), what, f"{_DELETE}, or use a delay")
+    default = DiLoCoConfig.model_fields["max_sync_overhead"].default
+    if outer.sync_every != "auto" and outer.max_sync_overhead != default:
+        what = f"max_sync_overhead means nothing to sync_every {outer.sync_every}"
+        yield Violation(("outer.max_sync_overhead",), what, f"{_DELETE}, or use sync_every: auto")
+    if outer.interface is not None and outer.engine != "gloo":
+        what = f"interface {outer.interface} means nothing to engine {outer.engine}"
+        yield Violation(("outer.interface",), what, f"{_DELETE}, or use engine: gloo")
+    if outer.public is not None and outer.rendezvous is not None:
+        yield Violation(
+            ("outer.public",),
+            f"public {outer.public} is of a rendezvous that is started with the run, and there is "
+            f"one already: {outer.rendezvous}",
+            _DELETE,
+        )
+
+
+def _not_together(config: RunConfig) -> Iterator[Violation]:
+    """What several clusters cannot do together, with the reason."""
+    strategies = [("strategy", config.strategy)] + [
+        (f"clusters.{index}.strategy", cluster.strategy)
+        for index, cluster in enumerate(config.clusters)
+        if cluster.strategy is not None
+    ]
+    for key, strategy in strategies:
+        if isinstance(strategy, MeshSection) and strategy.pp_size > 1:
+            yield Violation(
+                (f"{key}.pp_size", key),
+                f"pp_size {strategy.pp_size} does not go together with outer steps, for which "
+                "every rank of a cluster must reach every weight",
+                "use fsdp, which needs no pipeline to hold a large model, or tp_size",
+            )
+    if config.data.streaming:
+        yield Violation(
+            ("data.streaming",),
+            "a stream is read forwards only, and the samples of a cluster that has gone are dealt "
+            "again to others, which are past them",
+            "use data.streaming: false: the data is prepared once on each cluster",
+        )
+    if config.training.num_train_epochs is not None:
+        yield Violation(
+            ("training.num_train_epochs",),
+            "the clusters share the samples, and how many steps of each make an epoch depends on "
+            "which of them are there",
+            "use training.max_steps: the steps of each cluster",
+        )

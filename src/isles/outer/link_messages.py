@@ -1,0 +1,395 @@
+"""What rank 0 and its side process say to each other: one line of JSON each, over a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from isles.outer.messages import Standing
+
+Interval = tuple[int, int]
+"""Samples from a number up to, without, another."""
+
+Engine = Literal["hub", "gloo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """Who a cluster is, and what it averages.
+
+    Args:
+        name: of the cluster.
+        member_id: 32 hexadecimal digits, made once and kept in the run directory.
+        identity: what must be equal on all clusters, by its name: digest of the layout, the outer
+            settings …; where they differ the rendezvous names the key and both values.
+        codec: of contributions, as `Codec.text` says it.
+        pieces: of each fragment the numbers in its pieces.
+    """
+
+    name: str
+    member_id: str
+    identity: dict[str, str]
+    codec: str
+    pieces: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """How the side process reaches the others.
+
+    Args:
+        engine: hub: all bytes through the rendezvous. gloo: directly between the clusters.
+        connections: so many chunks travel to or from the rendezvous at a time.
+        up_bytes_per_s: limit on what is sent; 0: none.
+        down_bytes_per_s: limit on what is fetched from the rendezvous; 0: none.
+        interface: gloo: network interface by which the others reach this one; None: the one that
+            the host's name resolves to.
+        timeout_s: gloo: so long may a slice of a few MB take.
+        keep_averages: gloo: so many averages are kept here for clusters that missed them.
+        beat_s: between two signs of life.
+        frozen_s: a side process that has said nothing for so long is ended, and started again.
+    """
+
+    engine: Engine = "hub"
+    connections: int = 4
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+    interface: str | None = None
+    timeout_s: float = 60.0
+    keep_averages: int = 8
+    beat_s: float = 2.0
+    frozen_s: float = 30.0
+
+
+# Events: the side process to rank 0.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The rendezvous has let this cluster in; also after each restart of the side process.
+
+    Args:
+        standing: first: its weights are the run's. current: go on. late: the averages that it
+            missed follow, one `Committed` each. behind: see `Behind`.
+        turn: the next to be committed: so many have been.
+        from_turn: the first that waits for this cluster.
+    """
+
+    standing: Standing
+    turn: int
+    from_turn: int
+    kind: Literal["joined"] = "joined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnDue:
+    """A turn will be closed soon, and this cluster has not contributed. Comes again and again.
+
+    Args:
+        turn: which one.
+        due_in_s: seconds that are left when this is said.
+        waits_for: the clusters that are missing.
+    """
+
+    turn: int
+    due_in_s: float
+    waits_for: tuple[str, ...]
+    kind: Literal["turn_due"] = "turn_due"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A turn is decided, and its average is here. One comes after the other; none is left out.
+
+    Args:
+        turn: which one.
+        path: the average; it stays until `Link.applied`. None: the turn changes nothing, since all
+            contributions were refused: call `Link.applied` with the digest as it was.
+        digest: of the average, as the rendezvous computes it (`blobs.digest_of`).
+        is_in: this cluster's contribution is in the average. If not, the turn is applied as
+            `late`, and the samples of its contribution belong into the next one.
+        weights: the tokens of each cluster that took part.
+        refused: clusters whose contribution was refused, and why.
+        size_bytes: of the average.
+        sent_bytes: that this cluster sent for it.
+        received_bytes: that this cluster received for it.
+        send_s: seconds that the former took; with gloo those of the whole exchange.
+        receive_s: seconds that the latter took.
+        waited_s: from this cluster's contribution to this event; 0 without one.
+    """
+
+    turn: int
+    path: Path | None
+    digest: str
+    is_in: bool
+    weights: dict[str, int]
+    refused: dict[str, str]
+    size_bytes: int
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    send_s: float = 0.0
+    receive_s: float = 0.0
+    waited_s: float = 0.0
+    kind: Literal["committed"] = "committed"
+
+    @property
+    def participants(self) -> tuple[str, ...]:
+        """Those whose contribution is in the average."""
+        return tuple(sorted(self.weights))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behind:
+    """The anchors here are not the run's; contribute nothing until `StateReady`, which follows."""
+
+    why: str
+    kind: Literal["behind"] = "behind"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReady:
+    """Another cluster's anchors and momentum are here: import them, then call `Link.adopted`.
+
+    Args:
+        version: turns applied to them.
+        paths: a file for each fragment, for `Cluster.import_state`.
+        anchors: the digest of each fragment's anchors, to be compared with `Cluster.digest`.
+        donor: who gave them.
+    """
+
+    version: int
+    paths: tuple[Path, ...]
+    anchors: tuple[str, ...]
+    donor: str
+    kind: Literal["state_ready"] = "state_ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Donate:
+    """A cluster needs the state: export all fragments, then call `Link.give_state`."""
+
+    kind: Literal["donate"] = "donate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reset:
+    """Go back to the anchors: the steps since were refused. Then call `Link.obeyed`."""
+
+    why: str
+    kind: Literal["reset"] = "reset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """Samples that are this cluster's alone: the answer to `Link.claim`, which gave the number."""
+
+    number: int
+    samples: tuple[Interval, ...]
+    kind: Literal["claimed"] = "claimed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesLost:
+    """Samples of an earlier claim that others have been dealt: do not train on them."""
+
+    samples: tuple[Interval, ...]
+    kind: Literal["samples_lost"] = "samples_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousLost:
+    """The rendezvous does not answer. It is tried for ever; the training goes on."""
+
+    why: str
+    kind: Literal["rendezvous_lost"] = "rendezvous_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousFound:
+    """It answers again."""
+
+    away_s: float
+    kind: Literal["rendezvous_found"] = "rendezvous_found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The rendezvous does not let this cluster in, and never will as things are: a user's fault.
+
+    Args:
+        reason: in one word, for programs: other_run, token, protocol, ahead, full, certificate …
+        what: what is wrong.
+        where: the rendezvous.
+        fix: what to do.
+    """
+
+    reason: str
+    what: str
+    where: str
+    fix: str
+    kind: Literal["refused"] = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A line for the log."""
+
+    text: str
+    is_warning: bool = False
+    kind: Literal["note"] = "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Who takes part now, and how long a round is for the slowest link; as they change."""
+
+    names: tuple[str, ...]
+    pace: int = 0
+    kind: Literal["members"] = "members"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """The side process lives; not passed on to the caller of `Link.poll`."""
+
+    sent_bytes: int
+    received_bytes: int
+    kind: Literal["alive"] = "alive"
+
+
+Event = (
+    Joined
+    | TurnDue
+    | Committed
+    | Behind
+    | StateReady
+    | Donate
+    | Reset
+    | Claimed
+    | SamplesLost
+    | RendezvousLost
+    | RendezvousFound
+    | Refused
+    | Note
+    | Members
+)
+
+# Commands: rank 0 to the side process.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribute:
+    """A contribution lies in a file, which is the side process' from now on."""
+
+    turn: int
+    path: Path
+    tokens: int
+    samples: tuple[Interval, ...]
+    inner_steps: int
+    norm: float
+    kind: Literal["contribute"] = "contribute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimSamples:
+    """So many samples are needed."""
+
+    number: int
+    num_samples: int
+    kind: Literal["claim"] = "claim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedTurn:
+    """An average has been applied; the digest of the fragment's anchors since."""
+
+    turn: int
+    digest: str
+    kind: Literal["applied"] = "applied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveState:
+    """The state for a cluster that asked for it."""
+
+    version: int
+    anchors: tuple[str, ...]
+    paths: tuple[Path, ...]
+    kind: Literal["give_state"] = "give_state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """Another cluster's state has been taken over."""
+
+    version: int
+    anchors: tuple[str, ...]
+    holding: tuple[Interval, ...]
+    kind: Literal["adopted"] = "adopted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obeyed:
+    """The weights are the anchors again, as `Reset` has told."""
+
+    why: str
+    kind: Literal["obeyed"] = "obeyed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """For the signs of life."""
+
+    step: int = 0
+    since: int = 0
+    tokens_per_s: float = 0.0
+    phase: str = ""
+    pace: int = 0
+    kind: Literal["progress"] = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """The training has ended: say so, and end."""
+
+    kind: Literal["leave"] = "leave"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """All that a side process needs to know: the first line, also after a restart."""
+
+    member: Member
+    settings: LinkSettings
+    join_file: Path
+    spool: Path
+    version: int
+    anchors: tuple[str, ...]
+    holding: tuple[Interval, ...]
+    contributions: tuple[Contribute, ...] = ()
+    claims: tuple[ClaimSamples, ...] = ()
+    obeyed: str = ""
+    has_joined: bool = False
+    progress: Progress = field(default_factory=Progress)
+    kind: Literal["begin"] = "begin"
+
+
+Command = (
+    Begin
+    | Contribute
+    | ClaimSamples
+    | AppliedTurn
+    | GiveState
+    | Adopted
+    | Obeyed
+    | Progress
+    | Leave
+)
+
+EVENTS: TypeAdapter[Event | Alive] = TypeAdapter(
+    Annotated[Event | Alive, Field(discriminator="kind")]
+)
+COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

@@ -1,0 +1,382 @@
+"""The side process: joins, gives signs of life, passes on what rank 0 and the rendezvous say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar, assert_never
+
+from isles.errors import CommunicationError
+from isles.outer.client import Client
+from isles.outer.client_http import RendezvousRefusal
+from isles.outer.join_line import JoinLine
+from isles.outer.link_messages import (
+    Adopted,
+    Alive,
+    AppliedTurn,
+    Begin,
+    Behind,
+    Claimed,
+    ClaimSamples,
+    Command,
+    Contribute,
+    Event,
+    GiveState,
+    Interval,
+    Joined,
+    Leave,
+    Members,
+    Note,
+    Obeyed,
+    Progress,
+    RendezvousFound,
+    RendezvousLost,
+    Reset,
+    SamplesLost,
+    TurnDue,
+)
+from isles.outer.messages import Beat, BeatAnswer, Join
+from isles.outer.side.engine import Exchange, patiently
+from isles.outer.side.faults import WHO_IS_THERE, NotLetInError, RejoinError
+from isles.outer.side.spool import Spool
+from isles.outer.side.states import States
+from isles.outer.side.turns import Turns
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_CONTROL_CONNECTIONS = 14
+_JOIN_S = 5.0
+_BEAT_S = 5.0
+_ASK_S = 60.0
+_FOREVER_S = 1e9
+_PATIENCE_S = 90.0
+_ALIVE_S = 2.0
+_LEAVE_S = 5.0
+_WILL_PASS = {"name_taken", "full"}
+"""Refusals that a cluster meets which was started again before its former self was given up."""
+
+
+class Side:
+    """One side process.
+
+    Args:
+        begin: all that rank 0 knows.
+        commands: what it says from now on.
+        emit: tells it something.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        commands: asyncio.Queue[Command],
+        emit: Callable[[Event | Alive], None],
+    ) -> None:
+        self._begin, self._commands, self._emit = begin, commands, emit
+        self._member, self._settings = begin.member, begin.settings
+        settings = begin.settings
+        line = JoinLine.read(begin.join_file)
+        self._control = Client(line, begin.member.member_id, connections=_CONTROL_CONNECTIONS)
+        self._data = Client(
+            line,
+            begin.member.member_id,
+            connections=settings.connections,
+            up_bytes_per_s=settings.up_bytes_per_s,
+            down_bytes_per_s=settings.down_bytes_per_s,
+        )
+        kept = settings.keep_averages if settings.engine == "gloo" else 0
+        self._spool = Spool(begin.spool, kept)
+        self._progress = begin.progress
+        self._obeyed = begin.obeyed
+        self._claims: asyncio.Queue[ClaimSamples] = asyncio.Queue()
+        self._reports: asyncio.Queue[AppliedTurn] = asyncio.Queue()
+        self._joining, self._claiming = asyncio.Lock(), asyncio.Lock()
+        self._beat_s = settings.beat_s
+        self._has_joined = begin.has_joined
+        self._is_behind = self._has_obeyed = False
+        self._lost_at: float | None = None
+        self._members: tuple[str, ...] = ()
+        self._pace = 0
+        self._left = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until rank 0 says that the training has ended.
+
+        Raises:
+            NotLetInError, RejoinError: see there; among others, in a group.
+        """
+        async with self._control, self._data, asyncio.TaskGroup() as group:
+            self._group = group
+            group.create_task(self._live())
+            # Some import torch, which takes seconds; rank 0 sees that this process lives.
+            exchange = await asyncio.to_thread(self._make_exchange)
+            self._turns = Turns(
+                group,
+                self._member.name,
+                self._control,
+                self._data,
+                exchange,
+                self._spool,
+                self._emit,
+            )
+            self._states = States(group, self._data, self._spool, self._emit)
+            group.create_task(self._listen())
+            group.create_task(self._take_part())
+            await self._left.wait()
+            await exchange.close()
+            os._exit(0)  # whatever still runs here has no purpose any more
+
+    def _make_exchange(self) -> Exchange:
+        match self._settings.engine:
+            case "hub":
+                from isles.outer.side.engine_hub import HubExchange
+
+                return HubExchange(self._data)
+            case "gloo":
+                from isles.outer.side.engine_gloo import GlooExchange
+
+                return GlooExchange(
+                    self._control, self._member, self._settings, self._spool, self._warn
+                )
+            case _:
+                assert_never(self._settings.engine)
+
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+        self._emit(Note(text=text, is_warning=True))
+
+    # Rank 0.
+
+    async def _live(self) -> None:
+        """Let rank 0 see that this process lives, and end with it."""
+        parent = os.getppid()
+        while os.getppid() == parent:
+            channels = (self._control.channel, self._data.channel)
+            self._emit(
+                Alive(
+                    sent_bytes=sum(channel.sent_bytes for channel in channels),
+                    received_bytes=sum(channel.received_bytes for channel in channels),
+                )
+            )
+            await asyncio.sleep(_ALIVE_S)
+        os._exit(0)
+
+    async def _listen(self) -> None:
+        for claim in self._begin.claims:
+            self._claims.put_nowait(claim)
+        while True:
+            match await self._commands.get():
+                case Progress() as progress:
+                    self._progress = progress
+                case Contribute() as part:
+                    self._turns.contribute(part)
+                case AppliedTurn() as applied:
+                    self._turns.applied(applied.turn)
+                    self._reports.put_nowait(applied)
+                case ClaimSamples() as claim:
+                    self._claims.put_nowait(claim)
+                case GiveState() as state:
+                    self._states.give(state)
+                case Adopted() as adopted:
+                    self._turns.forget()
+                    self._states.forget_pulled()
+                    self._group.create_task(
+                        self._join(adopted.version, adopted.anchors, adopted.holding)
+                    )
+                case Obeyed() as obeyed:
+                    self._obeyed = obeyed.why
+                case Leave():
+                    await self._leave()
+                case Begin():
+                    raise AssertionError("begun twice")
+
+    async def _leave(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._reports.join(), _LEAVE_S)
+        try:
+            await self._control.leave(_LEAVE_S)
+        except CommunicationError as error:
+            log.info("%s", error.what)
+        self._left.set()
+
+    # The rendezvous.
+
+    async def _take_part(self) -> None:
+        """Join, and then do whatever is to be done one after the other."""
+        begin = self._begin
+        for part in begin.contributions:
+            self._turns.contribute(part)
+        await self._join(begin.version, begin.anchors, begin.holding)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat())
+            group.create_task(self._claim())
+            group.create_task(self._report())
+
+    async def _join(
+        self, version: int, anchors: Sequence[str], holding: Sequence[Interval]
+    ) -> None:
+        join = Join(
+            id=self._member.member_id,
+            name=self._member.name,
+            identity=self._member.identity,
+            codec=self._member.codec,
+            pieces=self._member.pieces,
+            version=version,
+            anchors=list(anchors),
+            holding=list(holding),
+        )
+        async with self._claiming, self._joining:
+            answer = await self._ask(lambda: self._control.join(join, _JOIN_S))
+            dead_after_s = float(answer.settings.get("dead_after_s", 4 * self._beat_s))
+            self._beat_s = min(self._settings.beat_s, dead_after_s / 4)
+            self._has_joined, self._is_behind = True, False
+            self._emit(
+                Joined(standing=answer.standing, turn=answer.turn, from_turn=answer.from_turn)
+            )
+            if answer.lost:
+                self._emit(SamplesLost(samples=tuple(answer.lost)))
+            if answer.standing == "behind":
+                self._fall_behind(answer.why)
+            else:
+                self._turns.start(version)
+
+    async def _ask(self, call: Callable[[], Awaitable[R]]) -> R:
+        """Join for as long as it takes.
+
+        Raises:
+            NotLetInError: the rendezvous says no for good.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while True:
+            try:
+                answer = await call()
+            except RendezvousRefusal as error:
+                is_early = error.kind in _WILL_PASS and loop.time() - started < _PATIENCE_S
+                is_known = self._has_joined and error.kind in WHO_IS_THERE
+                if not (is_early or is_known):
+                    raise NotLetInError(error) from error
+                self._is_lost(error.what)
+                await asyncio.sleep(self._beat_s)
+            except CommunicationError as error:
+                self._is_lost(error.what)
+            else:
+                self._is_found()
+                return answer
+
+    def _is_lost(self, why: str) -> None:
+        if self._lost_at is None:
+            self._lost_at = asyncio.get_running_loop().time()
+            log.warning("%s", why)
+            self._emit(RendezvousLost(why=why))
+
+    def _is_found(self) -> None:
+        if self._lost_at is not None:
+            away_s = asyncio.get_running_loop().time() - self._lost_at
+            self._lost_at = None
+            log.info("the rendezvous answers again after %.1f s", away_s)
+            self._emit(RendezvousFound(away_s=away_s))
+
+    async def _beat(self) -> None:
+        """Say again and again that this cluster lives, and do what is answered."""
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            async with self._joining:  # an answer from before joining anew would say "pull" again
+                await self._beat_once()
+            await asyncio.sleep(max(0.1, self._beat_s - (loop.time() - started)))
+
+    async def _beat_once(self) -> None:
+        try:
+            self._heed(await self._control.beat(self._sign(), _BEAT_S))
+            if self._has_obeyed:
+                self._has_obeyed = False
+                await self._control.obeyed(_BEAT_S)
+        except RendezvousRefusal as error:
+            if error.kind == "unknown":
+                raise RejoinError(error.what) from error
+            self._is_lost(error.what)
+        except CommunicationError as error:
+            self._is_lost(error.what)
+        else:
+            self._is_found()
+
+    def _sign(self) -> Beat:
+        progress = self._progress
+        channel = self._data.channel
+        return Beat(
+            id=self._member.member_id,
+            step=progress.step,
+            version=self._turns.version,
+            since=progress.since,
+            tokens_per_s=progress.tokens_per_s,
+            phase=progress.phase,
+            sent_bytes=channel.sent_bytes,
+            received_bytes=channel.received_bytes,
+            pace=progress.pace,
+        )
+
+    def _heed(self, answer: BeatAnswer) -> None:
+        names = tuple(answer.members)
+        if (names, answer.pace) != (self._members, self._pace):
+            self._members, self._pace = names, answer.pace
+            self._emit(Members(names=names, pace=answer.pace))
+        for turn in answer.open:
+            if turn.due_in_s is None or self._is_behind:
+                continue
+            waits_for = tuple(turn.waits_for)
+            if self._member.name in waits_for and not self._turns.has_contributed(turn.turn):
+                self._emit(TurnDue(turn=turn.turn, due_in_s=turn.due_in_s, waits_for=waits_for))
+        match answer.order:
+            case "pull":
+                self._fall_behind(answer.order_reason)
+            case "reset" if answer.order_reason == self._obeyed:
+                self._has_obeyed = True
+            case "reset":
+                self._emit(Reset(why=answer.order_reason))
+            case "":
+                pass
+            case _:
+                assert_never(answer.order)
+        if answer.donate:
+            self._states.ask()
+        if answer.upload_average is not None:
+            self._states.lend(answer.upload_average)
+
+    def _fall_behind(self, why: str) -> None:
+        if not self._is_behind:
+            self._is_behind = True
+            self._turns.stop()
+            self._emit(Behind(why=why))
+            self._group.create_task(self._pull())
+
+    async def _pull(self) -> None:
+        self._emit(await self._states.pull())
+
+    async def _claim(self) -> None:
+        while True:
+            claim = await self._claims.get()
+            async with self._claiming:
+                try:
+                    found = await self._control.claim(claim.num_samples, _FOREVER_S)
+                except RendezvousRefusal as error:
+                    raise RejoinError(error.what) from error
+            self._emit(Claimed(number=claim.number, samples=tuple(found)))
+
+    async def _report(self) -> None:
+        while True:
+            applied = await self._reports.get()
+            try:
+                await patiently(
+                    partial(self._control.applied, applied.turn, applied.digest, _ASK_S)
+                )
+            except RendezvousRefusal as error:
+                if error.kind == "unknown":
+                    raise RejoinError(error.what) from error
+                log.warning("%s", error.what)
+            self._reports.task_done()

@@ -1,0 +1,258 @@
+"""The outer steps, between clusters: what all ranks of this one do after an inner step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from isles.config.outer import DiLoCoConfig
+from isles.data.loader import Loader
+from isles.dist.world import World
+from isles.facts.units import format_duration
+from isles.outer.link_messages import Claimed, Donate, Reset, SamplesLost
+from isles.train.metrics import StepMeter
+from isles.train.outer_chief import Chief
+from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer_turns import Turns
+from isles.train.progress import Progress
+from isles.train.record import Recorder
+
+_LOOK_S = 1.0
+_AWAY_S = 2.0
+_LAST_WAIT_S = 600.0
+_STATE_S = 3600.0
+
+
+class Outer:
+    """Does what rank 0 decides; the decision comes with the agreement that each step has already.
+
+    All ranks must call every method but `plan`, after the same step.
+
+    Args:
+        config: the section of the run file.
+        world: the ranks.
+        turns: of this cluster.
+        chief: on rank 0; None elsewhere.
+        loader, progress, meter, recorder: of the run.
+        total_steps: of the run, if it is known.
+        wish: what this rank wants at the end of the step: an exit code, or 0.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        world: World,
+        turns: Turns,
+        chief: Chief | None,
+        *,
+        loader: Loader,
+        progress: Progress,
+        meter: StepMeter,
+        recorder: Recorder,
+        total_steps: int | None,
+        wish: Callable[[], int],
+    ) -> None:
+        self.turns, self._chief = turns, chief
+        self._config, self._world = config, world
+        self._loader, self._progress = loader, progress
+        self._meter, self._recorder = meter, recorder
+        self._total_steps, self._wish = total_steps, wish
+        self._waited: set[int] = set()
+        self._paused_s = 0.0
+        self._is_ending = False
+
+    def begin(self, *, is_new: bool) -> None:
+        """Join the other clusters; what was sent before a restart is sent once more.
+
+        Raises:
+            UserError: this cluster is not let in, or a new one does not reach the rendezvous.
+        """
+        self._recorder.phase("joining", "the other clusters")
+        self.turns.send_again()
+        began = time.monotonic()
+        while True:
+            orders: list[Order] = []
+            is_done, fault = False, None
+            if self._chief is not None:
+                late_s = _STATE_S if self._chief.is_behind else self._config.deadline
+                is_late = time.monotonic() - began > late_s
+                self._chief.listen(_LOOK_S)
+                self._chief.restock(self.turns.outlook(), is_late=is_late and not is_new)
+                orders = self._chief.take_orders()
+                fault = self._chief.fault(is_late=is_late, is_new=is_new)
+                is_in = self._chief.is_joined and not self._chief.is_behind
+                is_done = not orders and self._is_stocked and (is_in or is_late)
+            orders, is_done, fault = self._world.broadcast((orders, is_done, fault))
+            if fault is not None:
+                raise fault
+            for order in orders:
+                self._obey(order)
+            if is_done:
+                return
+
+    def plan(self) -> bool:
+        """Whether anything is to be done after the step that begins; rank 0 decides."""
+        if self._chief is None:
+            return False
+        self.turns.hand_in()
+        self._chief.pace.step_done(self._paused_s)
+        self._paused_s = 0.0
+        return self._chief.plan(self.turns.outlook())
+
+    def after_inner_step(self, *, has_orders: bool) -> None:
+        """Do what was decided, and wait for a turn whose time it is."""
+        began = time.perf_counter()
+        turns = self.turns
+        turns.steps += 1
+        if has_orders:
+            paused = self._meter.pause("outer step")
+            self._exchange()
+            self._meter.resume(paused)
+        turns.finish_move(only_overdue=True)
+        for turn in sorted(turns.sent):
+            if turn not in self._waited and turns.is_overdue(turn):
+                self._await(turn, self._config.deadline, "inner steps go on")
+        if not self._is_stocked:
+            self._restock()
+        turns.record.state(turns.outlook(), self._chief)
+        self._paused_s += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """After the last inner step: let all clusters end with the same weights."""
+        turns = self.turns
+        self._is_ending = True
+        for _ in range(2 * turns.num_fragments + len(turns.sent)):
+            self._exchange(listens=True)
+            turns.finish_move()
+            for turn in sorted(turns.sent):
+                if not self._await(turn, _LAST_WAIT_S, "this cluster ends with its own weights"):
+                    return
+            if not turns.has_learnt or self._is_behind():
+                break
+            turns.contribute(turns.version)
+        turns.record.state(turns.outlook(), self._chief, is_last=True)
+
+    def close(self, *, leaves: bool) -> None:
+        """The cluster ends, or pauses.
+
+        Args:
+            leaves: tell the others, so that nobody waits for it.
+        """
+        self.turns.close()
+        if self._chief is not None:
+            self._chief.line.close(leaves=leaves)
+
+    # What is decided.
+
+    def _exchange(self, *, listens: bool = False) -> None:
+        orders: list[Order] = []
+        if self._chief is not None:
+            if listens:
+                self._chief.listen()
+            orders = self._chief.take_orders()
+        for order in self._world.broadcast(orders):
+            self._obey(order)
+
+    def _is_behind(self) -> bool:
+        return self._world.broadcast(self._chief is not None and self._chief.is_behind)
+
+    def _obey(self, order: Order) -> None:
+        turns = self.turns
+        match order:
+            case Contribute():
+                turns.contribute(order.turn)
+            case Take():
+                turns.take(order)
+                if self._is_ending:
+                    turns.finish_move()
+                self._waited.discard(order.event.turn)
+            case Adopt():
+                turns.adopt(order)
+                self._waited.clear()
+            case Claimed():
+                turns.samples.deal(order.samples)
+            case SamplesLost():
+                turns.samples.lose(order.samples, self._progress.samples)
+                self._loader.forget()
+            case UseReserve():
+                turns.samples.deal_reserve(order.count)
+                self._recorder.note(
+                    f"no samples are dealt: {order.count} are read that other clusters may have"
+                )
+            case Donate():
+                turns.donate()
+            case Reset():
+                turns.go_back()
+                self._waited.clear()
+            case _:
+                assert_never(order)
+
+    # Waiting.
+
+    def _await(self, turn: int, limit_s: float, otherwise: str) -> bool:
+        """Wait until a turn has been taken in; False: it has not, within the limit or by a stop."""
+        turns = self.turns
+        paused = self._meter.pause("waiting for other clusters")
+        self._waited.add(turn)
+        turns.record.waits(turn)
+        turns.encoded(turn)
+        if self._wait(lambda: turns.is_done(turn), limit_s, f"turn {turn}"):
+            self._recorder.note(
+                f"turn {turn} is not decided after {format_duration(limit_s)} "
+                f"({self._others()}); {otherwise}"
+            )
+        turns.record.waits_no_more(turn)
+        self._meter.resume(paused)
+        return turns.is_done(turn)
+
+    def _restock(self) -> None:
+        """Wait for samples; where the rendezvous is away, take others."""
+        paused = self._meter.pause("waiting for samples")
+        is_away = self._chief is not None and not self._chief.line.is_connected
+        limit_s = _AWAY_S if is_away else self._config.deadline
+        self._wait(lambda: self._is_stocked, limit_s, "samples")
+        while not self._is_stocked:
+            if self._chief is not None:
+                self._chief.restock(self.turns.outlook(), is_late=True)
+            self._exchange()
+        self._meter.resume(paused)
+
+    def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
+        """Obey orders until something is so; True: the limit is over. Rank 0's clock counts."""
+        end = time.monotonic() + limit_s
+        rounds, is_over = 0, False
+        while not is_done():
+            if rounds == 1:
+                self._recorder.phase("waiting for clusters", what)
+            rounds += 1
+            orders: list[Order] = []
+            if self._chief is not None:
+                left_s = end - time.monotonic()
+                self._chief.listen(max(0.01, min(_LOOK_S, left_s)))
+                self._chief.restock(self.turns.outlook(), is_late=False)
+                orders = self._chief.take_orders()
+            is_vain = self._chief is not None and self._chief.is_refused
+            is_late = not orders and (is_vain or time.monotonic() >= end)
+            told = self._world.gather((orders, is_late, self._wish()))
+            is_over = told[0][1]
+            for order in told[0][0]:
+                self._obey(order)
+            if is_over or any(wish for _, _, wish in told):
+                break
+        if rounds > 1:
+            self._recorder.phase("training")
+        return is_over and not is_done()
+
+    def _others(self) -> str:
+        if self._chief is None or not self._chief.line.is_connected:
+            return "the rendezvous is away"
+        return f"taking part: {', '.join(self._chief.line.members) or 'nobody'}"
+
+    @property
+    def _is_stocked(self) -> bool:
+        """Whether there are samples for the next step, if there is one."""
+        if self._total_steps is not None and self._progress.step >= self._total_steps:
+            return True
+        left = self.turns.samples.left(self._progress.samples)
+        return left >= self._loader.split.global_batch_size

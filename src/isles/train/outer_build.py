@@ -1,0 +1,232 @@
+"""Makes the outer steps of a cluster: from the run file, its engine and its run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from isles.config.outer import DiLoCoConfig
+from isles.config.run import RunConfig
+from isles.dist.parcels import raise_first
+from isles.dist.world import World
+from isles.errors import ConfigError, TrainingError
+from isles.outer.base import OuterSettings
+from isles.outer.cluster import Cluster
+from isles.outer.codec import parse_codec
+from isles.outer.layout import Layout, make_layout
+from isles.outer.link import Link, member_of
+from isles.outer.link_messages import LinkSettings
+from isles.rundir.manifest import CheckpointInfo
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, write_record
+from isles.strategies.base import Engine
+from isles.train.outer import Outer
+from isles.train.outer_alone import Alone, OuterLine
+from isles.train.outer_chief import Chief
+from isles.train.outer_samples import OwnSamples
+from isles.train.outer_turns import Turns
+from isles.train.parts import Parts
+from isles.train.progress import Progress
+from isles.train.record import Recorder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Between:
+    """What of the outer steps is there before the other clusters are joined.
+
+    Args:
+        config: the section of the run file.
+        name: of the cluster.
+        member_id: of the cluster, for the whole run.
+        cluster: anchors and outer optimizer.
+        layout: of the run.
+        manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
+    """
+
+    config: DiLoCoConfig
+    name: str
+    member_id: str
+    cluster: Cluster
+    layout: Layout
+    manifest: dict[str, Any] | None
+    turns: Turns | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint that has outer state is loaded into: it is taken over then."""
+        return {} if self.manifest is None else self.cluster.state_dict()
+
+    def begin(self, progress: Progress, recorder: Recorder) -> OwnSamples:
+        """The turns as the checkpoint has them, or before the first one. All ranks must call this.
+
+        Returns:
+            Which samples this cluster reads.
+        """
+        samples = OwnSamples(self.member_id)
+        self.turns = Turns(
+            self.config, self.name, self.cluster, self.layout, samples, progress, recorder
+        )
+        if self.manifest is not None:
+            self.turns.restore(self.manifest)
+        else:
+            samples.begin_at(progress.samples)
+            self.cluster.begin()
+        return samples
+
+
+def make_between(
+    config: RunConfig,
+    engine: Engine,
+    world: World,
+    run_dir: RunDir,
+    resume_from: CheckpointInfo | None,
+) -> Between | None:
+    """Room for the outer state; None where there are no outer steps. All ranks must call this.
+
+    Raises:
+        UserError: the strategy, or the checkpoint, does not go together with them.
+    """
+    outer = config.diloco
+    if outer is None:
+        return None
+    layout = make_layout(
+        engine.trained_shapes(), parse_codec(outer.codec_text), num_fragments=outer.fragments
+    )
+    settings = OuterSettings(outer.lr, outer.momentum, outer.max_norm)
+    cluster = Cluster(engine, world, layout, settings)
+    manifest = None if resume_from is None else resume_from.manifest.get("outer")
+    if manifest is not None:
+        if manifest["layout"] != layout.digest:
+            raise TrainingError(
+                "the checkpoint's outer state is of other weights, fragments or codec",
+                where="outer",
+                fix="go on with the section outer and the adapter that the run began with",
+            )
+        turns = [int(sent["turn"]) for sent in manifest["sent"]]
+        cluster.expect([turn % outer.fragments for turn in turns])
+    member_id = world.main_first(lambda: _member_id(run_dir))
+    return Between(outer, config.clusters[0].name, member_id, cluster, layout, manifest)
+
+
+def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Outer:
+    """Join the other clusters, with rank 0's line to them. All ranks must call this.
+
+    Args:
+        parts: all others of the loop.
+        between: see there.
+        wish: what this rank wants at the end of a step: an exit code, or 0.
+
+    Raises:
+        UserError: this cluster is not let in, or does not reach the rendezvous.
+    """
+    turns, world, config = between.turns, parts.world, parts.config
+    assert turns is not None
+    anchors = turns.anchors()
+    chief = None
+    fault: ConfigError | None = None
+    if world.is_main:
+        try:
+            turns.line = _start_line(between, turns, parts.run_dir, anchors, _identity(parts))
+            chief = Chief(
+                between.config,
+                turns.line,
+                num_fragments=turns.num_fragments,
+                batch=config.training.global_batch_size,
+                total_steps=parts.total_steps,
+                recorder=parts.recorder,
+            )
+        except ConfigError as error:
+            fault = error
+    raise_first(world.gather(fault))
+    outer = Outer(
+        between.config,
+        world,
+        turns,
+        chief,
+        loader=parts.loader,
+        progress=parts.progress,
+        meter=parts.meter,
+        recorder=parts.recorder,
+        total_steps=parts.total_steps,
+        wish=wish,
+    )
+    outer.begin(is_new=between.manifest is None)
+    return outer
+
+
+def _member_id(run_dir: RunDir) -> str:
+    """Who this cluster is, for the whole run; made at its first start. Rank 0 only."""
+    path = run_dir.outer / "member.json"
+    record = read_record(path)
+    if record is None:
+        run_dir.outer.mkdir(mode=0o700, exist_ok=True)
+        record = {"id": secrets.token_hex(16)}
+        write_record(path, record)
+    return str(record["id"])
+
+
+def _start_line(
+    between: Between, turns: Turns, run_dir: RunDir, anchors: list[str], identity: dict[str, str]
+) -> OuterLine:
+    spool = run_dir.outer / "spool"
+    if not run_dir.join_line.exists():
+        if between.config.rendezvous is not None or between.config.min_clusters > 1:
+            raise ConfigError(
+                "this cluster does not know how to reach the others: it has no join line",
+                where=str(run_dir.join_line),
+                fix="`isles rendezvous` writes the line, and `isles join` puts it here",
+            )
+        log.warning("outer: there is no %s: this cluster averages alone", run_dir.join_line)
+        return Alone(
+            between.layout,
+            between.name,
+            spool,
+            version=turns.version,
+            next_sample=turns.samples.frontier,
+        )
+    rate = between.config.max_bytes_per_s
+    return Link.start(
+        member_of(
+            between.layout, name=between.name, member_id=between.member_id, identity=identity
+        ),
+        LinkSettings(
+            engine=between.config.engine,
+            up_bytes_per_s=rate,
+            down_bytes_per_s=rate,
+            interface=between.config.interface,
+        ),
+        join_file=run_dir.join_line,
+        spool=spool,
+        version=turns.version,
+        anchors=anchors,
+        holding=turns.holding,
+        log_file=run_dir.outer / "side.log",
+    )
+
+
+def _identity(parts: Parts) -> dict[str, str]:
+    """What must be equal on all clusters, by the names that users know."""
+    config, outer = parts.config, parts.config.diloco
+    assert outer is not None
+    found = {
+        "adapter.type": config.adapter.type,
+        "data": parts.data_content[:16],
+        "seed": str(config.seed),
+        "outer.sync_every": str(outer.sync_every),
+        "outer.fragments": str(outer.fragments),
+        "outer.lr": repr(outer.lr),
+        "outer.momentum": repr(outer.momentum),
+        "outer.max_norm": repr(outer.max_norm),
+    }
+    if parts.base is not None:
+        text = json.dumps(parts.base, sort_keys=True)
+        found["the frozen weights"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found

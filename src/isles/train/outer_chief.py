@@ -1,0 +1,297 @@
+"""What only rank 0 does for the outer steps: listens to the other clusters and decides."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import assert_never
+
+from isles.config.outer import DiLoCoConfig
+from isles.errors import CommunicationError, ConfigError, UserError
+from isles.facts.units import format_duration
+from isles.outer.link_messages import (
+    Behind,
+    Claimed,
+    Committed,
+    Donate,
+    Event,
+    Joined,
+    Members,
+    Note,
+    Refused,
+    RendezvousFound,
+    RendezvousLost,
+    Reset,
+    SamplesLost,
+    StateReady,
+    TurnDue,
+)
+from isles.outer.pace import LEAST, auto_sync_every
+from isles.train.outer_alone import OuterLine
+from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.record import Recorder
+
+log = logging.getLogger(__name__)
+
+_OPEN_TURNS = 8
+"""A contribution is sent for so many turns from the next one that is decided, at most."""
+_LEAST_STEPS_AHEAD = 8
+_MOST_STEPS_AHEAD = 1000
+_USUAL, _LONG = 0.9, 3.0
+
+
+@dataclass(slots=True)
+class Outlook:
+    """How the outer steps stand, as all ranks know it; what decisions rest on.
+
+    Args:
+        version: turns that have been applied.
+        steps: inner steps that this cluster has made, in all its attempts.
+        contributed_at: `steps` at the last contribution.
+        sent: turns whose contribution no average has answered yet.
+        has_learnt: whether there is anything to contribute.
+        step: the number of the last inner step.
+        samples_left: that are dealt, and not read.
+    """
+
+    version: int
+    steps: int
+    contributed_at: int
+    sent: tuple[int, ...]
+    has_learnt: bool
+    step: int
+    samples_left: int
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long steps and turns take here."""
+
+    step_s: float = 0.0
+    bytes_per_s: float = 0.0
+    turn_bytes: int = 0
+    _at: float | None = None
+
+    def step_done(self, paused_s: float) -> None:
+        """An inner step is over; some of the time since the last one was no part of it."""
+        now = time.perf_counter()
+        took = 0.0 if self._at is None else now - self._at - paused_s
+        self._at = now
+        if self.step_s:  # one that saves or evaluates says little of the others
+            took = _USUAL * self.step_s + (1 - _USUAL) * min(took, _LONG * self.step_s)
+        self.step_s = took
+
+    def turn_done(self, event: Committed) -> None:
+        """A turn is over."""
+        moved, took = event.sent_bytes + event.received_bytes, event.send_s + event.receive_s
+        if moved and took > 0:
+            self.bytes_per_s, self.turn_bytes = moved / took, moved
+
+
+class Chief:
+    """Rank 0's half of the outer steps.
+
+    Args:
+        config: the section of the run file.
+        line: to the other clusters.
+        num_fragments: of the layout.
+        batch: samples in an inner step.
+        total_steps: of the run, if it is known.
+        recorder: for notes.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        line: OuterLine,
+        *,
+        num_fragments: int,
+        batch: int,
+        total_steps: int | None,
+        recorder: Recorder,
+    ) -> None:
+        self.line = line
+        self.pace = Pace()
+        self.is_joined = self.is_behind = False
+        self._config, self._num_fragments = config, num_fragments
+        self._batch, self._total_steps = batch, total_steps
+        self._recorder = recorder
+        self._orders: list[Order] = []
+        self._asked = self._wish = 0
+        self._due: TurnDue | None = None
+        self._refusal: Refused | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the rendezvous does not let this cluster in: nothing will come."""
+        return self._refusal is not None
+
+    @property
+    def interval(self) -> int:
+        """Inner steps from one turn to the next."""
+        return max(1, self.sync_every // self._num_fragments)
+
+    @property
+    def sync_every(self) -> int:
+        """Inner steps in which all fragments have a turn."""
+        if self._config.sync_every != "auto":
+            return self._config.sync_every
+        return max(self.line.pace, self._wish, LEAST)
+
+    def _settle_wish(self) -> None:
+        """With `auto`: how long a round should be for this cluster's link."""
+        pace = self.pace
+        if self._config.sync_every == "auto" and pace.bytes_per_s and pace.step_s:
+            self._wish = auto_sync_every(
+                size_bytes=pace.turn_bytes * self._num_fragments,
+                link_bytes_per_s=pace.bytes_per_s,
+                step_s=pace.step_s,
+                max_overhead=self._config.max_sync_overhead,
+            )
+
+    def step_of(self, turn: int) -> int:
+        """The step after which a turn is due, at the latest; with `auto` nobody can say."""
+        if self._config.sync_every == "auto":
+            return 0
+        return (turn + 1) * self._config.sync_every // self._num_fragments
+
+    def listen(self, timeout_s: float = 0.0) -> None:
+        """Hear what has happened, or wait for it."""
+        if timeout_s:
+            self.line.wait(timeout_s)
+        for event in self.line.poll():
+            self._hear(event)
+
+    def plan(self, outlook: Outlook) -> bool:
+        """Decide what is to be done after the step that begins now; whether there is anything."""
+        self.listen()
+        self._claim(outlook)
+        changes = any(isinstance(order, Take | Adopt | Reset) for order in self._orders)
+        if not changes and self._is_due(outlook):
+            self._orders.append(Contribute(self.next_turn(outlook)))
+        since = outlook.steps - outlook.contributed_at
+        self.line.progress(outlook.step, since, self._tokens_per_s(), "training", self._wish)
+        return bool(self._orders)
+
+    def take_orders(self) -> list[Order]:
+        """What was decided, for all ranks."""
+        found, self._orders = self._orders, []
+        self._asked -= sum(b - a for o in found if isinstance(o, Claimed) for a, b in o.samples)
+        return found
+
+    def next_turn(self, outlook: Outlook) -> int:
+        """The turn to which this cluster contributes next."""
+        return max(outlook.version, max(outlook.sent, default=-1) + 1)
+
+    def restock(self, outlook: Outlook, *, is_late: bool) -> None:
+        """The samples are used up: ask for more, or go on without."""
+        self._claim(outlook)
+        has_news = any(isinstance(order, Claimed) for order in self._orders)
+        if is_late and not has_news and outlook.samples_left < self._batch:
+            self._orders.append(UseReserve(self._batch * _LEAST_STEPS_AHEAD))
+
+    def fault(self, *, is_late: bool, is_new: bool) -> UserError | None:
+        """Why this cluster cannot take part in the run, if so."""
+        if self._refusal is not None:
+            told = self._refusal
+            return ConfigError(told.what, where=told.where, fix=told.fix)
+        if is_late and is_new and not self.is_joined:
+            return CommunicationError(
+                f"the rendezvous has not answered within {format_duration(self._config.deadline)}",
+                where=self._config.rendezvous or "the join line in the run directory",
+                fix="is it running (`isles rendezvous`)? can this machine reach its port? "
+                "outer.deadline waits longer",
+            )
+        return None
+
+    def _tokens_per_s(self) -> float:
+        found = self._recorder.status.get("tokens_per_second")
+        return float(found) if isinstance(found, float) and math.isfinite(found) else 0.0
+
+    def _claim(self, outlook: Outlook) -> None:
+        """Have samples for at least a round ahead: claims travel while steps go on."""
+        steps = min(max(self.sync_every, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
+        if self._total_steps is not None:
+            steps = min(steps, self._total_steps - outlook.step)
+        wanted = steps * self._batch
+        if outlook.samples_left + self._asked < wanted:
+            self._asked += wanted
+            self.line.claim(wanted)
+
+    def _is_due(self, outlook: Outlook) -> bool:
+        """Whether this cluster contributes after the step that begins now."""
+        turn = self.next_turn(outlook)
+        fragment = turn % self._num_fragments
+        if self.is_behind or turn - outlook.version >= _OPEN_TURNS:
+            return False
+        if any(other % self._num_fragments == fragment for other in outlook.sent):
+            return False
+        if self._due is not None and self._due.turn == turn and outlook.has_learnt:
+            log.info(
+                "outer turn=%d closes in seconds=%.1f: contributing what there is",
+                turn,
+                self._due.due_in_s,
+            )
+            return True
+        since = outlook.steps + 1 - outlook.contributed_at
+        return since >= self.interval and outlook.step + 1 >= self.step_of(turn)
+
+    def _hear(self, event: Event) -> None:
+        """What follows from an event."""
+        self._tell(event)
+        match event:
+            case Joined():
+                self.is_joined = True
+            case TurnDue():
+                self._due = event
+            case Committed():
+                self.pace.turn_done(event)
+                self._settle_wish()
+                self._orders.append(Take(event, self._capped(self.step_of(event.turn))))
+            case Behind():
+                self.is_behind = True
+            case StateReady():
+                self.is_behind = False
+                self._orders = [order for order in self._orders if not isinstance(order, Take)]
+                self._orders.append(Adopt(event, self._capped(self.step_of(event.version - 1))))
+            case Claimed() | SamplesLost() | Donate() | Reset():
+                self._orders.append(event)
+            case Refused():
+                self._refusal = event
+            case RendezvousLost() | RendezvousFound() | Note() | Members():
+                pass  # told, and that is all
+            case _:
+                assert_never(event)
+
+    def _tell(self, event: Event) -> None:
+        """What people should know of an event."""
+        note = self._recorder.note
+        match event:
+            case Joined():
+                log.info("outer joined standing=%s turn=%d", event.standing, event.turn)
+            case Committed():
+                for name, why in event.refused.items():
+                    note(f"turn {event.turn}: {name} was refused: {why}")
+            case Behind():
+                note(f"this cluster takes the weights of another: {event.why}")
+            case Reset():
+                note(f"this cluster goes back to the last average: {event.why}")
+            case RendezvousLost():
+                note(f"the rendezvous is away, training goes on: {event.why}")
+            case RendezvousFound():
+                note(f"the rendezvous is back after {format_duration(event.away_s)}")
+            case Refused():
+                note(f"the rendezvous does not let this cluster in: {event.what}; {event.fix}")
+            case Note(is_warning=True):
+                note(event.text)
+            case Note():
+                log.info("outer %s", event.text)
+            case Members():
+                log.info("outer clusters=%s", ",".join(event.names))
+            case _:
+                pass  # what follows tells
+
+    def _capped(self, step: int) -> int:
+        return step if self._total_steps is None else min(step, self._total_steps)

@@ -1,0 +1,141 @@
+"""Which samples a cluster reads that shares them with others, and which no average has yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isles.outer.spans import Interval, joined, without
+
+_RESERVE = 2**57
+"""Far above all numbers that a rendezvous deals."""
+_RESERVE_EACH = 2**32
+
+Run = tuple[int, int, int]
+"""From this place in the cluster's own order, the samples from a number up to another."""
+
+
+class OwnSamples:
+    """The samples of one cluster in the order in which it reads them; the same on all its ranks.
+
+    `progress.samples` is a place in this order. What is dealt is put at its end; what was lost to
+    others and is not read yet is taken out.
+    """
+
+    def __init__(self, member_id: str) -> None:
+        self._runs: tuple[Run, ...] = ()  # replaced, never changed: another thread reads it
+        self._end = 0
+        self.frontier = 0
+        """One past the largest number that was dealt."""
+        self._told = 0
+        self._owed: list[Interval] = []
+        self._gone: list[Interval] = []
+        self._reserve = _RESERVE + int(member_id[:6], 16) * _RESERVE_EACH
+
+    def covers(self, first: int, count: int) -> bool:
+        """Whether it is known which samples these places have."""
+        return first + count <= self._end
+
+    def left(self, cursor: int) -> int:
+        """Samples that may be read from a place on."""
+        return self._end - cursor
+
+    def numbers(self, first: int, count: int) -> NDArray[np.int64]:
+        """The samples at these places."""
+        spans = self.spans(first, first + count)
+        found = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        assert len(found) == count, f"{len(found)} of {count} samples are dealt"
+        return found
+
+    def spans(self, first: int, end: int) -> list[Interval]:
+        """The samples from one place up to another, in their order."""
+        found = []
+        for place, start, stop in self._runs:
+            low, high = max(first, place), min(end, place + stop - start)
+            if low < high:
+                found.append((start + low - place, start + high - place))
+        return found
+
+    def deal(self, spans: Sequence[Interval]) -> None:
+        """These are the cluster's, after all that it has."""
+        self._gone = without(self._gone, spans)
+        for start, stop in spans:
+            self._runs = (*self._runs, (self._end, start, stop))
+            self._end += stop - start
+            if start < _RESERVE:
+                self.frontier = max(self.frontier, stop)
+
+    def deal_reserve(self, count: int) -> None:
+        """So many that nobody else can have, for the time in which no rendezvous deals any."""
+        self.deal([(self._reserve, self._reserve + count)])
+        self._reserve += count
+
+    def lose(self, spans: Sequence[Interval], cursor: int) -> None:
+        """Others have these: those from the place `cursor` on are not to be read."""
+        self._gone = joined([*self._gone, *spans])
+        rest = self.spans(cursor, self._end)
+        self._runs = tuple(_before(self._runs, cursor))
+        self._end = cursor
+        for span in rest:  # one after the other: they stay in their order
+            self.deal(without([span], self._gone))
+
+    def tell(self, cursor: int) -> list[Interval]:
+        """What was read since the last call, and what `owe` has given back: for a contribution."""
+        found = without([*self._read(cursor), *self._owed], self._gone)
+        self._told, self._owed = cursor, []
+        self._runs = tuple(run for run in self._runs if run[0] + run[2] - run[1] > cursor)
+        return found
+
+    def owe(self, spans: Sequence[Interval]) -> None:
+        """These were in a contribution that is in no average."""
+        self._owed = joined([*self._owed, *spans])
+
+    def holding(self, pending: Sequence[Interval]) -> list[Interval]:
+        """All that the cluster still means to read, or has read and no average has.
+
+        Args:
+            pending: in contributions that are under way.
+        """
+        mine = [*self._dealt(self.spans(self._told, self._end)), *self._owed, *pending]
+        return without(mine, self._gone)
+
+    def record(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "runs": [list(run) for run in self._runs],
+            "end": self._end,
+            "frontier": self.frontier,
+            "told": self._told,
+            "owed": [list(span) for span in self._owed],
+            "gone": [list(span) for span in self._gone],
+            "reserve": self._reserve,
+        }
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """What a manifest says."""
+        self._runs = tuple((int(p), int(a), int(b)) for p, a, b in record["runs"])
+        self._end, self._told = int(record["end"]), int(record["told"])
+        self.frontier = int(record["frontier"])
+        self._owed = [(int(a), int(b)) for a, b in record["owed"]]
+        self._gone = [(int(a), int(b)) for a, b in record["gone"]]
+        self._reserve = int(record["reserve"])
+
+    def begin_at(self, cursor: int) -> None:
+        """A run that had no others so far has read as many samples, in the common order."""
+        self._end = self._told = self.frontier = cursor
+
+    def _read(self, cursor: int) -> list[Interval]:
+        return self._dealt(self.spans(self._told, cursor))
+
+    def _dealt(self, spans: Sequence[Interval]) -> list[Interval]:
+        """Without the reserve, of which no rendezvous knows."""
+        return [span for span in spans if span[0] < _RESERVE]
+
+
+def _before(runs: Sequence[Run], cursor: int) -> Iterator[Run]:
+    for place, start, stop in runs:
+        if (count := min(stop - start, cursor - place)) > 0:
+            yield place, start, start + count

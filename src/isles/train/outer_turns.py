@@ -1,0 +1,379 @@
+"""The turns of one cluster: what it contributes, takes in, gives away and saves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from isles.config.outer import DiLoCoConfig
+from isles.errors import TrainingError
+from isles.outer.base import Applied, Contribution, Mode
+from isles.outer.cluster import Cluster
+from isles.outer.layout import Layout
+from isles.train.outer_alone import OuterLine
+from isles.train.outer_chief import Outlook
+from isles.train.outer_orders import Adopt, Sent, Take, sent_from
+from isles.train.outer_record import OuterRecord
+from isles.train.outer_samples import OwnSamples
+from isles.train.progress import Progress
+from isles.train.record import Recorder
+
+log = logging.getLogger(__name__)
+
+_NOWHERE = Path("nowhere")
+"""Stands on other ranks than 0 for a file that rank 0 has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """An average that is on its way into the weights while inner steps go on."""
+
+    take: Take
+    sent: Sent
+    applied: Future[Applied]
+
+
+class Turns:
+    """Contributions and averages, the same on all ranks of the cluster; rank 0 has the line.
+
+    All ranks must call every method but `hand_in` and `outlook`, between the same two inner steps.
+
+    Args:
+        config: the section of the run file.
+        name: of the cluster.
+        cluster: anchors and outer optimizer.
+        layout: of the run.
+        samples: which ones this cluster reads.
+        progress, recorder: of the run.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        name: str,
+        cluster: Cluster,
+        layout: Layout,
+        samples: OwnSamples,
+        progress: Progress,
+        recorder: Recorder,
+    ) -> None:
+        self.line: OuterLine | None = None
+        """Rank 0 only; none before the cluster joins."""
+        self.version = 0
+        """Turns that have been applied."""
+        self.steps = 0
+        """Inner steps of this cluster, over all its attempts."""
+        self.sent: dict[int, Sent] = {}
+        """By turn: contributions that no average has answered yet."""
+        self.num_fragments = len(layout.fragments)
+        self.record = OuterRecord(recorder, progress, self.num_fragments)
+        self.samples = samples
+        self._config, self._name = config, name
+        self._cluster, self._layout = cluster, layout
+        self._progress, self._recorder = progress, recorder
+        self._contributed_at = 0
+        # Of each fragment: trained tokens and inner steps at its last contribution, and what such
+        # contributions brought that are in no average.
+        self._tokens_at = [progress.target_tokens] * self.num_fragments
+        self._steps_at = [0] * self.num_fragments
+        self._owed = [(0, 0)] * self.num_fragments
+        self._encodings: dict[int, Future[Contribution]] = {}
+        self._move: _Move | None = None
+        self._is_own_past = True
+        """Whether a contribution in this cluster's name may be of an attempt before this one."""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
+
+    # State.
+
+    def manifest(self) -> dict[str, Any]:
+        """What a checkpoint says of the outer steps beside their tensors."""
+        return {
+            "layout": self._layout.digest,
+            "version": self.version,
+            "steps": self.steps,
+            "contributed_at": self._contributed_at,
+            "tokens_at": self._tokens_at,
+            "steps_at": self._steps_at,
+            "owed": [list(owed) for owed in self._owed],
+            "sent": [self.sent[turn].record() for turn in sorted(self.sent)],
+            "samples": self.samples.record(),
+        }
+
+    def restore(self, manifest: Mapping[str, Any]) -> None:
+        """What a checkpoint says; the tensors are in `tensors` already."""
+        self.version = int(manifest["version"])
+        self.steps = int(manifest["steps"])
+        self._contributed_at = int(manifest["contributed_at"])
+        self._tokens_at = [int(number) for number in manifest["tokens_at"]]
+        self._steps_at = [int(number) for number in manifest["steps_at"]]
+        self._owed = [(int(tokens), int(steps)) for tokens, steps in manifest["owed"]]
+        sent = [sent_from(record) for record in manifest["sent"]]
+        self.sent = {each.turn: each for each in sent}
+        self.samples.restore(manifest["samples"])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the outer state, for a checkpoint."""
+        return self._cluster.state_dict()
+
+    @property
+    def holding(self) -> list[tuple[int, int]]:
+        """Samples of this cluster that no average has."""
+        pending = [span for sent in self.sent.values() for span in sent.samples]
+        return self.samples.holding(pending)
+
+    # A turn.
+
+    def contribute(self, turn: int) -> None:
+        """Make a contribution; the steps that it holds end here."""
+        began = time.perf_counter()
+        self.finish_move()
+        fragment = turn % self.num_fragments
+        owed_tokens, owed_steps = self._owed[fragment]
+        self.sent[turn] = Sent(
+            turn=turn,
+            tokens=max(1, self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens),
+            inner_steps=self.steps - self._steps_at[fragment] + owed_steps,
+            samples=tuple(self.samples.tell(self._progress.samples)),
+            steps=self.steps,
+        )
+        self._mark(fragment)
+        self._contributed_at = self.steps
+        self._is_own_past = False
+        self.record.begin(turn)
+        self._cluster.snapshot(fragment)
+        self._encode(turn)
+        if self._config.delay == 0:
+            self.encoded(turn)
+        self.exposed(turn, began)
+
+    def _mark(self, fragment: int) -> None:
+        self._tokens_at[fragment] = self._progress.target_tokens
+        self._steps_at[fragment] = self.steps
+        self._owed[fragment] = (0, 0)
+
+    def _encode(self, turn: int) -> None:
+        """In a thread; its own group of ranks lets it run beside inner steps."""
+        path = _NOWHERE if self.line is None else self.line.contribution_path(turn)
+        fragment = turn % self.num_fragments
+        self._encodings[turn] = self._worker.submit(self._cluster.encode, fragment, path)
+
+    def encoded(self, turn: int) -> None:
+        """Wait for the encoding of a contribution, and send it."""
+        if turn in self._encodings:
+            self._encodings[turn].result()
+        self.hand_in()
+        self._encodings.pop(turn, None)
+
+    def send_again(self) -> None:
+        """Send what was under way when the checkpoint was saved; its bytes are the same."""
+        for turn in sorted(self.sent):
+            self._encode(turn)
+            self.encoded(turn)
+
+    def hand_in(self) -> None:
+        """Send what is encoded; rank 0 only."""
+        if self.line is None:
+            return
+        for turn, encoding in list(self._encodings.items()):
+            if not encoding.done() or encoding.exception() is not None:
+                continue  # an exception is raised on all ranks, when they need it
+            del self._encodings[turn]
+            sent = self.sent[turn]
+            self.line.contribute(
+                turn,
+                self.line.contribution_path(turn),
+                tokens=sent.tokens,
+                samples=sent.samples,
+                inner_steps=sent.inner_steps,
+                norm=encoding.result().norm,
+            )
+
+    def take(self, take: Take) -> None:
+        """Take in an average; under overlap later, while inner steps go on."""
+        began = time.perf_counter()
+        self.finish_move()
+        turn, event = take.event.turn, take.event
+        assert turn == self.version, f"turn {turn} after {self.version} turns"
+        fragment = turn % self.num_fragments
+        sent = self._answered(turn)
+        is_named = self._name in event.weights
+        mode: Mode = "late"
+        if sent is not None and is_named:
+            mode = "on_time" if sent.steps == self.steps else "overlap"
+        elif sent is not None:
+            self._owe(sent)
+        elif is_named and self._is_own_past:
+            # Made by an earlier attempt, after the checkpoint that this one goes on from: what has
+            # been learnt since is in the average.
+            self._cluster.snapshot(fragment)
+            self._mark(fragment)
+            mode = "on_time"
+        if event.path is None:
+            self._cluster.drop(fragment)
+            self._applied(take, sent, Applied(self._cluster.digest(fragment), 0.0), mode)
+            return
+        alpha = self._config.alpha if self._config.delay else 0.0
+        if mode == "overlap" and sent is not None and self._is_early(sent):
+            going = self._worker.submit(
+                self._cluster.advance, fragment, event.path, mode, alpha=alpha
+            )
+            self._move = _Move(take, sent, going)
+            return
+        applied = self._cluster.apply(fragment, event.path, mode, alpha=alpha)
+        self.exposed(turn, began)
+        self._applied(take, sent, applied, mode)
+
+    def _answered(self, turn: int) -> Sent | None:
+        """A contribution that is under way no more, if there was one."""
+        encoding = self._encodings.pop(turn, None)
+        if encoding is not None:
+            encoding.result()
+            if self.line is not None:
+                self.line.contribution_path(turn).unlink(missing_ok=True)
+        return self.sent.pop(turn, None)
+
+    def _is_early(self, sent: Sent) -> bool:
+        return self.steps - sent.steps < self._config.delay
+
+    def is_moving(self, turn: int) -> bool:
+        """Whether its average is on its way into the weights."""
+        return self._move is not None and self._move.take.event.turn == turn
+
+    def finish_move(self, *, only_overdue: bool = False) -> None:
+        """Give the weights what an average has led to meanwhile.
+
+        Args:
+            only_overdue: not before so many inner steps as the run file says.
+        """
+        move = self._move
+        if move is None or (only_overdue and self._is_early(move.sent)):
+            return
+        self._move = None
+        began = time.perf_counter()
+        applied = move.applied.result()
+        self._cluster.give(move.take.event.turn % self.num_fragments)
+        self.exposed(move.take.event.turn, began)
+        self._applied(move.take, move.sent, applied, "overlap")
+
+    def _applied(self, take: Take, sent: Sent | None, applied: Applied, mode: Mode) -> None:
+        turn = take.event.turn
+        self.version = turn + 1
+        if self.line is not None:
+            self.line.applied(turn, applied.digest)
+        self._progress.skip_to(take.step)
+        self.record.turn(take, sent, applied, mode)
+
+    def _owe(self, sent: Sent) -> None:
+        """A contribution is in no average: what it brought belongs into the next one."""
+        fragment = sent.turn % self.num_fragments
+        tokens, steps = self._owed[fragment]
+        self._owed[fragment] = (tokens + sent.tokens, steps + sent.inner_steps)
+        self.samples.owe(sent.samples)
+
+    # State of another cluster.
+
+    def donate(self) -> None:
+        """Give the outer state to a cluster that needs it."""
+        self.finish_move()
+        paths = self.line.state_paths() if self.line is not None else []
+        for fragment in range(self.num_fragments):
+            path = paths[fragment] if paths else _NOWHERE
+            self._cluster.export_state(fragment, path, version=self.version)
+        anchors = self.anchors()
+        if self.line is not None:
+            self.line.give_state(self.version, paths, anchors)
+        log.info("outer state given version=%d", self.version)
+
+    def adopt(self, adopt: Adopt) -> None:
+        """Take over another cluster's outer state, and keep what was learnt since.
+
+        Raises:
+            TrainingError: it is not what it should be.
+        """
+        self.finish_move()
+        event = adopt.event
+        for turn in sorted(self.sent):
+            sent = self._answered(turn)
+            assert sent is not None
+            self._owe(sent)
+        keeps_steps = self.has_learnt
+        for fragment in range(self.num_fragments):
+            path = event.paths[fragment]
+            self._cluster.import_state(fragment, path, keeps_steps=keeps_steps)
+        self.version, self._is_own_past = event.version, False
+        anchors = self.anchors()
+        if anchors != list(event.anchors):
+            raise TrainingError(
+                f"the state that {event.donor} gave has other anchors than it said",
+                where=str(event.paths[0].parent),
+                fix="start this cluster again: it takes the state once more",
+            )
+        if self.line is not None:
+            self.line.adopted(event.version, anchors)
+        self._progress.skip_to(adopt.step)
+        self._recorder.note(
+            f"the weights of {event.donor} after {event.version} turns are taken over"
+        )
+
+    def go_back(self) -> None:
+        """Drop what was learnt since the last average; its samples are read again."""
+        self.finish_move()
+        for turn in sorted(self.sent):
+            sent = self._answered(turn)
+            assert sent is not None
+            self.samples.owe(sent.samples)
+        self._cluster.go_back()
+        for fragment in range(self.num_fragments):
+            self._mark(fragment)
+        self.samples.deal(self.samples.tell(self._progress.samples))
+        if self.line is not None:
+            self.line.obeyed()
+
+    def anchors(self) -> list[str]:
+        """The digest of each fragment's anchors."""
+        return [self._cluster.digest(fragment) for fragment in range(self.num_fragments)]
+
+    # How it stands.
+
+    def exposed(self, turn: int, began: float) -> None:
+        """Since `began` no inner step was made because of this turn."""
+        self.record.exposed(turn, time.perf_counter() - began)
+
+    def is_overdue(self, turn: int) -> bool:
+        """Whether so many steps were made since the contribution as the average may take."""
+        return self.steps - self.sent[turn].steps >= self._config.delay
+
+    def is_done(self, turn: int) -> bool:
+        """Whether a turn that this cluster has contributed to is in its weights."""
+        return turn not in self.sent and not self.is_moving(turn)
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether there is anything that no contribution has."""
+        now = self._progress.target_tokens
+        return any(tokens < now for tokens in self._tokens_at) or any(
+            tokens for tokens, _ in self._owed
+        )
+
+    def outlook(self) -> Outlook:
+        """What decisions rest on."""
+        return Outlook(
+            version=self.version,
+            steps=self.steps,
+            contributed_at=self._contributed_at,
+            sent=tuple(sorted(self.sent)),
+            has_learnt=self.has_learnt,
+            step=self._progress.step,
+            samples_left=self.samples.left(self._progress.samples),
+        )
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.shutdown(wait=False, cancel_futures=True)

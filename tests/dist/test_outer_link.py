@@ -1,0 +1,254 @@
+"""Clusters with real side processes and a real rendezvous: kills, freezes, newcomers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.samples import Samples
+from tests.outer_member import serve
+from tests.outer_trainer import SAMPLES, train
+from tests.ranks import Gang, start_ranks
+
+DEADLINE_S = 240.0
+TURNS = 12
+
+
+def until(
+    condition: Callable[[], object], what: str, explain: Callable[[], str] = lambda: ""
+) -> None:
+    """Look again and again, for as long as a deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s\n{explain()}")
+        time.sleep(0.02)
+
+
+class Clusters:
+    """A rendezvous, and clusters with their side processes."""
+
+    def __init__(self, folder: Path, engine: str, codec: str, fragments: int, **rules: Any) -> None:
+        self.folder, self.state = folder, folder / "state"
+        self.rules = folder / "rules.json"
+        self.rules.write_text(json.dumps(rules))
+        self.options = {
+            "engine": engine,
+            "codec": codec,
+            "fragments": fragments,
+            "turns": TURNS,
+            "join": str(self.state / "join"),
+            "link": {"beat_s": 0.5, "timeout_s": 20.0},
+        }
+        self.running: dict[str, Gang] = {}
+        self.stranger = ""
+        """Who is not let in, and therefore ends by itself."""
+        self.serve()
+
+    def serve(self) -> None:
+        self.running["rendezvous"] = start_ranks(serve, 1, self.state, self.rules)
+        until((self.state / "join").exists, "the rendezvous")
+
+    def start(self, name: str, **options: Any) -> None:
+        arguments = (self.folder, name, {**self.options, **options})
+        self.running[name] = start_ranks(train, 1, *arguments)
+
+    def kill(self, name: str) -> None:
+        self.running.pop(name).kill()
+
+    def hold(self, turn: int) -> None:
+        """Let nobody contribute to this turn, nor to any after it."""
+        partial = self.folder / "hold.new"
+        partial.write_text(str(turn))
+        partial.replace(self.folder / "hold")
+
+    def reached(self, turn: int, *names: str) -> None:
+        """Wait until these have applied so many turns."""
+
+        def is_so() -> bool:
+            self.check()
+            return all(self.record(name)["version"] >= turn for name in names)
+
+        until(
+            is_so, f"{turn} turns", lambda: "\n\n".join(f"== {n}\n{self.words(n)}" for n in names)
+        )
+
+    def record(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        return (
+            json.loads(path.read_text())
+            if path.exists()
+            else {"version": 0, "pid": None, "is_ready": False}
+        )
+
+    def side(self, name: str, number: signal.Signals) -> int | None:
+        """A signal to a side process; its id."""
+        pid = self.record(name)["pid"]
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pid
+
+    def committed(self) -> int:
+        with suppress(sqlite3.Error):
+            book = sqlite3.connect(f"file:{self.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
+            try:
+                sql = "SELECT COUNT(*) FROM turns WHERE state = 'committed'"
+                return int(book.execute(sql).fetchone()[0])
+            finally:
+                book.close()
+        return 0
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass, unless a process ends that should not."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.check()
+            time.sleep(0.01)
+
+    def check(self) -> None:
+        for name, gang in self.running.items():
+            if name == self.stranger:
+                continue
+            assert not gang.wait_or_timeout(0.0), f"{name} has ended\n{self.words(name)}"
+
+    def words(self, name: str) -> str:
+        side = self.folder / f"{name}.side.log"
+        seen = "\n".join(self.record(name).get("seen", [])[-30:])
+        log = self.running[name].log.read_text()[-3000:] if name in self.running else ""
+        return f"{seen}\n{log}\n{side.read_text()[-3000:] if side.exists() else ''}"
+
+    def end(self, *names: str) -> list[dict[str, Any]]:
+        """Wait until these have applied all turns; what they have seen."""
+        self.reached(TURNS, *names)
+        (self.folder / "end").touch()
+        for name in names:
+            assert self.running.pop(name).wait() == [0]
+        return [self.record(name) for name in names]
+
+    def stop(self) -> None:
+        for gang in self.running.values():
+            gang.kill()
+
+
+def check_ledger(clusters: Clusters, everybody: bool, names: int) -> None:
+    """Every sample is committed once, claimed, or free; every contribution is in its turn."""
+    clusters.kill("rendezvous")
+    book = Book(clusters.state / "rendezvous.sqlite")
+    samples = Samples(book)
+    assert samples.audit() == []
+    if everybody:
+        taken = book.rows("SELECT participants FROM turns WHERE state = 'committed'")
+        everyone = list(range(1, names + 1))
+        assert [sorted(json.loads(row["participants"])) for row in taken] == [everyone] * TURNS
+        assert samples.counts()["committed"] == TURNS * names * SAMPLES
+    book.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "codec", "fragments"), [("hub", "int8", 2), ("gloo", "topk:0.1", 1)]
+)
+def test_kills_and_freezes_lose_no_contribution(
+    tmp_path: Path, engine: str, codec: str, fragments: int
+) -> None:
+    """Side processes and the rendezvous are killed and stopped at random instants."""
+    chance = random.Random(engine)
+    names = ("a", "b", "c", "d")
+    clusters = Clusters(
+        tmp_path, engine, codec, fragments, wait="all", min_clusters=4, dead_after_s=120.0
+    )
+    clusters.options["scale"] = 32
+    # A turn takes long enough to be hit.
+    clusters.options["link"] |= {"up_bytes_per_s": 2e6, "frozen_s": 8.0}
+    try:
+        clusters.hold(1)
+        for name in names:
+            clusters.start(name)
+        clusters.reached(1, *names)
+        blows = ["kill", "stop", "rendezvous", "freeze", "rendezvous", "kill"]
+        for turn, blow in enumerate(blows, start=1):
+            clusters.hold(turn + 1)
+            clusters.pause(chance.uniform(0.0, 0.5))
+            name = chance.choice(names)
+            match blow:
+                case "kill":
+                    clusters.side(name, signal.SIGKILL)
+                case "stop":
+                    clusters.side(name, signal.SIGSTOP)
+                    clusters.pause(1.0)
+                    clusters.side(name, signal.SIGCONT)
+                case "freeze":  # for good: the link finds out, and starts another
+                    clusters.side(name, signal.SIGSTOP)
+                case "rendezvous":
+                    clusters.kill("rendezvous")
+                    clusters.serve()
+            clusters.reached(turn + 1, *names)
+        clusters.hold(TURNS)
+        records = clusters.end(*names)
+        check_ledger(clusters, everybody=True, names=4)
+    finally:
+        clusters.stop()
+    first = records[0]
+    for record in records:
+        assert [turn[:1] for turn in record["history"].values()] == [
+            turn[:1] for turn in first["history"].values()
+        ]
+        assert record["anchors"] == first["anchors"]
+        assert all(is_in for _, is_in, _, _ in record["history"].values())
+        assert record["slowest_s"] < 120.0
+        if fragments == 1:
+            assert record["weights"] == first["weights"]
+
+
+@pytest.mark.parametrize("engine", ["hub", "gloo"])
+def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(
+    tmp_path: Path, engine: str
+) -> None:
+    """b is frozen over three turns, c comes when six are over, d trains something else."""
+    clusters = Clusters(
+        tmp_path, engine, "int4", 2, wait="all", dead_after_s=4.0, keep_averages=2 * TURNS
+    )
+    try:
+        clusters.options["link"]["frozen_s"] = DEADLINE_S
+        clusters.hold(0)
+        clusters.start("a"), clusters.start("b")
+        until(lambda: all(clusters.record(name)["is_ready"] for name in "ab"), "a and b")
+        clusters.hold(3)
+        clusters.reached(3, "a", "b")
+        clusters.side("b", signal.SIGSTOP)
+        clusters.hold(6)
+        clusters.reached(6, "a")
+        clusters.start("c", seed=1)
+        clusters.stranger = "d"
+        clusters.start("d", identity="another rate")
+        clusters.reached(6, "c")
+        clusters.side("b", signal.SIGCONT)
+        clusters.reached(6, "b")
+        clusters.hold(TURNS)
+        a, b, c = clusters.end("a", "b", "c")
+        assert clusters.running.pop("d").wait() == [1]
+        check_ledger(clusters, everybody=False, names=3)
+    finally:
+        clusters.stop()
+    turns = [str(turn) for turn in range(TURNS)]
+    digests = [a["history"][turn][0] for turn in turns]
+    assert [b["history"][turn][0] for turn in turns] == digests
+    assert [b["history"][turn][1] for turn in turns] == [True] * 3 + [False] * 3 + [True] * 6
+    assert [c["history"][turn][0] for turn in turns[6:]] == digests[6:]
+    assert [a["history"][turn][2] for turn in turns[6:]] == [["a", "b", "c"]] * 6
+    assert a["anchors"] == b["anchors"] == c["anchors"]
+    assert any("StateReady(version=6" in event for event in c["seen"])
+    assert not any("StateReady" in event for event in b["seen"])
+    (refused,) = (tmp_path / "d.refused").read_text().splitlines()
+    assert "other_run" in refused and "lr: another rate here, 0.7 there" in refused

@@ -1,0 +1,266 @@
+"""One model on several clusters: real ranks, real side processes, a real rendezvous."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from isles.config.load import load_run_file
+from isles.data.build import build_datasets
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.samples import Samples
+from isles.rundir.env import RankEnv
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows, write_record
+from tests.dist.test_same_mathematics import weights_of
+from tests.outer_member import serve
+from tests.ranks import Gang, start_ranks, start_training, train_to_end
+
+DEADLINE_S = 240.0
+PLAIN = "lr: 1.0, momentum: 0.0, codec: none"
+SGD = ("training.optimizer=sgd", "training.momentum=0.0", "training.max_grad_norm=null")
+
+
+@pytest.fixture
+def made_up(run_file: Path) -> Path:
+    """The run file with samples that are made up, so that no tokenizer is trained."""
+    content = yaml.safe_load(run_file.read_text())
+    content["data"] = {"sources": [{"type": "fake"}], "seq_length": 32, "validation_fraction": 0}
+    del content["tokenizer"]
+    run_file.write_text(yaml.safe_dump(content))
+    return run_file
+
+
+def until(condition: Callable[[], object], what: str, *gangs: Gang) -> None:
+    """Look again and again, for as long as a deadline; a process that ends too early is told."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        texts = [gang.log.read_text(errors="replace")[-3000:] for gang in gangs]
+        ended = any(gang.wait_or_timeout(0.02) for gang in gangs)
+        assert not ended or condition(), (what, *texts)
+        assert time.monotonic() < end, (what, *texts)
+
+
+@contextmanager
+def rendezvous(folder: Path, **rules: Any) -> Iterator[Path]:
+    """A rendezvous over loopback; its state directory."""
+    state = folder / "state"
+    write_record(folder / "rules.json", rules)
+    gang = start_ranks(serve, 1, state, folder / "rules.json")
+    try:
+        until((state / "join").exists, "the rendezvous", gang)
+        yield state
+    finally:
+        gang.kill()
+
+
+def rank_of_a_cluster(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
+    """A rank; rank 0 has been given the join line, as `isles join` does."""
+    from tests.ranks import _rank
+
+    if env.rank == 0:
+        line = run / "join"
+        line.touch(mode=0o600)
+        line.write_text((run.parents[1] / "state" / "join").read_text())
+    return _rank(env, run, attempt, resume_from)
+
+
+def start_cluster(
+    run_file: Path, name: str, ranks: int, outer: str, *more: str, resume: str = "auto"
+) -> Any:
+    """Start the ranks of a cluster, or go on with what it has saved."""
+    own = (f"name={name}", f"clusters=[{{name: {name}}}]", f"outer={{kind: diloco, {outer}}}")
+    return start_training(run_file, ranks, *own, *more, resume=resume, rank=rank_of_a_cluster)
+
+
+def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    """What the run has recorded of its turns."""
+    return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+
+
+def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
+    """The weights of the last checkpoint."""
+    found = weights_of(run_dir)
+    return {name: found[name] for name in sorted(found) if name.startswith("model.")}
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest over all weights."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def spans_of(rows: dict[int, dict[str, Any]]) -> list[int]:
+    """Every sample that some turn has, as often as it has it."""
+    return sorted(n for row in rows.values() for a, b in row["samples"] for n in range(a, b))
+
+
+def test_one_cluster_with_rate_one_is_plain_training(made_up: Path) -> None:
+    plain, code = train_to_end(made_up, 1, "name=plain")
+    assert code == 0
+    outer = f"outer={{kind: diloco, sync_every: 8, fragments: 2, {PLAIN}}}"
+    alone, code = train_to_end(made_up, 1, "name=alone", outer)
+    assert code == 0
+    assert difference(model_of(plain), model_of(alone)) < 1e-6
+    rows = turns_of(alone)
+    # The last one brings the fragment up to date whose turn the end has come before.
+    assert [row["step"] for row in rows.values()] == [4, 8, 12, 16, 20, 20]
+    assert [row["mode"] for row in rows.values()] == ["on_time"] * 6
+    assert spans_of(rows) == list(range(20 * 12))
+    assert "outer" not in read_record(plain.status) and read_record(alone.status)["outer"]["turn"]
+
+
+def reference(env: RankEnv, run_file: Path, steps: list[list[int]]) -> dict[str, Any]:
+    """Plain SGD over these samples, written down once more."""
+    config = load_run_file(run_file).config
+    data, _ = build_datasets(
+        config.data,
+        None,
+        run_file.parent / "reference",
+        seed=config.seed,
+        vocab_size=512,
+        is_preparer=True,
+        progress=lambda _: None,
+    )
+    model = LlamaForCausalLM.from_pretrained(config.model.name_or_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.training.learning_rate)
+    for numbers in steps:
+        rows = data.rows(np.array(numbers))
+        logits = model(input_ids=torch.from_numpy(rows.input_ids_BT)).logits
+        targets = torch.from_numpy(rows.targets_BT).flatten()
+        cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"model.{name}": value.detach().numpy() for name, value in model.named_parameters()}
+
+
+@pytest.fixture
+def on_disk(made_up: Path) -> Path:
+    """The same, with a model that has weights."""
+    content = yaml.safe_load(made_up.read_text())
+    content["model"]["init"] = "pretrained"
+    made_up.write_text(yaml.safe_dump(content))
+    folder = Path(content["model"]["name_or_path"])
+    torch.manual_seed(0)
+    shape = json.loads((folder / "config.json").read_text())
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
+    return made_up
+
+
+@pytest.mark.parametrize("engine", ["hub", "gloo"])
+def test_two_clusters_that_meet_after_each_step_are_data_parallel(
+    on_disk: Path, tmp_path: Path, engine: str
+) -> None:
+    """With SGD, rate one and no momentum; the samples are those that the rendezvous has dealt."""
+    options = ("training.lr_scheduler_type=constant", "training.warmup_steps=0", *SGD)
+    options += ("training.weight_decay=0.0", "training.learning_rate=0.5", "training.max_steps=5")
+    outer = f"sync_every: 1, engine: {engine}, interface: {'lo' if engine == 'gloo' else 'null'}"
+    outer += f", {PLAIN}, deadline: 120s"
+    with rendezvous(tmp_path, min_clusters=2):
+        started = [start_cluster(on_disk, name, 1, outer, *options) for name in "ab"]
+        for _, _, gang in started:
+            assert gang.wait(DEADLINE_S) == [0]
+    rows = [turns_of(run_dir) for run_dir, _, _ in started]
+    steps = []
+    for turn in range(5):
+        assert rows[0][turn]["weights"].keys() == {"a", "b"}
+        spans = [span for each in rows for span in each[turn]["samples"]]
+        steps.append([number for start, stop in spans for number in range(start, stop)])
+    assert sorted(number for numbers in steps for number in numbers) == list(range(2 * 5 * 12))
+    (wanted,) = start_ranks(reference, 1, _with(on_disk, *options), steps).wait()
+    weights = {name: torch.from_numpy(value) for name, value in wanted.items()}
+    for run_dir, _, _ in started:
+        assert difference(model_of(run_dir), weights) < 1e-6
+
+
+def _with(run_file: Path, *overrides: str) -> Path:
+    """A run file that has the overrides in it."""
+    content = yaml.safe_load(run_file.read_text())
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, name = key.split(".")
+        content[section][name] = yaml.safe_load(value)
+    path = run_file.with_name("with.yaml")
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_unequal_clusters_keep_the_same_weights_through_a_kill(
+    made_up: Path, tmp_path: Path
+) -> None:
+    """Two ranks under fsdp, one under ddp; int8, two fragments, two steps late; ranks killed."""
+    outer = "sync_every: 6, fragments: 2, delay: 2, codec: int8, deadline: 120s"
+    options = ("training.max_steps=36", "checkpoint.every_steps=4")
+    fsdp = ("strategy={kind: fsdp}", "training.global_batch_size=6")
+    with rendezvous(tmp_path, min_clusters=2, dead_after_s=4.0) as state:
+        a, _, a_gang = start_cluster(made_up, "a", 2, outer, *options, *fsdp)
+        b, _, b_gang = start_cluster(made_up, "b", 1, outer, *options)
+        until(lambda: len(turns_of(b)) >= 4 and list_checkpoints(b), "four turns", a_gang, b_gang)
+        b_gang.kill()
+        again, _, b_gang = start_cluster(made_up, "b", 1, outer, *options)
+        assert again.path == b.path
+        assert a_gang.wait(DEADLINE_S) == [0, 0]
+        assert b_gang.wait(DEADLINE_S) == [0]
+        samples = Samples(Book(state / "rendezvous.sqlite"))
+        assert samples.audit() == []
+        counts = samples.counts()
+    rows = turns_of(a)
+    digests = {turn: row["digest"] for turn, row in turns_of(b).items()}
+    assert len(rows) >= 12 and len(digests) >= 12
+    assert digests == {turn: rows[turn]["digest"] for turn in digests}
+    one, other = model_of(a), model_of(b)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert counts["committed"] >= 36 * 6 + 12 * 12
+    assert {"overlap"} < {row["mode"] for row in rows.values()} <= {"overlap", "on_time", "late"}
+    last = read_record(a.status)["outer"]
+    assert last["turn"] == len(rows) and last["sent_bytes"] > 0 < last["received_bytes"]
+    line = (state / "join").read_text().strip()
+    secret = line.rpartition("#")[2].partition(".")[0]
+    for file in (path for path in a.path.rglob("*") if path.is_file() and path.name != "join"):
+        assert secret.encode() not in file.read_bytes(), file
+    assert a.join_line.stat().st_mode & 0o777 == 0o600
+
+
+def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -> None:
+    """Also where a run that was over is made longer, on another number of ranks."""
+    lora = ("adapter={type: lora, r: 2, alpha: 4}", "training.max_steps=8")
+    outer = "sync_every: 2, codec: bf16"
+    with rendezvous(tmp_path):
+        run_dir, _, gang = start_cluster(on_disk, "a", 1, outer, *lora, "training.max_steps=4")
+        assert gang.wait(DEADLINE_S) == [0]
+        shorter = turns_of(run_dir)
+        again = str(run_dir.path)
+        run_dir, _, gang = start_cluster(on_disk, "a", 2, outer, *lora, resume=again)
+        assert gang.wait(DEADLINE_S) == [0, 0]
+    rows = turns_of(run_dir)
+    trained = sum(w.numel() for n, w in weights_of(run_dir).items() if n.startswith("outer.anchor"))
+    assert len(shorter) == 2 and len(rows) == 4
+    assert spans_of(rows) == list(range(8 * 12))
+    for row in rows.values():
+        assert row["average_bytes"] == 2 * trained
+        assert 2 * trained <= row["sent_bytes"] < 2 * trained + 20_000
+
+
+def test_a_cluster_without_its_rendezvous_says_whom_it_misses(
+    made_up: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "state").mkdir()
+    line = "isles://127.0.0.1:9/test#" + "A" * 43 + "." + "A" * 43
+    (tmp_path / "state" / "join").write_text(line)
+    _, attempt, gang = start_cluster(made_up, "a", 1, "sync_every: 2, deadline: 2s")
+    assert gang.wait(DEADLINE_S) == [5]
+    error = read_record(attempt.rank_error(0))
+    assert error is not None
+    assert "rendezvous has not answered within 2s" in error["what"] and "deadline" in error["fix"]

@@ -1,0 +1,233 @@
+"""A cluster for tests without a model: random weights, real outer steps, a real side process.
+
+To be started by `tests.ranks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isles.dist.world import join_world, leave_world
+from isles.outer.base import OuterSettings
+from isles.outer.cluster import Cluster
+from isles.outer.codec import parse_codec
+from isles.outer.layout import make_layout
+from isles.outer.link import Link, member_of
+from isles.outer.link_messages import (
+    Claimed,
+    Committed,
+    Donate,
+    Joined,
+    LinkSettings,
+    Refused,
+    Reset,
+    StateReady,
+)
+from isles.rundir.env import RankEnv
+
+DEADLINE_S = 500.0
+SAMPLES = 8
+TOKENS = {"a": 100, "b": 200, "c": 300, "d": 400, "e": 500}
+SHAPES = {"embed": (300, 40), "layers.0.w": (130, 70), "layers.1.w": (130, 70), "norm": (70,)}
+PIECE = 4096
+
+
+class Numbers:
+    """Weights as `Cluster` needs them."""
+
+    def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.values = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+
+    def trained_shapes(self) -> dict[str, torch.Size]:
+        return {name: value.shape for name, value in self.values.items()}
+
+    def whole_weight(self, name: str) -> Tensor:
+        return self.values[name]
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None:
+        self.values[name].copy_(value.view_as(self.values[name]))
+
+    def weights_set(self) -> None:
+        pass
+
+    def learn(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for value in self.values.values():
+            value.add_(0.01 * torch.randn(value.shape, generator=generator))
+
+    def digest(self) -> str:
+        whole = b"".join(value.numpy().tobytes() for value in self.values.values())
+        return hashlib.sha256(whole).hexdigest()
+
+
+class Trainer:
+    """Takes part until it has applied so many turns; what it saw stands in NAME.json."""
+
+    def __init__(self, env: RankEnv, folder: Path, name: str, options: dict[str, Any]) -> None:
+        self.folder, self.name, self.options = folder, name, options
+        self.world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
+        shapes = {n: (rows * options.get("scale", 1), *rest) for n, (rows, *rest) in SHAPES.items()}
+        self.weights = Numbers(options.get("seed", 0), shapes)
+        layout = make_layout(
+            self.weights.trained_shapes(),
+            parse_codec(options["codec"]),
+            num_fragments=options["fragments"],
+            piece_numbers=PIECE * options.get("scale", 1),
+        )
+        self.fragments = options["fragments"]
+        self.cluster = Cluster(self.weights, self.world, layout, OuterSettings())
+        self.cluster.begin()
+        self.version, self.contributed = 0, -1
+        self.is_ready = self.is_refused = False
+        self.samples: list[tuple[int, int]] = []
+        self.listed: dict[int, list[tuple[int, int]]] = {}
+        self.seen: list[str] = []
+        self.history: dict[int, list[Any]] = {}
+        self.steps = 0
+        self.slowest_s = 0.0
+        rate = {"lr": options.get("identity", "0.7")}
+        member_id = name.encode().hex().rjust(32, "0")
+        self.link = Link.start(
+            member_of(layout, name=name, member_id=member_id, identity=rate),
+            LinkSettings(engine=options["engine"], **options.get("link", {})),
+            join_file=Path(options["join"]),
+            spool=folder / f"spool-{name}",
+            version=0,
+            anchors=self.digests(),
+            log_file=folder / f"{name}.side.log",
+        )
+
+    def digests(self) -> list[str]:
+        return [self.cluster.digest(fragment) for fragment in range(self.fragments)]
+
+    def hear(self, timeout_s: float) -> None:
+        self.link.wait(timeout_s)
+        for event in self.link.poll():
+            self.seen.append(f"{time.time():.2f} {event}"[:400])
+            match event:
+                case Joined():
+                    self.is_ready = event.standing != "behind"
+                case Claimed():
+                    self.samples += event.samples
+                case Committed():
+                    self.apply(event)
+                case StateReady():
+                    self.adopt(event)
+                case Donate():
+                    paths = self.link.state_paths()
+                    paths[0].parent.mkdir(exist_ok=True)
+                    for fragment, path in enumerate(paths):
+                        self.cluster.export_state(fragment, path, version=self.version)
+                    self.link.give_state(self.version, paths, self.digests())
+                case Reset():
+                    self.link.obeyed()
+                case Refused():
+                    (self.folder / f"{self.name}.refused").write_text(str(event))
+                    self.is_refused = True
+        self.write()
+
+    def adopt(self, event: StateReady) -> None:
+        versions = {
+            self.cluster.import_state(fragment, path, keeps_steps=self.steps > 0)
+            for fragment, path in enumerate(event.paths)
+        }
+        assert versions == {event.version}
+        assert tuple(self.digests()) == event.anchors
+        self.version, self.contributed = event.version, event.version - 1
+        self.samples += [span for spans in self.listed.values() for span in spans]
+        self.listed.clear()
+        self.link.adopted(self.version, self.digests())
+
+    def apply(self, event: Committed) -> None:
+        assert event.turn == self.version
+        fragment = event.turn % self.fragments
+        digest = self.cluster.digest(fragment)
+        if event.path is not None:
+            mode = "on_time" if event.is_in else "late"
+            digest = self.cluster.apply(fragment, event.path, mode).digest
+        elif fragment in self.cluster.pending:
+            self.cluster.drop(fragment)
+        listed = self.listed.pop(event.turn, [])
+        if not event.is_in:
+            self.samples += listed
+        self.version = event.turn + 1
+        self.history[event.turn] = [digest, event.is_in, event.participants, event.sent_bytes]
+        self.slowest_s = max(self.slowest_s, event.waited_s)
+        self.link.applied(event.turn, digest)
+
+    def may_contribute(self) -> bool:
+        """Whether it is this cluster's turn; a file of the test may hold all back."""
+        hold = self.folder / "hold"
+        limit = int(hold.read_text()) if hold.exists() else self.options["turns"]
+        is_next = self.contributed < self.version < limit
+        return self.is_ready and is_next and bool(self.samples)
+
+    def contribute(self) -> None:
+        self.steps += 1
+        self.weights.learn(zlib.crc32(f"{self.name} {self.steps}".encode()))
+        turn = self.version
+        path = self.link.contribution_path(turn)
+        made = self.cluster.contribution(turn % self.fragments, path)
+        self.listed[turn], self.samples = self.samples, []
+        self.contributed = turn
+        self.link.contribute(
+            turn,
+            path,
+            tokens=TOKENS[self.name],
+            samples=self.listed[turn],
+            inner_steps=1,
+            norm=made.norm,
+        )
+        self.link.claim(SAMPLES)
+        self.link.progress(self.steps, 1, 1000.0, "waiting")
+
+    def write(self, *, is_done: bool = False) -> None:
+        record = {
+            "version": self.version,
+            "history": self.history,
+            "is_ready": self.is_ready,
+            "pid": self.link.side_pid,
+            "seen": self.seen,
+            "slowest_s": self.slowest_s,
+            "weights": self.weights.digest() if is_done else "",
+            "anchors": self.digests() if is_done else [],
+        }
+        path = self.folder / f"{self.name}.json"
+        partial = path.with_suffix(".new")
+        partial.write_text(json.dumps(record))
+        partial.replace(path)
+
+    def run(self) -> int:
+        """Until the test says that it is the end; 1: it was not let in."""
+        turns = self.options["turns"]
+        self.link.claim(SAMPLES)
+        self.write()
+        end = time.monotonic() + DEADLINE_S
+        while self.version < turns and not self.is_refused:
+            assert time.monotonic() < end, "\n".join(self.seen[-40:])
+            if self.may_contribute():
+                self.contribute()
+            self.hear(0.2)
+        self.write(is_done=True)
+        # The others may need this one for what they have missed.
+        while not (self.folder / "end").exists() and not self.is_refused:
+            assert time.monotonic() < end, "nobody has said that it is the end"
+            self.hear(0.1)
+        self.write(is_done=True)
+        self.link.close()
+        leave_world()
+        return int(self.is_refused)
+
+
+def train(env: RankEnv, folder: Path, name: str, options: dict[str, Any]) -> int:
+    """A cluster, until it has applied so many turns."""
+    return Trainer(env, folder, name, options).run()

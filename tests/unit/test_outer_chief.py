@@ -1,0 +1,169 @@
+"""When a cluster contributes, what it asks for, and what it makes of what it hears."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isles.config.outer import DiLoCoConfig
+from isles.errors import ConfigError
+from isles.outer.codec import parse_codec
+from isles.outer.layout import make_layout
+from isles.outer.link_messages import (
+    Behind,
+    Committed,
+    Event,
+    Joined,
+    Refused,
+    StateReady,
+    TurnDue,
+)
+from isles.outer.pace import LEAST
+from isles.rundir.paths import RunDir
+from isles.train.outer_alone import Alone, OuterLine
+from isles.train.outer_chief import Chief, Outlook
+from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.record import Recorder
+
+BATCH = 4
+LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=2)
+NEW = Outlook(
+    version=0, steps=0, contributed_at=0, sent=(), has_learnt=True, step=0, samples_left=10**6
+)
+
+
+class Told(Alone):
+    """A line on which a test speaks."""
+
+    def say(self, *events: Event) -> None:
+        self._events += events
+
+
+def chief_of(folder: Path, **settings: Any) -> tuple[Chief, Told]:
+    line = Told(LAYOUT, "a", folder / "spool", version=0, next_sample=0)
+    line.poll()
+    seam: OuterLine = line
+    recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
+    config = DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings})
+    return (
+        Chief(config, seam, num_fragments=2, batch=BATCH, total_steps=100, recorder=recorder),
+        line,
+    )
+
+
+def orders(chief: Chief, outlook: Outlook) -> list[Order]:
+    chief.plan(outlook)
+    return chief.take_orders()
+
+
+def committed(turn: int, **fields: Any) -> Committed:
+    known = {"digest": "", "is_in": True, "weights": {"a": 1}, "refused": {}, "size_bytes": 8}
+    return Committed(turn=turn, path=Path("x"), **{**known, **fields})
+
+
+def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
+    chief, _ = chief_of(tmp_path)
+    due = []
+    outlook = NEW
+    for step in range(1, 21):
+        if orders(chief, replace(outlook, steps=step - 1, step=step - 1)):
+            due.append(step)
+            outlook = replace(outlook, version=outlook.version + 1, contributed_at=step)
+    assert due == [4, 8, 12, 16, 20]
+
+
+def test_a_fragment_under_way_is_not_contributed_again(tmp_path: Path) -> None:
+    chief, _ = chief_of(tmp_path)
+    outlook = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
+    assert orders(chief, outlook) == [Contribute(1)]
+    outlook = replace(outlook, sent=(0, 1), contributed_at=8, steps=90, step=90)
+    assert orders(chief, outlook) == []
+    assert orders(chief, replace(outlook, version=1, sent=(1,))) == [Contribute(2)]
+
+
+def test_rounds_that_were_missed_are_not_made_up_for_by_empty_ones(tmp_path: Path) -> None:
+    chief, _ = chief_of(tmp_path)
+    outlook = replace(NEW, version=1, contributed_at=40, steps=41, step=41)
+    assert orders(chief, outlook) == []
+    assert orders(chief, replace(outlook, steps=43, step=43)) == [Contribute(1)]
+
+
+def test_a_turn_that_closes_gets_what_there_is(tmp_path: Path) -> None:
+    chief, line = chief_of(tmp_path)
+    line.say(TurnDue(turn=0, due_in_s=3.0, waits_for=("a",)))
+    assert orders(chief, replace(NEW, has_learnt=False)) == []
+    assert orders(chief, replace(NEW, steps=1, step=1)) == [Contribute(0)]
+    assert orders(chief, replace(NEW, version=1, steps=2, contributed_at=2, step=2)) == []
+
+
+def test_an_average_takes_the_step_to_that_of_the_others(tmp_path: Path) -> None:
+    chief, line = chief_of(tmp_path)
+    line.say(committed(0), committed(1))
+    due = replace(NEW, steps=3, step=3)
+    (first, second) = orders(chief, due)
+    assert isinstance(first, Take) and isinstance(second, Take)
+    assert (first.step, second.step) == (4, 8), "and no contribution before they are taken in"
+    line.say(committed(99))
+    (last,) = orders(chief, due)
+    assert isinstance(last, Take) and last.step == 100, "never beyond the end"
+
+
+def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -> None:
+    chief, line = chief_of(tmp_path)
+    chief.plan(replace(NEW, samples_left=0))
+    chief.plan(replace(NEW, samples_left=0))
+    chief.plan(replace(NEW, samples_left=0))
+    (claimed,) = chief.take_orders()
+    assert claimed == line_claim(1, 0, 8 * BATCH)
+    chief.plan(replace(NEW, samples_left=8 * BATCH - 1))
+    assert chief.take_orders() == []  # it is asked for now, and heard of in the next step
+    chief.plan(replace(NEW, samples_left=8 * BATCH - 1))
+    assert chief.take_orders() == [line_claim(2, 8 * BATCH, 16 * BATCH)]
+    chief.plan(replace(NEW, step=97, steps=97, contributed_at=97, samples_left=3 * BATCH))
+    assert line.poll() == []
+    chief.restock(replace(NEW, samples_left=0), is_late=True)
+    assert isinstance(chief.take_orders()[-1], UseReserve)
+
+
+def line_claim(number: int, start: int, stop: int) -> Event:
+    from isles.outer.link_messages import Claimed
+
+    return Claimed(number=number, samples=((start, stop),))
+
+
+def test_a_cluster_that_is_behind_contributes_nothing(tmp_path: Path) -> None:
+    chief, line = chief_of(tmp_path)
+    due = replace(NEW, steps=3, step=3)
+    line.say(Joined(standing="behind", turn=5, from_turn=5), Behind(why="it is new"))
+    assert orders(chief, due) == [] and chief.is_behind
+    state = StateReady(version=5, paths=(), anchors=(), donor="b")
+    line.say(committed(0), state)
+    (adopt,) = orders(chief, due)
+    assert adopt == Adopt(state, 20) and not chief.is_behind
+
+
+def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
+    chief, line = chief_of(tmp_path, deadline=5.0)
+    assert chief.fault(is_late=False, is_new=True) is None
+    late = chief.fault(is_late=True, is_new=True)
+    assert late is not None and "has not answered within 5s" in late.what
+    assert chief.fault(is_late=True, is_new=False) is None, "it goes on alone"
+    line.say(Refused(reason="token", what="wrong token", where="hub:1", fix="paste it again"))
+    chief.listen()
+    fault = chief.fault(is_late=False, is_new=False)
+    assert isinstance(fault, ConfigError) and fault.where == "hub:1"
+
+
+def test_auto_follows_the_slowest_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chief, line = chief_of(tmp_path, sync_every="auto", max_sync_overhead=0.1)
+    assert chief.sync_every == LEAST and chief.step_of(7) == 0
+    chief.pace.step_s = 0.5
+    line.say(committed(0, sent_bytes=1000, received_bytes=1000, send_s=1.0, receive_s=1.0))
+    chief.listen()
+    # 2 fragments of 2000 bytes at 1000 bytes a second: 4 s, a tenth of 80 steps.
+    assert chief.sync_every == 80 and chief.interval == 40
+    line.pace = 120
+    assert chief.sync_every == 120

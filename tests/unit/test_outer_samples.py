@@ -1,0 +1,89 @@
+"""The samples of one cluster: each is read once, told once, and none is forgotten."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isles.outer.spans import Interval, joined, without
+from isles.train.outer_samples import OwnSamples
+
+ME = "ab" * 16
+
+
+def numbers(spans: list[Interval]) -> list[int]:
+    return [number for start, stop in spans for number in range(start, stop)]
+
+
+def test_places_are_read_over_gaps() -> None:
+    own = OwnSamples(ME)
+    own.deal([(10, 14), (30, 34)])
+    assert own.covers(0, 8) and not own.covers(1, 8)
+    assert own.numbers(2, 4).tolist() == [12, 13, 30, 31]
+    own.lose([(31, 33)], cursor=3)
+    assert own.numbers(3, 3).tolist() == [13, 30, 33] and own.left(3) == 3
+    assert own.holding([]) == [(10, 14), (30, 31), (33, 34)]
+
+
+def test_what_an_average_has_not_is_told_again() -> None:
+    own = OwnSamples(ME)
+    own.deal([(0, 12)])
+    sent = own.tell(4)
+    assert sent == [(0, 4)] and own.holding(sent) == [(0, 12)]
+    own.owe(sent)
+    assert joined(own.tell(6)) == [(0, 6)]
+    assert own.holding([]) == [(6, 12)]
+
+
+def test_the_reserve_is_told_to_nobody() -> None:
+    own, other = OwnSamples(ME), OwnSamples("cd" * 16)
+    own.deal([(0, 4)])
+    own.deal_reserve(8)
+    other.deal_reserve(8)
+    mine, others = set(own.numbers(4, 8).tolist()), set(other.numbers(0, 8).tolist())
+    assert len(mine) == 8 and not mine & others and max(mine | others) < 2**62
+    own.deal([(7, 9)])
+    assert own.tell(14) == [(0, 4), (7, 9)] and own.frontier == 9
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["deal", "read", "tell", "owe", "lose", "save"]), st.integers(1, 9)),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_no_sample_is_read_twice_or_forgotten(steps: list[tuple[str, int]]) -> None:
+    own, cursor, dealt, lost = OwnSamples(ME), 0, 0, []
+    read: list[int] = []
+    told: list[Interval] = []
+    sent: list[list[Interval]] = []
+    for what, count in steps:
+        if what == "deal":
+            own.deal([(dealt, dealt + count)])
+            dealt += count
+        elif what == "read" and own.covers(cursor, count):
+            read += own.numbers(cursor, count).tolist()
+            cursor += count
+        elif what == "tell":
+            sent.append(own.tell(cursor))
+        elif what == "owe" and sent:
+            own.owe(sent.pop())
+        elif what == "lose":
+            ahead = without([(dealt - count, dealt)], joined([(n, n + 1) for n in [-1, *read]]))
+            gone = [span for span in ahead if span[0] >= 0]
+            own.lose(gone, cursor)
+            lost += gone
+        elif what == "save":
+            record = json.loads(json.dumps(own.record()))
+            own = OwnSamples(ME)
+            own.restore(record)
+    told = [span for spans in sent for span in spans]
+    assert len(read) == len(set(read)) and not set(read) & set(numbers(joined(lost)))
+    assert len(numbers(told)) == len(set(numbers(told))), "told twice"
+    rest = numbers(own.holding(told))
+    assert sorted(rest) == sorted(set(range(dealt)) - set(numbers(joined(lost))))
+    ahead = own.numbers(cursor, own.left(cursor)).tolist() if own.left(cursor) else []
+    assert sorted([*read, *ahead]) == sorted(set(range(dealt)) - set(numbers(joined(lost))))
