@@ -28,7 +28,7 @@ format: $(STAMP)
 $(STAMP): pyproject.toml
 	command -v $(PYTHON) >/dev/null || { echo "isles needs Python 3.11 or newer: make PYTHON=python3 …"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train,qlora,deepspeed,wandb,mlflow,test,dev]'
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train,qlora,deepspeed,wandb,mlflow,hivemind,test,dev]'
 	touch $(STAMP)
 
 clean:

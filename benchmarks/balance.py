@@ -224,7 +224,7 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     (run_dir.path / f"ready-{env.rank}").touch()
     world.main_first(lambda: wait_for(run_dir.path / "go"))
     travel = Travel(run_dir, world, find_disks(world, run_dir.path))
-    parts = build(resolved, run_dir, world, recorder, StopSignals(), None, travel)
+    parts = build(resolved, run_dir, world, recorder, StopSignals(), None, travel, 1)
     turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
     parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
     train(parts)

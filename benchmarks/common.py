@@ -223,7 +223,7 @@ def run_rank(
     timeout_s = resolved.config.clusters[0].comm_timeout
     world = join_world(env, device=resolved.device, timeout_s=timeout_s)
     travel = Travel(run_dir, world, find_disks(world, run_dir.path))
-    parts = build(resolved, run_dir, world, recorder, signals, None, travel)
+    parts = build(resolved, run_dir, world, recorder, signals, None, travel, 1)
     bare = make_bare(parts)
     interleaved = Interleaved(parts.loader, bare, chunk_steps, dist.barrier)
     parts.loader = interleaved  # type: ignore[assignment]  # it stands in for the loader

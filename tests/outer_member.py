@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from isles.outer.client import Client
 from isles.outer.client_http import RendezvousRefusal
-from isles.outer.join_line import JoinLine
 from isles.outer.messages import Beat, Join
 from isles.outer.rendezvous import __main__ as rendezvous
 from isles.rundir.env import RankEnv
+from isles.rundir.join_line import JoinLine
 
 FRAGMENTS = 2
 PIECE = 1 << 17

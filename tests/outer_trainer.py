@@ -27,6 +27,7 @@ from isles.outer.link_messages import (
     Donate,
     Joined,
     LinkSettings,
+    Progress,
     Refused,
     Reset,
     StateReady,
@@ -83,7 +84,7 @@ class Trainer:
             num_fragments=options["fragments"],
             piece_numbers=PIECE * options.get("scale", 1),
         )
-        self.fragments = options["fragments"]
+        self.fragments, self.layout = options["fragments"], layout
         self.cluster = Cluster(self.weights, self.world, layout, OuterSettings())
         self.cluster.begin()
         self.version, self.contributed = 0, -1
@@ -188,7 +189,7 @@ class Trainer:
             norm=made.norm,
         )
         self.link.claim(SAMPLES)
-        self.link.progress(self.steps, 1, 1000.0, "waiting")
+        self.link.progress(Progress(step=self.steps, since=1, tokens_per_s=1e3, phase="waiting"))
 
     def write(self, *, is_done: bool = False) -> None:
         record = {

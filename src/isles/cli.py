@@ -21,7 +21,9 @@ from isles.launch.file_verbs import config, data
 from isles.launch.render_verb import render
 from isles.launch.setup_verb import setup_app
 from isles.monitor import verbs as run_verbs
+from isles.monitor.join_cluster_verb import join_cluster_app
 from isles.monitor.join_verb import join_app
+from isles.monitor.meeting_verb import rendezvous_app
 from isles.preflight.check_verb import check_app
 
 app = App(
@@ -37,6 +39,8 @@ app.command(render)
 app.command(setup_app)
 app.command(check_app)
 app.command(join_app)
+app.command(rendezvous_app)
+app.command(join_cluster_app)
 run_verbs.register(app)
 
 
@@ -78,6 +82,8 @@ def train(
     dry_run: bool = False,
     detach: bool = False,
     announce: Annotated[bool, Parameter(show=False)] = False,
+    join_file: Path | None = None,
+    cluster: Annotated[str, Parameter(show=False)] = "",
 ) -> int:
     """Train: start the ranks, follow them, and go on where the last start ended.
 
@@ -89,34 +95,21 @@ def train(
         dry_run: Show the resolved values and the exact command; start nothing.
         detach: Return as soon as the run is started.
         announce: The same, and say which run it is; for isles on another machine.
+        join_file: A file with the join line by which this cluster reaches the others.
+        cluster: Of several in the run file, start only this one.
     """
-    from isles.launch.login import started_line
-    from isles.launch.start import StartOptions, start
-    from isles.monitor.inbox import caught_signals
-    from isles.rundir.find import typed_name
+    from isles.launch.start import StartOptions
+    from isles.monitor.started import start_and_follow
 
-    options = StartOptions(run_file, overrides, resume, dry_run, _say, _warn)
-    with caught_signals() as inbox:
-        started = start(options)
-        if isinstance(started, str):
-            print(started)
-            return ExitCode.OK
-        if started.text:
-            print(started.text)
-            return ExitCode.OK
-        if announce:
-            _say(started_line(started))
-            return ExitCode.OK
-        if detach:
-            name = started.remote.typed if started.remote else typed_name(started.run_dir)
-            _say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
-            return ExitCode.OK
-        _say("Ctrl+C saves and stops; closing this terminal leaves it running")
-        # The ranks are on their way: what draws their progress is loaded beside them.
-        from isles.monitor.consoles import console
-        from isles.monitor.foreground import attend
+    join = ""
+    if join_file is not None:
+        from isles.rundir.join_line import JoinLine
 
-        return attend(started, inbox=inbox, console=console(), errors=console(stderr=True))
+        join = JoinLine.read(join_file).secret_text()
+    options = StartOptions(
+        run_file, overrides, resume, dry_run, _say, _warn, cluster=cluster, join=join
+    )
+    return start_and_follow(options, detach=detach, announce=announce)
 
 
 @app.command

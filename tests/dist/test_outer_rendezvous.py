@@ -24,12 +24,12 @@ from isles.outer.blobs import digest_of, hash_chunks
 from isles.outer.client import Client
 from isles.outer.client_files import upload
 from isles.outer.client_http import RendezvousRefusal
-from isles.outer.join_line import JoinLine, encode
 from isles.outer.messages import CHUNK_BYTES, Beat, Prepared, Ready
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.server import Server, load_averager
 from isles.outer.rendezvous.settings import Settings
+from isles.rundir.join_line import JoinLine, encode
 from tests.outer_member import (
     SAMPLES,
     TOKENS,

@@ -32,7 +32,7 @@ def write_run(lab: Lab, name: str, *, hosts: Sequence[Any] = HOSTS, **more: Any)
     """
     model = lab.shared / "tiny"
     if not model.exists():
-        _write_inputs(lab.shared)
+        write_inputs(lab.shared)
     training = {
         "max_steps": 20,
         "global_batch_size": 12,
@@ -111,7 +111,8 @@ def assert_nothing_left(lab: Lab, deadline_s: float = 30.0) -> None:
     until(lambda: not left(lab), lambda: f"no process left, and there is {left(lab)}", deadline_s)
 
 
-def _write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path) -> None:
+    """A tiny model, as a config.json, and a text."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

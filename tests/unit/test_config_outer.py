@@ -43,7 +43,17 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={sync_every: 5}"], "does not say its kind", "none, diloco"),
         (["outer={kind: none, lr: 1}"], "unknown key lr", "kind: diloco"),
         (["outer={kind: diloco, codec: uniform8bit}"], "uniform8bit", "int8"),
-        (["outer={kind: diloco, engine: hivemind}"], "does not have yet", "hub, gloo"),
+        (["outer={kind: diloco, engine: torchft}"], "does not have yet", "hub, gloo"),
+        (["outer={kind: diloco, hivemind: {relay: true}}"], "nothing to engine hub", "hivemind"),
+        (["outer={kind: diloco, engine: hivemind, public: 'h:1'}"], "public h:1", "initial_peers"),
+        (
+            [
+                "outer={kind: diloco, engine: hivemind, "
+                "hivemind: {initial_peers: [/ip4/192.0.2.1/tcp/30001]}}"
+            ],
+            "/ip4/192.0.2.1/tcp/30001",
+            "",
+        ),
         (["outer={kind: diloco, engine: hubb}"], "hubb", "did you mean hub?"),
         (["outer={kind: diloco, sync_every: never}"], "never", "auto"),
         (["outer={kind: diloco, sync_every: 2000}"], "2000 is more than max_steps 1000", "500"),

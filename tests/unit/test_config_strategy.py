@@ -22,7 +22,7 @@ from isles.facts.architectures import (
     REASONS,
     TENSOR_PARALLEL,
 )
-from isles.launch.start import read_run_file
+from isles.launch.start import settle_here
 from isles.rundir.env import hub_cache
 
 GOOD = """\
@@ -300,7 +300,7 @@ def test_all_that_is_known_before_the_start_is_told_at_once(tmp_path: Path) -> N
         "strategy: {kind: fsdp, tp_size: 3}\nclusters: [{gpus_per_node: 2}]\n"
     )
     with pytest.raises(ConfigErrors) as raised:
-        read_run_file(tmp_path / "run.yaml", (), lambda _: None, needs_data=True)
+        settle_here(load_run_file(tmp_path / "run.yaml"), lambda _: None, needs_data=True)
     words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
     assert len(raised.value.faults) == len(words)
     for word, fault in zip(words, raised.value.faults, strict=True):

@@ -264,6 +264,8 @@ def test_a_shared_folder_shows_its_runs_once(tmp_path: Path) -> None:
     write_launch(new_attempt(run_dir), FAR, world_size=1, device="cpu", command=())
     assert remote_runs(tmp_path) == []
     assert find_any("a-1", tmp_path) == run_dir
+    # As its start has printed it.
+    assert find_any("a-1@elsewhere", tmp_path) == run_dir
 
 
 def fleet_run(path: Path) -> tuple[RunDir, Attempt]:

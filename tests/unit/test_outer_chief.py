@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from isles.outer.link_messages import (
     Event,
     Joined,
     Refused,
+    RendezvousLost,
     StateReady,
     TurnDue,
 )
@@ -42,14 +45,24 @@ class Told(Alone):
         self._events += events
 
 
-def chief_of(folder: Path, **settings: Any) -> tuple[Chief, Told]:
+def chief_of(
+    folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
+) -> tuple[Chief, Told]:
     line = Told(LAYOUT, "a", folder / "spool", version=0, next_sample=0)
     line.poll()
     seam: OuterLine = line
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
     config = DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings})
     return (
-        Chief(config, seam, num_fragments=2, batch=BATCH, total_steps=100, recorder=recorder),
+        Chief(
+            config,
+            seam,
+            num_fragments=2,
+            batch=BATCH,
+            total_steps=100,
+            recorder=recorder,
+            clock=clock,
+        ),
         line,
     )
 
@@ -146,14 +159,22 @@ def test_a_cluster_that_is_behind_contributes_nothing(tmp_path: Path) -> None:
 
 
 def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
-    chief, line = chief_of(tmp_path, deadline=5.0)
-    assert chief.fault(is_late=False, is_new=True) is None
-    late = chief.fault(is_late=True, is_new=True)
-    assert late is not None and "has not answered within 5s" in late.what
-    assert chief.fault(is_late=True, is_new=False) is None, "it goes on alone"
+    now = 100.0
+    chief, line = chief_of(tmp_path, lambda: now, deadline=5.0)
+    now += 60.0
+    assert chief.fault(is_new=True) is None, "the side process may still be starting"
+    line.say(RendezvousLost(why="hub:1 does not answer"))
+    chief.listen()
+    now += 4.0
+    assert chief.fault(is_new=True) is None
+    now += 2.0
+    late = chief.fault(is_new=True)
+    assert late is not None
+    assert "has not answered within 5s: hub:1 does not answer" in late.what
+    assert chief.fault(is_new=False) is None, "it goes on alone"
     line.say(Refused(reason="token", what="wrong token", where="hub:1", fix="paste it again"))
     chief.listen()
-    fault = chief.fault(is_late=False, is_new=False)
+    fault = chief.fault(is_new=False)
     assert isinstance(fault, ConfigError) and fault.where == "hub:1"
 
 
@@ -165,5 +186,9 @@ def test_auto_follows_the_slowest_link(tmp_path: Path, monkeypatch: pytest.Monke
     chief.listen()
     # 2 fragments of 2000 bytes at 1000 bytes a second: 4 s, a tenth of 80 steps.
     assert chief.sync_every == 80 and chief.interval == 40
+    # The other fragment is a third of that, and comes as fast.
+    line.say(committed(1, sent_bytes=400, received_bytes=600, send_s=0.4, receive_s=0.6))
+    chief.listen()
+    assert chief.sync_every == 60
     line.pace = 120
     assert chief.sync_every == 120

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +23,24 @@ from isles.outer.codec import parse_codec
 from isles.outer.side.gloo_attempt import Attempt, Made
 from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_plan
 from isles.outer.side.gloo_group import Group
+from isles.outer.side.gloo_reach import UnreachableError, call_each_other
 
 COUNTS = [5000, 4096, 70_000, 3, 5000]
 TOKENS = [100, 300, 200]
 NAMES = ["a", "b", "c"]
 
 
-def together(ranks: int, work: Callable[[Group], Any], timeout_s: float = 30.0) -> list[Any]:
+def together(
+    ranks: int,
+    work: Callable[[Group], Any],
+    timeout_s: float = 30.0,
+    kind: type[Group] = Group,
+) -> list[Any]:
     """Do something as so many clusters; what each returns, or the error that it met."""
     store = HashStore()
 
     def one(rank: int) -> Any:
-        group = Group(store, rank, NAMES[:ranks], "127.0.0.1", timeout_s, lambda _: None)
+        group = kind(store, rank, NAMES[:ranks], "127.0.0.1", timeout_s, lambda _: None)
         try:
             return work(group)
         except (CommunicationError, RuntimeError, ValueError) as error:
@@ -117,6 +126,80 @@ def test_an_unsound_contribution_is_blamed_on_its_cluster(tmp_path: Path) -> Non
     blames = [error for error in errors if isinstance(error, UnsoundPartError)]
     assert [error.rank for error in blames] == [2]
     assert "piece 3" in str(blames[0])
+
+
+class BadLink(Group):
+    """A group on whose way from a to c one bit flips."""
+
+    def exchange(self, rows: Any, sizes: Any, longest: int) -> list[torch.Tensor]:
+        found = super().exchange(rows, sizes, longest)
+        if self.rank == 2 and len(found[0]):
+            found[0][len(found[0]) // 2] ^= 4
+        return found
+
+
+def test_bytes_that_come_damaged_are_not_averaged(tmp_path: Path) -> None:
+    parts = [contribution(tmp_path, "int8", rank) for rank in range(3)]
+    plan = make_plan("int8", COUNTS, 3)
+
+    def work(group: Group) -> None:
+        average_among(group, plan, TOKENS, parts[group.rank], tmp_path / f"{group.rank}")
+
+    errors = together(3, work, timeout_s=3.0, kind=BadLink)
+    assert isinstance(errors[2], CommunicationError)
+    assert "bytes from cluster a have come damaged" in errors[2].what
+    assert all(isinstance(error, Exception) for error in errors)
+
+
+class Elsewhere:
+    """The store as seen by a cluster whose own address means another host to the others."""
+
+    def __init__(self, store: HashStore, port: int) -> None:
+        self._store, self._port = store, port
+
+    def set(self, key: str, value: str) -> None:
+        """Tell all."""
+        if key.startswith("call/"):
+            value = json.dumps(["127.0.0.1", self._port, json.loads(value)[2]])
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """What somebody has told."""
+        return self._store.get(key)
+
+
+def test_clusters_that_do_not_reach_one_another_are_named_by_all() -> None:
+    """Nobody answers where b should be, and a stranger where c should be."""
+
+    def call(ranks: int, stores: list[Any]) -> list[Any]:
+        def one(rank: int) -> Any:
+            try:
+                return call_each_other(stores[rank], rank, NAMES[:ranks], "lo", 5.0)
+            except UnreachableError as error:
+                return error
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(one, range(ranks)))
+
+    assert call(3, [HashStore()] * 3) == [None] * 3
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        closed = nobody.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        threading.Thread(target=_speak, args=(stranger,), daemon=True).start()
+        store, port = HashStore(), stranger.getsockname()[1]
+        errors = call(3, [store, Elsewhere(store, closed), Elsewhere(store, port)])
+        stranger.shutdown(socket.SHUT_RDWR)
+    assert [error.pairs for error in errors] == [[(0, 1), (0, 2), (1, 2), (2, 1)]] * 3
+    assert f"a does not reach b at 127.0.0.1 port {closed}: " in errors[2].what
+    assert f"a does not reach c at 127.0.0.1 port {port}: another host answers" in errors[0].what
+
+
+def _speak(server: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"x" * 32)
 
 
 def test_a_cluster_that_stays_away_holds_nobody_for_long() -> None:

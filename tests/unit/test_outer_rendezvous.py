@@ -14,106 +14,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from isles.errors import ConfigError
 from isles.outer.blobs import Incoming, Sealed, WrongHash, digest_of, hash_chunks
-from isles.outer.join_line import JoinLine, encode
 from isles.outer.messages import (
     CHUNK_BYTES,
-    Applied,
-    Beat,
-    Claim,
-    Contribution,
     Failed,
-    Join,
     Prepared,
     Ready,
     StateFile,
     StateOffer,
 )
 from isles.outer.rate_limit import RateLimit
-from isles.outer.rendezvous.averaging import Average
-from isles.outer.rendezvous.core import Core
 from isles.outer.rendezvous.identity import lock_folder, make_identity
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.rules import divergence, outliers
-from isles.outer.rendezvous.settings import Settings
-from isles.outer.rendezvous.status import events
-
-ZERO = "0" * 64
-
-
-class World:
-    """A rendezvous on a folder, and a clock."""
-
-    def __init__(self, folder: Path, fragments: int = 1, **rules: object) -> None:
-        self.now = 0.0
-        self.folder = folder
-        self.fragments = fragments
-        self.settings = Settings.model_validate(rules)
-        self.core = self._open()
-
-    def _open(self) -> Core:
-        return Core(self.folder, self.settings, lambda: self.now)
-
-    def restart(self) -> None:
-        """As after kill -9: only what is on the disk is left."""
-        self.core.book.close()
-        self.core = self._open()
-
-    def join(
-        self,
-        name: str,
-        version: int = 0,
-        anchors: str | list[str] = ZERO,
-        called: str = "",
-        **more: object,
-    ):
-        values = {
-            "id": member_id(name),
-            "name": called or name,
-            "identity": {"layout": "a"},
-            "codec": "none",
-            "pieces": [[4]] * self.fragments,
-            "version": version,
-            "anchors": [anchors] * self.fragments if isinstance(anchors, str) else anchors,
-        }
-        return self.core.join(Join.model_validate({**values, **more}))
-
-    def beat(self, name: str, step: int = 0):
-        return self.core.beat(Beat(id=member_id(name), step=step, version=0))
-
-    def claim(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
-        body = Claim(id=member_id(name), number=number, samples=samples)
-        return list(self.core.claim(body).samples)
-
-    def complete(
-        self, name: str, turn: int, samples=(), tokens: int = 10, norm: float = 1.0, fault=""
-    ) -> int:
-        body = Contribution(
-            id=member_id(name),
-            tokens=tokens,
-            steps=1,
-            samples=list(samples),
-            digest=ZERO,
-        )
-        return self.core.complete(turn, body, norm, fault).repeated
-
-    def close(self) -> list[str] | None:
-        """Who takes part in the turn that is closed now, and commit it; None: it waits."""
-        job = self.core.close_turn()
-        if job is None:
-            return None
-        self.core.commit(job.turn, Average(ZERO, 16) if job.parts else Average("", 0))
-        return sorted(self.core.answer(job.turn).weights)
-
-    def applied(self, name: str, turn: int, anchors: str) -> None:
-        self.core.applied(Applied(id=member_id(name), turn=turn, anchors=anchors))
-
-    def events(self, kind: str) -> list[str]:
-        return [f"{e['member']}: {e['what']}" for e in events(self.core, 0) if e["kind"] == kind]
-
-
-def member_id(name: str) -> str:
-    return name.encode().hex().rjust(32, "0")
-
+from isles.rundir.join_line import JoinLine, encode
+from tests.outer_world import ZERO, World, member_id
 
 # The ledger of samples.
 
@@ -177,6 +91,15 @@ class Ledger(RuleBasedStateMachine):
         self.held[name] = [(n, n + 1) for n in numbers if n not in gone]
         self.claims[name] = 0
 
+    @rule(name=NAMES)
+    def stay_away_and_start_again(self, name: str) -> None:
+        for other in "abc":
+            self.world.beat(other)
+        _drop(self.world, name, for_long=True)
+        with pytest.raises(Refusal, match="does not know this cluster"):
+            self.world.beat(name)
+        self.start_again(name)
+
     @rule()
     def kill_the_rendezvous(self) -> None:
         self.world.restart()
@@ -195,7 +118,7 @@ class Ledger(RuleBasedStateMachine):
         """Whoever is left is dealt all that is not committed."""
         world = self.world
         for name in "bca":
-            _drop(world, name)
+            _drop(world, name, for_long=True)
         for _ in range(4):
             self.close()
         assert world.core.turns.state(world.core.turns.next) == "future"
@@ -220,13 +143,14 @@ def _number(world: World, name: str) -> int:
     return int(world.core.roster.find(member_id(name))["number"])
 
 
-def _drop(world: World, name: str) -> None:
-    """Everybody is heard but one."""
-    world.now += 11.0
-    for row in world.core.roster.living():
-        if row["name"] != name:
-            world.core.roster.touch(row["number"])
-    world.core.drop_silent()
+def _drop(world: World, name: str, *, for_long: bool = False) -> None:
+    """Everybody is heard but one; for so long that its samples are dealt to others, or not."""
+    for seconds in (11.0, 300.0) if for_long else (11.0,):
+        world.now += seconds
+        for row in world.core.roster.living():
+            if row["name"] != name:
+                world.core.roster.touch(row["number"])
+        world.core.drop_silent()
 
 
 def test_samples_that_were_dealt_to_another_meanwhile_are_not_counted_twice(tmp_path: Path) -> None:
@@ -234,12 +158,17 @@ def test_samples_that_were_dealt_to_another_meanwhile_are_not_counted_twice(tmp_
     world.join("a"), world.join("b")
     assert world.claim("a", 1, 10) == [(0, 10)]
     _drop(world, "a")
+    assert world.claim("b", 1, 4) == [(10, 14)]  # a may still come back
+    world.join("b")
+    _drop(world, "a", for_long=True)
     assert world.claim("b", 1, 4) == [(0, 4)]  # what was given back comes first
-    world.beat("a")
+    with pytest.raises(Refusal, match="does not know this cluster"):
+        world.beat("a")
+    assert world.join("a", holding=[(0, 10)]).lost == [(0, 4)]
     assert world.complete("a", 0, [(0, 10)]) == 4
     assert world.complete("b", 0, [(0, 4)]) == 0
     world.close()
-    assert world.core.samples.counts() == {"committed": 10}
+    assert world.core.samples.counts() == {"committed": 10, "free": 4}
     assert world.events("repeated") == ["a: turn 0: 4 samples had been dealt to others meanwhile"]
     with pytest.raises(Refusal, match="never been dealt"):
         world.complete("a", 1, [(10, 20)])
@@ -273,8 +202,19 @@ def test_all_waits_for_the_living_and_names_them(tmp_path: Path) -> None:
     world.now = 10.5
     world.beat("a"), world.beat("c")
     world.core.drop_silent()
-    assert world.events("dropped") == ["b: not heard for 10.5 s; 0 samples go back"]
+    assert world.events("dropped") == ["b: not heard for 10.5 s"]
     assert world.close() == ["a", "c"]
+
+
+def test_min_clusters_counts_on_nobody_who_has_finished(tmp_path: Path) -> None:
+    world = World(tmp_path, min_clusters=2)
+    world.join("a"), world.join("b")
+    world.core.leave(member_id("b"))
+    world.complete("a", 0)
+    assert world.close() is None, "b pauses, and comes back"
+    world.join("b")
+    world.core.leave(member_id("b"), has_finished=True)
+    assert world.close() == ["a"]
 
 
 def test_a_cluster_that_lives_but_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
@@ -369,8 +309,8 @@ def test_a_turn_that_was_closed_is_averaged_over_the_same_after_a_restart(tmp_pa
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        ({"identity": {"layout": "b"}}, "other_run", "layout: b here, a there"),
-        ({"codec": "int8"}, "other_run", "codec: int8 here, none there"),
+        ({"identity": {"layout": "b"}}, "other_run", "layout is b in b and a in the run"),
+        ({"codec": "int8"}, "other_run", "codec is int8 in b and none in the run"),
         ({"pieces": [[5]]}, "other_run", "pieces"),
         ({"called": "a"}, "name_taken", "called 'a'"),
         ({"version": 3}, "ahead", "applied 3 turns"),
@@ -394,7 +334,7 @@ def test_a_dead_clusters_name_can_be_taken_over(tmp_path: Path) -> None:
     world.claim("a", 1, 8)
     _drop(world, "a")
     world.join("b2", called="a")
-    with pytest.raises(Refusal, match="no cluster with the id"):
+    with pytest.raises(Refusal, match="does not know this cluster"):
         world.beat("a")
 
 
@@ -436,6 +376,18 @@ def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
     assert world.beat("a").order == "pull" and world.beat("c").order == ""
     assert [text.split(":")[0] for text in world.events("diverged")] == ["c", "a"]
     assert divergence({1: "x", 2: "y", 3: "y"}) == ("y", [1])
+
+
+def test_who_comes_when_all_others_have_finished_hears_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.join("a"), world.complete("a", 0), world.close()
+    assert world.join("n", anchors="1" * 64).standing == "behind"
+    world.core.leave(member_id("a"))
+    assert world.core.want_state(member_id("n")).donor == "", "a pauses, and will give it"
+    world.join("a", version=1)
+    world.core.leave(member_id("a"), has_finished=True)
+    with pytest.raises(Refusal, match="the other clusters have finished this run"):
+        world.core.want_state(member_id("n"))
 
 
 def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_path: Path) -> None:
@@ -589,7 +541,7 @@ def test_a_turn_is_committed_once_all_of_an_epoch_have_the_same(tmp_path: Path) 
     # a's answer was lost on the way.
     assert epochs.prepared(numbers["a"], third.epoch, _prepared("a", 0)).digest == ZERO
     assert world.core.answer(0).weights == {"a": 10, "c": 10}
-    assert world.core.samples.counts() == {"committed": 10, "free": 5}
+    assert world.core.samples.counts() == {"committed": 10, "claimed": 5}
     assert world.beat("b").order == ""  # a or c will give it what it missed
     with pytest.raises(Refusal, match="decided without b"):
         epochs.ready(numbers["b"], 0, _ready("b"))
@@ -635,7 +587,7 @@ def test_an_epoch_is_time_boxed_and_leaves_outliers_out(tmp_path: Path) -> None:
     broken = epochs.answer(numbers["c"], 3).epoch
     failed = Failed(id=member_id("c"), why="the contribution of a is unsound: nan", culprit=0)
     epochs.fail(numbers["c"], broken, failed)
-    with pytest.raises(Refusal, match="a to turn 3 is refused: the contribution of a is unsound"):
+    with pytest.raises(Refusal, match="a to turn 3 is refused: c says: the contribution of a is"):
         epochs.ready(numbers["a"], 3, _ready("a"))
     for name in "bc":
         epochs.ready(numbers[name], 3, _ready(name))

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isles.outer.spans import Interval, joined, without
+from isles.outer.spans import Interval, joined, reserve_of, without
 from isles.train.outer_samples import OwnSamples
 
 ME = "ab" * 16
@@ -37,7 +37,7 @@ def test_what_an_average_has_not_is_told_again() -> None:
     assert own.holding([]) == [(6, 12)]
 
 
-def test_the_reserve_is_told_to_nobody() -> None:
+def test_what_was_read_of_the_reserve_is_told_and_not_held() -> None:
     own, other = OwnSamples(ME), OwnSamples("cd" * 16)
     own.deal([(0, 4)])
     own.deal_reserve(8)
@@ -45,7 +45,12 @@ def test_the_reserve_is_told_to_nobody() -> None:
     mine, others = set(own.numbers(4, 8).tolist()), set(other.numbers(0, 8).tolist())
     assert len(mine) == 8 and not mine & others and max(mine | others) < 2**62
     own.deal([(7, 9)])
-    assert own.tell(14) == [(0, 4), (7, 9)] and own.frontier == 9
+    reserve, _ = reserve_of(ME)
+    assert mine == set(range(reserve, reserve + 8)) and own.holding([]) == [(0, 4), (7, 9)]
+    told = own.tell(14)
+    assert told == [(0, 4), (7, 9), (reserve, reserve + 8)] and own.frontier == 9
+    own.owe(told)
+    assert own.holding([]) == [(0, 4), (7, 9)] and own.tell(14) == told
 
 
 STEPS = st.lists(

@@ -200,8 +200,12 @@ OpenDiLoCo: hv.outer_lr outer_lr
 OpenDiLoCo: hv
 torchtitan: fault_tolerance.enable fault_tolerance.semi_sync_method semi_sync_method
 torchtitan: fault_tolerance
-= outer.rendezvous | host:port of the rendezvous
-OpenDiLoCo: hv.initial_peers initial_peers
+= outer.hivemind.initial_peers | a list, with outer.engine: hivemind
+OpenDiLoCo: hv.initial_peers
+= outer.hivemind.host_maddrs | a list, with outer.engine: hivemind
+OpenDiLoCo: hv.host_maddrs
+= outer.hivemind.announce_maddrs | a list, with outer.engine: hivemind
+OpenDiLoCo: hv.announce_maddrs
 = outer.deadline | a time such as 60s
 OpenDiLoCo: hv.averaging_timeout
 = outer.wait | all, {time_boxed: 60s} or {quorum: 2, grace: 30s}
@@ -314,8 +318,6 @@ HF Trainer: do_train do_eval
 LLaMA-Factory: do_train
 = a cluster is a process group of its own: each has a name below clusters
 OpenDiLoCo: hv.world_rank hv.galaxy_size world_rank galaxy_size
-= clusters find one another by the join line of the rendezvous
-OpenDiLoCo: hv.host_maddrs hv.announce_maddrs
 = a cluster whose weights are not the run's takes them from another one
 OpenDiLoCo: hv.skip_load_from_peers
 = a cluster that is lost is dropped from the turn, and may come back

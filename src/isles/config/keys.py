@@ -86,8 +86,8 @@ def is_hub_id(node: Schema) -> bool:
 
 
 def is_own_text(node: Schema) -> bool:
-    """Whether a key holds a rate or an address, which are written in one way only."""
-    return any(o.get("x-isles-type") in ("rate", "address") for o in _options(node))
+    """Whether a key holds a rate or an address, say, which are written in one way only."""
+    return any(o.get("x-isles-type") in _OWN_TEXTS for o in _options(node))
 
 
 def is_section(node: Schema) -> bool:
@@ -141,7 +141,7 @@ def has_numbers(node: Schema) -> bool:
 def noun(node: Schema) -> str:
     """What a key holds, in two words: `a whole number`."""
     option = next(option for option in _options(node) if option.get("type") != "null")
-    if (own := option.get("x-isles-type")) in ("rate", "address"):
+    if (own := option.get("x-isles-type")) in _OWN_TEXTS:
         return _OWN_TYPES[own]
     return _NOUNS.get(option.get("type", ""), "a value")
 
@@ -189,7 +189,10 @@ _OWN_TYPES = {
     "hub-id": "owner/name",
     "rate": "bytes a second, such as 500kB or 20MB",
     "address": "HOST:PORT, such as hub.example.org:29400",
+    "peer": "a peer's whole address, such as /ip4/203.0.113.5/tcp/30001/p2p/QmXyz",
+    "maddr": "an address such as /ip4/0.0.0.0/tcp/30001",
 }
+_OWN_TEXTS = ("rate", "address", "peer", "maddr")
 _LIMITS = (
     ("minimum", "at least"),
     ("exclusiveMinimum", "greater than"),

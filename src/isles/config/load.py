@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -49,32 +50,60 @@ class Loaded:
         return f"{self.origins.get(section, f'{self.path}:1')} {dotted_keys[0]}"
 
 
-def load_run_file(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Values that a run file need not give: another cluster of the run has given them.
+
+    Args:
+        values: by section, as a run file has them.
+        name: where they are from, for messages.
+    """
+
+    values: Mapping[str, object]
+    name: str
+
+
+def load_run_file(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    text: str | None = None,
+    base: Base | None = None,
+) -> Loaded:
     """Read a run file.
 
     Args:
         path: the file.
         overrides: `training.max_steps=100`, as on the command line; they win over the file.
+        text: what stands in it, where it is no file of this machine.
+        base: what holds where the file says nothing.
 
     Raises:
         ConfigError: the file cannot be read, or is not YAML.
         ConfigErrors: every fault in it, each with file, line and key, or with the override.
     """
-    text = _read(path)
+    text = read_text(path) if text is None else text
     document, syntax_faults = scan_yaml(text, str(path))
     assert isinstance(document.value, dict)
-    return _Loading(text, path, document.value, document.lines).finish(overrides, syntax_faults)
+    loading = _Loading(text, path, document.value, document.lines, base)
+    return loading.finish(overrides, syntax_faults)
 
 
 class _Loading:
     """One run file on its way: the data, and where each part of it was given."""
 
     def __init__(
-        self, text: str, path: Path, data: dict[str, object], lines: Mapping[KeyPath, int]
+        self,
+        text: str,
+        path: Path,
+        data: dict[str, object],
+        lines: Mapping[KeyPath, int],
+        base: Base | None,
     ) -> None:
         self.text = text
         self.path = path
-        self.data = data
+        self.base = base
+        self.data = data if base is None else _over(base.values, data)
         self.lines = dict(lines)
         self.given: dict[KeyPath, str] = {}  # path -> the override that set it
 
@@ -137,7 +166,11 @@ class _Loading:
                 return f"{COMMAND_LINE} {shorten(self.given[path[:length]])}"
             if path[:length] in self.lines:
                 return f"{self.path}:{self.lines[path[:length]]} {dotted(path)}"
-        return f"{self.path}:1 {dotted(path)}"
+        return (
+            f"{self.path}:1 {dotted(path)}"
+            if self.base is None
+            else f"{self.base.name} {dotted(path)}"
+        )
 
     def _order(self, error: ConfigError) -> tuple[int, int]:
         """By line in the file; the command line last."""
@@ -146,9 +179,36 @@ class _Loading:
         return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
 
     def _origins(self) -> dict[str, str]:
-        origins = {dotted(path): f"{self.path}:{line}" for path, line in self.lines.items()}
+        origins = {} if self.base is None else dict.fromkeys(_keys(self.data), self.base.name)
+        origins.update({dotted(path): f"{self.path}:{line}" for path, line in self.lines.items()})
         origins.update({dotted(path): COMMAND_LINE for path in self.given})
         return origins
+
+
+def _over(base: Mapping[str, object], data: Mapping[str, object]) -> dict[str, object]:
+    """What is given, over what holds otherwise; a section of another kind replaces the whole."""
+    found: dict[str, object] = {key: deepcopy(value) for key, value in base.items()}
+    for key, value in data.items():
+        below = found.get(key)
+        if isinstance(below, dict) and isinstance(value, dict) and _is_one_kind(below, value):
+            found[key] = _over(below, value)
+        else:
+            found[key] = value
+    return found
+
+
+def _is_one_kind(below: dict[str, object], value: dict[str, object]) -> bool:
+    return all(value.get(name, below.get(name)) == below.get(name) for name in ("kind", "type"))
+
+
+def _keys(data: Mapping[Any, object], above: KeyPath = ()) -> list[str]:
+    found = []
+    for key, value in data.items():
+        found.append(dotted((*above, key)))
+        items = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(items, dict):
+            found += _keys(items, (*above, key))
+    return found
 
 
 def _typed(data: object) -> RunConfig:
@@ -171,7 +231,12 @@ def _path(key: str) -> KeyPath:
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a run file.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
     try:
         with path.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)

@@ -49,6 +49,6 @@ def only_cluster(loaded: Loaded) -> Loaded:
         raise ConfigError(
             f"one cluster is started at a time, and the run file has {len(loaded.config.clusters)}",
             where=loaded.where("clusters"),
-            fix="keep one of them",
+            fix="`isles train` starts them all; for this command keep one of them",
         )
     return of_cluster(loaded, 0)

@@ -36,6 +36,29 @@ Address = Annotated[
 """A host and a port."""
 
 
+PeerAddress = Annotated[
+    str,
+    Field(pattern=r"^/[^\s,]+/p2p/[A-Za-z0-9]+$", max_length=500),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "examples": ["/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"],
+            "x-isles-type": "peer",
+        }
+    ),
+]
+"""A libp2p multiaddress that names the peer, as `hivemind-dht` prints it."""
+
+ListenAddress = Annotated[
+    str,
+    Field(pattern=r"^/[^\s,]+$", max_length=500),
+    WithJsonSchema(
+        {"type": "string", "examples": ["/ip4/0.0.0.0/tcp/30001"], "x-isles-type": "maddr"}
+    ),
+]
+"""A libp2p multiaddress without a peer."""
+
+
 class NoOuter(Section):
     """One cluster, whose ranks take every step together."""
 
@@ -66,6 +89,37 @@ class WaitConfig(Section):
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
     """quorum: for so long the others may still come."""
+
+
+class HivemindConfig(Section):
+    """engine hivemind: how a cluster finds the others, and is found."""
+
+    initial_peers: Annotated[tuple[PeerAddress, ...], Field(strict=False)] = ()
+    """Where to begin: what `hivemind-dht`, or another cluster, prints after --initial_peers.
+    Empty: this cluster is the first."""
+
+    host_maddrs: Annotated[tuple[ListenAddress, ...], Field(strict=False, min_length=1)] = (
+        "/ip4/127.0.0.1/tcp/0",
+    )
+    """Where this cluster listens, such as [/ip4/0.0.0.0/tcp/30001]. The default is reached from
+    this machine only."""
+
+    announce_maddrs: Annotated[tuple[ListenAddress, ...], Field(strict=False)] = ()
+    """What the others are told instead, behind a router that passes a port on."""
+
+    identity_path: Text | None = None
+    """Private key, which makes this cluster's address last; made where it is not there. null: one
+    in the run directory."""
+
+    secret_file: Text | None = None
+    """A file whose content all clusters share, a long random line. null: whoever reaches a
+    cluster may take part."""
+
+    relay: bool = False
+    """Reach others, and be reached, through relays, where there is no other way (NAT)."""
+
+    nat: bool = False
+    """Ask the router to pass a port on (UPnP)."""
 
 
 class DiLoCoConfig(Section):
@@ -104,13 +158,17 @@ class DiLoCoConfig(Section):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """delay: how much of the way to the average is not gone, when it comes."""
 
-    engine: Literal["hub", "gloo"] = "hub"
+    engine: Literal["hub", "gloo", "hivemind"] = "hub"
     """hub: all through the rendezvous, clusters only dial out (NAT, slow links). gloo: directly
-    between clusters that can reach one another (LAN, VPN)."""
+    between clusters that can reach one another (LAN, VPN). hivemind: over libp2p, without a
+    rendezvous of their own; see docs/hivemind.md."""
+
+    hivemind: HivemindConfig | None = None
+    """engine hivemind: addresses."""
 
     interface: Text | None = None
     """gloo: network interface by which the other clusters reach this one, such as tailscale0.
-    null: the one that the host's name resolves to."""
+    null: the one by which it reaches the rendezvous."""
 
     wait: Literal["all"] | WaitConfig = "all"
     """Whom a turn waits for: all clusters that live, or {time_boxed: 60s}, or

@@ -34,6 +34,7 @@ _OUTER_FREE = (
     "max_rate",
     "engine",
     "interface",
+    "hivemind",
     "deadline",
     "dead_after",
     "wait",

@@ -146,6 +146,17 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Violation]:
     if outer.interface is not None and outer.engine != "gloo":
         what = f"interface {outer.interface} means nothing to engine {outer.engine}"
         yield Violation(("outer.interface",), what, f"{_DELETE}, or use engine: gloo")
+    if outer.hivemind is not None and outer.engine != "hivemind":
+        what = f"hivemind means nothing to engine {outer.engine}"
+        yield Violation(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")
+    for key in ("rendezvous", "public"):
+        if outer.engine == "hivemind" and (given := getattr(outer, key)) is not None:
+            yield Violation(
+                (f"outer.{key}",),
+                f"{key} {given} means nothing to engine hivemind, which has no rendezvous of its "
+                "own",
+                f"{_DELETE}; clusters find one another by outer.hivemind.initial_peers",
+            )
     if outer.public is not None and outer.rendezvous is not None:
         yield Violation(
             ("outer.public",),

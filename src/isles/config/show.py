@@ -13,8 +13,11 @@ from isles.config.emit import scalar_text, yaml_lines
 from isles.config.load import Loaded
 from isles.config.one_cluster import of_cluster
 from isles.config.resolve import Resolved
+from isles.errors import ConfigError
 
 _WIDEST = 60
+NAME_LENGTH = 63
+"""Of a run's name, at most."""
 
 
 def show(resolved: Resolved, *, origins: bool = True) -> str:
@@ -24,7 +27,7 @@ def show(resolved: Resolved, *, origins: bool = True) -> str:
         resolved: the run.
         origins: add `# run.yaml:9`, `# command line` or `# default` to each line.
     """
-    data = _for_people(resolved.config.values(), ())
+    data = for_people(resolved.config.values(), ())
     assert isinstance(data, dict)
     rows: list[tuple[str, str]] = []
     for text, path in yaml_lines(data):
@@ -47,10 +50,35 @@ def for_cluster(loaded: Loaded, index: int) -> Loaded:
     It loads again, and gives the same values.
     """
     own = of_cluster(loaded, index)
-    data = _for_people(own.config.values(), ())
+    data = for_people(own.config.values(), ())
     assert isinstance(data, dict)
     head = f"# The cluster {own.config.clusters[0].name} of {loaded.path}; written by isles.\n"
     return replace(own, text=head + "".join(f"{text}\n" for text, _ in yaml_lines(data)))
+
+
+def named_cluster(loaded: Loaded, name: str) -> Loaded:
+    """The run of one of several clusters: RUN-CLUSTER, with the text of `for_cluster`.
+
+    Raises:
+        ConfigError: there is no such cluster, or both names together are too long.
+    """
+    names = [cluster.name for cluster in loaded.config.clusters]
+    if name not in names:
+        raise ConfigError(
+            f"there is no cluster {name}",
+            where=loaded.where("clusters"),
+            fix=f"the run file has {', '.join(names)}",
+        )
+    index = names.index(name)
+    both = f"{loaded.config.name}-{name}"
+    if len(both) > NAME_LENGTH:
+        raise ConfigError(
+            f"the cluster's run would be called {both}, which has {len(both)} characters",
+            where=loaded.where(f"clusters.{index}.name", "clusters"),
+            fix=f"use shorter names of run and cluster: {NAME_LENGTH - 1} characters together",
+        )
+    config = loaded.config.model_copy(update={"name": both})
+    return for_cluster(replace(loaded, config=config), index)
 
 
 def json_schema() -> dict[str, Any]:
@@ -74,11 +102,12 @@ def write_duration(seconds: float) -> str:
     return f"{text}{whole % 60}s" if whole % 60 or not text else text
 
 
-def _for_people(value: object, path: tuple[str | int, ...]) -> object:
+def for_people(value: object, path: tuple[str | int, ...]) -> object:
+    """Values as a run file has them, lengths of time as `20m`."""
     if isinstance(value, Mapping):
-        return {key: _for_people(child, (*path, key)) for key, child in value.items()}
+        return {key: for_people(child, (*path, key)) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_for_people(child, (*path, index)) for index, child in enumerate(value)]
+        return [for_people(child, (*path, index)) for index, child in enumerate(value)]
     node = keys.schema_at(path)
     if isinstance(value, float) and node is not None and keys.is_duration(node):
         return write_duration(value)

@@ -22,10 +22,16 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
         run_file: The run file.
         overrides: Values that replace those in the file, such as training.max_steps=5.
     """
-    from isles.config.show import show
-    from isles.launch.start import read_run_file
+    from isles.config.load import load_run_file
+    from isles.config.show import named_cluster, show
+    from isles.launch.start import settle_here
 
-    sys.stdout.write(show(read_run_file(run_file, overrides, _warn)[1]) + "\n")
+    loaded = load_run_file(run_file, overrides)
+    names = [cluster.name for cluster in loaded.config.clusters]
+    for name in names:
+        own = named_cluster(loaded, name) if len(names) > 1 else loaded
+        head = f"# === cluster {name} ===\n" if len(names) > 1 else ""
+        sys.stdout.write(head + show(settle_here(own, _warn, needs_data=False)[1]) + "\n")
     return ExitCode.OK
 
 
@@ -52,8 +58,10 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
         overrides: Values that replace those in the file, such as data.seq_length=512.
         samples: How many documents of each source.
     """
+    from isles.config.load import load_run_file
+    from isles.config.one_cluster import of_cluster
     from isles.config.resolve import dump_resolved
-    from isles.launch.start import read_run_file
+    from isles.launch.start import settle_here
     from isles.launch.verbs import require_train, run_module
     from isles.rundir.paths import RunDir
 
@@ -61,7 +69,9 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
         raise ConfigError(
             f"{samples} samples are none", where="--samples", fix="for example --samples 3"
         )
-    loaded, resolved = read_run_file(run_file, overrides, _warn, needs_data=True)
+    # The clusters of a run share its data.
+    own = of_cluster(load_run_file(run_file, overrides), 0)
+    loaded, resolved = settle_here(own, _warn, needs_data=True)
     if all(source.type == "fake" for source in resolved.config.data.sources):
         raise ConfigError(
             "the source is fake: random token ids, of which there is nothing to show",

@@ -59,7 +59,9 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     lines, python = login_setting(loaded)
     said = _Said(Shell(launcher.login), there, str(loaded.path))
     script = _script(there, lines, python, options)
-    code = said.listen(["bash", "-c", script], loaded.text, options)
+    # The secret travels as the first line, not in a command line that others there can see.
+    text = f"{options.join}\n{loaded.text}" if options.join else loaded.text
+    code = said.listen(["bash", "-c", script], text, options)
     if code:
         said.raise_for(code, python)
     if options.dry_run:
@@ -108,21 +110,30 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
 def _script(there: str, lines: list[str], python: str, options: StartOptions) -> str:
     words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]
     words += [f"--resume={options.resume}", "--dry-run" if options.dry_run else "--announce"]
-    return copied_file_script(there, lines, python, words)
+    secret = ""
+    if options.join:
+        secret = f"{there.rpartition('/')[0]}/join-line"
+        words.append(f"--join-file={secret}")
+    return copied_file_script(there, lines, python, words, secret=secret)
 
 
-def copied_file_script(there: str, lines: list[str], python: str, words: list[str]) -> str:
+def copied_file_script(
+    there: str, lines: list[str], python: str, words: list[str], *, secret: str = ""
+) -> str:
     """The bash that takes the run file from stdin and calls isles with it.
 
     Args:
         there: as `place_there`.
         lines, python: as `login_setting`.
         words: the verb and what follows it.
+        secret: the file that gets the first line of stdin; empty: there is none before the file.
     """
     folder, file = there.rpartition("/")[0], shlex.quote(there)
+    # read and printf are the shell's own: no process has the line among its arguments.
+    first = f'IFS= read -r line && printf "%s\\n" "$line" >{secret} && ' if secret else ""
     return "\n".join(
         [
-            f"mkdir -m 700 {folder} && trap 'rm -rf {folder}' EXIT && cat >{file} || exit 1",
+            f"mkdir -m 700 {folder} && trap 'rm -rf {folder}' EXIT && {first}cat >{file} || exit 1",
             *lines,
             f"{shlex.quote(python)} -m isles {shlex.join(words)} </dev/null",
         ]
@@ -135,6 +146,7 @@ def started_line(started: Started) -> str:
         "version": __version__,
         "path": str(started.run_dir.path.absolute()),
         "attempt": started.attempt.number,
+        "ssh": started.remote.ssh if started.remote is not None else "",
     }
     return STARTED + json.dumps(record)
 

@@ -72,7 +72,7 @@ def start_manual(
     else:
         require_train()
         require_trackers(resolved.config)
-        begun = begin_run(resolved, loaded.text, options.resume)
+        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text)
         number = attempt.number
     asked = str(begun.resume_from.absolute()) if begun.resume_from else None

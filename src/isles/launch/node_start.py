@@ -69,8 +69,8 @@ class NodeStart:
         """Make or choose the run directory; only the head is asked.
 
         Args:
-            args: `resolved` and `text`, both files word for word; `resume`; `fleet`, a record;
-                `dry_run`: only say what would be done.
+            args: `resolved` and `text`, both files word for word; `resume`; `join`, a secret for
+                the run directory; `fleet`, a record; `dry_run`: only say what would be done.
 
         Returns:
             run_dir, elsewhere (the same on the other nodes), attempt (a number), note,
@@ -86,7 +86,7 @@ class NodeStart:
             last = begun.run_dir.last_attempt()
             attempt = begun.run_dir.attempt(last.number + 1 if last else 1)
         else:
-            begun = begin_run(resolved, args["text"], args["resume"])
+            begun = begin_run(resolved, args["text"], args["resume"], join=args.get("join", ""))
             attempt = new_attempt(begun.run_dir, args["text"])
         found = {
             "run_dir": str(begun.run_dir.path.absolute()),

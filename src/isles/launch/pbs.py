@@ -67,7 +67,7 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
         check_packages(resolved)
         # A job that has ended leaves a record of its end only when it is asked.
         refresh_last(resolved, options.resume)
-        begun = begin_run(resolved, loaded.text, options.resume)
+        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         if begun.note:
             options.say(begun.note)
         run_dir = RunDir(begun.run_dir.path.absolute())

@@ -64,7 +64,7 @@ def start_slurm(
             return _dry_run_text(resolved, launcher, workdir, options)
         check_packages(resolved)
         refresh_last(resolved, options.resume)
-        begun = begin_run(resolved, loaded.text, options.resume)
+        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         run_dir = RunDir(begun.run_dir.path.absolute())
         attempt = new_attempt(run_dir, loaded.text)
         write_text_atomic(attempt.script, _script(resolved, launcher, begun, attempt, workdir))

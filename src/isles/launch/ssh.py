@@ -214,6 +214,7 @@ class _SshStart:
             resolved=self.text,
             text=self.loaded.text,
             resume=self.options.resume,
+            join="" if dry_run else self.options.join,
             fleet=self.fleet.record(),
             dry_run=dry_run,
         )

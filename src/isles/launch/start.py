@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -19,6 +19,7 @@ from isles.config.launcher import (
 )
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved, resolve
+from isles.config.show import named_cluster
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.launch.local import LocalLauncher, local_job
@@ -55,21 +56,17 @@ class Started:
     text: str = ""
 
 
-def read_run_file(
-    path: Path, overrides: Sequence[str], warn: Say, *, needs_data: bool = False
-) -> tuple[Loaded, Resolved]:
+def settle_here(loaded: Loaded, warn: Say, *, needs_data: bool) -> tuple[Loaded, Resolved]:
     """A run file, and its values for the GPUs of this machine.
 
     Args:
-        path: the run file.
-        overrides: as `key.path=value`.
+        loaded: the run file.
         warn: takes a warning about the GPUs.
         needs_data: also refuse sources that are not here.
 
     Raises:
         ConfigErrors: every fault in it.
     """
-    loaded = load_run_file(path, overrides)
     finding = find_gpus()
     if finding.warning:
         warn(finding.warning)
@@ -95,6 +92,11 @@ class StartOptions:
         resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
         dry_run: only say what would be done.
         say, warn: take lines for the user.
+        cluster: of several in the run file, the one that is started; empty: there is one.
+        join: a join line, a secret: how the started cluster reaches the others. It lies in the file
+            `join` of the run directory, and nowhere else. Empty: a run that goes on keeps its own.
+        loaded: the run file of `path` where it is no file of this machine; its text says
+            everything, so that there are no overrides.
     """
 
     path: Path
@@ -103,28 +105,47 @@ class StartOptions:
     dry_run: bool
     say: Say
     warn: Say
+    cluster: str = ""
+    join: str = field(default="", repr=False)
+    loaded: Loaded | None = None
 
 
-def start(options: StartOptions) -> Started | str:
+def start(options: StartOptions) -> Started | Loaded | str:
     """Start a run by the launcher of its run file.
 
     Returns:
-        The started run; in a dry run the text to print.
+        The started run; in a dry run the text to print. Of several clusters nothing is started:
+        the run file, for `isles.monitor.several`.
 
     Raises:
         ConfigErrors: every fault in the run file.
         UserError: the run cannot be begun or started.
     """
-    loaded = load_run_file(options.path, options.overrides)
+    loaded = options.loaded or load_run_file(options.path, options.overrides)
+    if options.cluster:
+        loaded = named_cluster(loaded, options.cluster)
+        options = replace(options, overrides=())  # they are in its text
+    elif len(loaded.config.clusters) > 1:
+        return loaded
+    if options.join and loaded.config.diloco is None:
+        raise ConfigError(
+            "a join line is given, and this run averages with no other cluster",
+            where=loaded.where("outer.kind"),
+            fix="set outer: {kind: diloco}, or start it without a join line",
+        )
+    return _start_one(loaded, options)
+
+
+def _start_one(loaded: Loaded, options: StartOptions) -> Started | str:
     match loaded.config.clusters[0].launcher:
         case LocalLauncherConfig():
-            loaded, resolved = read_run_file(
-                options.path, options.overrides, options.warn, needs_data=True
-            )
+            loaded, resolved = settle_here(loaded, options.warn, needs_data=True)
             if options.dry_run:
                 return dry_run_text(resolved, options.resume)
             require_train()
-            return start_run(loaded, resolved, resume=options.resume, say=options.say)
+            return start_run(
+                loaded, resolved, resume=options.resume, say=options.say, join=options.join
+            )
         case SshLauncherConfig() as launcher:
             from isles.launch.ssh import start_ssh
 
@@ -145,7 +166,9 @@ def start(options: StartOptions) -> Started | str:
             assert_never(launcher)
 
 
-def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> Started:
+def start_run(
+    loaded: Loaded, resolved: Resolved, *, resume: str, say: Say, join: str = ""
+) -> Started:
     """Make or choose the run directory, and start the ranks on this machine.
 
     Args:
@@ -153,6 +176,7 @@ def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> S
         resolved: its values.
         resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
         say: takes lines for the user.
+        join: see `StartOptions`.
 
     Raises:
         UserError: the run cannot be begun, or the machine cannot start it.
@@ -164,7 +188,7 @@ def start_run(loaded: Loaded, resolved: Resolved, *, resume: str, say: Say) -> S
     joined = _join_running(resolved, resume, say)
     if joined is not None:
         return joined
-    begun = begin_run(resolved, loaded.text, resume)
+    begun = begin_run(resolved, loaded.text, resume, join=join)
     if begun.note:
         say(begun.note)
     run_dir = begun.run_dir

@@ -41,15 +41,24 @@ class RemoteAttendant:
         attempt: number of its start.
         inbox: where signals to this process arrive.
         errors: for what is to be said here.
+        is_begun: it has been followed before: only what is new is shown.
     """
 
-    def __init__(self, run: RemoteRun, attempt: int, inbox: Inbox, errors: Console) -> None:
+    def __init__(
+        self,
+        run: RemoteRun,
+        attempt: int,
+        inbox: Inbox,
+        errors: Console,
+        *,
+        is_begun: bool = False,
+    ) -> None:
         self._run = run
         self._attempt = attempt
         self._inbox = inbox
         self._errors = errors
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self._is_begun = False
+        self._is_begun = is_begun
         self._unsaid: list[signal.Signals] = []
         """Signals that could not be passed on while the connection was lost."""
         self._old_words: set[str] = set()

@@ -87,6 +87,8 @@ class RunReport:
     """Steps that took far too long."""
     checked: str = ""
     """What was found wrong with the machines before the start."""
+    outer: dict[str, Any] | None = None
+    """Of one of several clusters: its turns, as its status.json has them."""
 
     def record(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -132,7 +134,6 @@ def collect(
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-1] if checkpoints else None
     silent_s = _silent_s(state, status, now())
-    error = outcome.get("error")
     restarts = [r for r in list_restarts(attempt) if r.verdict == "restart"] if attempt else []
     nodes = node_reports(attempt, now()) if attempt else ()
     return RunReport(
@@ -159,7 +160,7 @@ def collect(
         checkpoint_at=newest.created_at if newest else None,
         exit_code=_whole(outcome, "exit_code"),
         reason=str(outcome.get("reason") or ""),
-        error=error if isinstance(error, dict) else None,
+        error=error if isinstance(error := outcome.get("error"), dict) else None,
         restarts=len(restarts),
         last_restart=restarts[-1].text if restarts else "",
         nodes=sum(node.is_there for node in nodes) if nodes else None,
@@ -172,6 +173,7 @@ def collect(
         fleet=nodes,
         stalls=stall_texts(attempt) if attempt else (),
         checked=checked_text(attempt) if attempt else "",
+        outer=outer if isinstance(outer := status.get("outer"), dict) else None,
     )
 
 

@@ -50,15 +50,28 @@ def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
 
 def reports_of_all(output_dir: Path) -> list[RunReport]:
     """How every run stands, the newest first; a machine that cannot be reached is said so."""
-    groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
-    for run in remote_runs(output_dir):
-        groups[run.ssh, run.lines, run.python].append(run)
-    answers, _ = on_all(list(groups.values()), lambda runs: _ask(runs, output_dir))
-    runs = list_runs(output_dir)
-    jobs = refresh_all(runs)
-    reports = [collect(run_dir, jobs=jobs) for run_dir in runs]
-    reports += [report for answer in answers for report in answer or ()]
+    reports = reports_of([*list_runs(output_dir), *remote_runs(output_dir)], output_dir)
     return sorted(reports, key=lambda report: report.begun_at or 0.0, reverse=True)
+
+
+def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[RunReport]:
+    """How some runs stand, in their order; each machine is asked once, and all at once.
+
+    Args:
+        runs: of `find_any`.
+        output_dir: where runs of other machines are remembered.
+    """
+    here = [run for run in runs if isinstance(run, RunDir)]
+    groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
+    for run in runs:
+        if isinstance(run, RemoteRun):
+            groups[run.ssh, run.lines, run.python].append(run)
+    answers, _ = on_all(list(groups.values()), lambda group: _ask(group, output_dir))
+    jobs = refresh_all(here)
+    found = {id(run): collect(run, jobs=jobs) for run in here}
+    for group, answer in zip(groups.values(), answers, strict=True):
+        found |= {id(run): report for run, report in zip(group, answer or (), strict=True)}
+    return [found[id(run)] for run in runs]
 
 
 def records_of(paths: Sequence[Path]) -> str:

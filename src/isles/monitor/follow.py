@@ -133,7 +133,9 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
 def _outer_text(row: dict[str, Any]) -> str:
     """One averaging of several clusters."""
     tokens = row.get("weights") or {}
-    parts = [f"averaged turn {row.get('turn')} of {', '.join(tokens) or 'nobody'}"]
+    whole = sum(tokens.values())
+    shares = [f"{name} {count / whole:.0%}" for name, count in tokens.items() if whole]
+    parts = [f"averaged turn {row.get('turn')} of {', '.join(shares) or 'nobody'}"]
     if row.get("mode") == "late":
         parts.append("without this cluster")
     for key, word in (("sent_bytes", "up"), ("received_bytes", "down")):
@@ -141,6 +143,8 @@ def _outer_text(row: dict[str, Any]) -> str:
             parts.append(f"{format_bytes(size)} {word}")
     if (exposed_s := number_of(row, "exposed_s")) is not None:
         parts.append(f"waited {exposed_s:.1f}s")
+    if hidden_s := number_of(row, "hidden_s"):
+        parts.append(f"hidden {hidden_s:.1f}s")
     return "  ".join(parts)
 
 

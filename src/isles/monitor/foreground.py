@@ -17,6 +17,7 @@ from isles.monitor.inbox import Inbox
 from isles.monitor.stop import Stopping
 from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.remote import RemoteRun
 from isles.rundir.state import attempt_state
 
 _QUEUE_S = 5.0
@@ -146,6 +147,27 @@ def attend_here(run_dir: RunDir, number: int | None, *, takes_orders: bool, is_b
             errors=console(stderr=True),
             is_begun=is_begun,
         )
+
+
+def attend_there(run: RemoteRun, number: int, *, is_begun: bool) -> int:
+    """Follow a run of another machine; signals come as words on stdin.
+
+    Args:
+        run: the run.
+        number: of the attempt.
+        is_begun: only what is new is shown.
+
+    Returns:
+        As `attend`.
+    """
+    from isles.monitor.attend_remote import RemoteAttendant
+    from isles.monitor.consoles import console
+    from isles.monitor.inbox import caught_signals
+
+    with caught_signals() as inbox:
+        threading.Thread(target=_take_orders, args=(inbox,), daemon=True).start()
+        errors = console(stderr=True)
+        return RemoteAttendant(run, number, inbox, errors, is_begun=is_begun).attend()
 
 
 ORDERS = {"interrupt": signal.SIGINT, "requeue": signal.SIGTERM}

@@ -197,6 +197,17 @@ def _joined(
         pump.close()
 
 
+def merged(streams: Sequence[Iterator[str]], *, follow: bool, note: Note) -> Iterator[str]:
+    """Several streams of lines, one after the other, or as they come where they are followed."""
+    pump = _Pump(note)
+    for lines in streams:
+        pump.add_lines(lines)
+    try:
+        yield from pump.mixed() if follow else pump.in_order()
+    finally:
+        pump.close()
+
+
 class _Pump:
     """Reads several streams of lines at once, each by a thread."""
 

@@ -26,6 +26,9 @@ Run = Annotated[
         "one that was started last."
     ),
 ]
+Cluster = Annotated[
+    str | None, Parameter(help="Of a run on several clusters only this one; left out: all.")
+]
 RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder of the run directories.")]
 Step = Annotated[int | None, Parameter(help="Checkpoint of this step; left out: the newest.")]
 _RUNS = Path("runs")
@@ -51,22 +54,42 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     from json import dumps
 
     from isles.monitor.everywhere import report_of, reports_of_all
+    from isles.monitor.meeting_state import (
+        find_meeting,
+        meeting_lines,
+        meeting_record,
+        running_meetings,
+    )
+    from isles.monitor.several_report import several_lines, several_report, with_several
     from isles.monitor.table import report_lines, runs_table
     from isles.rundir.find import find_any
+    from isles.rundir.several import SeveralRun
 
-    if run is not None:
-        found = report_of(find_any(run, output_dir), output_dir)
-        _say(dumps(found.record(), indent=1) if json else "\n".join(report_lines(found)))
+    if (meeting := find_meeting(run, output_dir)) is not None:
+        record = meeting_record(meeting)
+        _say(dumps(record, indent=1) if json else "\n".join(meeting_lines(meeting, record)))
         return ExitCode.OK
-    reports = reports_of_all(output_dir)
+    if run is not None:
+        found = find_any(run, output_dir)
+        if isinstance(found, SeveralRun):
+            whole = several_report(found)
+            _say(dumps(whole.record(), indent=1) if json else "\n".join(several_lines(whole)))
+            return ExitCode.OK
+        report = report_of(found, output_dir)
+        _say(dumps(report.record(), indent=1) if json else "\n".join(report_lines(report)))
+        return ExitCode.OK
+    reports, meetings = reports_of_all(output_dir), running_meetings(output_dir)
     if json:
         _say(dumps([entry.record() for entry in reports], indent=1))
-    elif reports:
+        return ExitCode.OK
+    if reports:
         from isles.monitor.consoles import console
 
-        console().print(runs_table(reports))
-    else:
+        console().print(runs_table(with_several(reports, output_dir)))
+    elif not meetings:
         _say(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
+    for state in meetings:
+        _say(f"{state.name} is a rendezvous, which runs: isles status {state.name}")
     return ExitCode.OK
 
 
@@ -88,6 +111,7 @@ def logs(
     *,
     follow: Annotated[bool, Parameter(name=("--follow", "-f"))] = False,
     lines: Annotated[int, Parameter(name=("--lines", "-n"))] = 100,
+    cluster: Cluster = None,
     rank: int | None = None,
     node: int | None = None,
     by_node: bool = False,
@@ -107,8 +131,10 @@ def logs(
         here: Only what this machine has; for isles on another one.
     """
     from isles.monitor.logs import LogChoice
+    from isles.monitor.several_logs import several_lines
     from isles.monitor.stream import shown_lines
-    from isles.rundir.find import find_any
+    from isles.rundir.find import find_any, find_cluster
+    from isles.rundir.several import SeveralRun
 
     if by_node and (follow or rank is not None):
         raise UserError(
@@ -117,7 +143,13 @@ def logs(
     choice = LogChoice(rank, node, max(0, lines), follow, attempt, here)
     if here and follow:
         _end_with_stdin()
-    for line in shown_lines(find_any(run, output_dir), choice, by_node=by_node, note=_note):
+    found = find_any(run, output_dir)
+    if isinstance(found, SeveralRun) and cluster is None:
+        lines_of_all = several_lines(found, choice, by_node=by_node, note=_note)
+    else:
+        one = find_cluster(run, output_dir, cluster)
+        lines_of_all = shown_lines(one, choice, by_node=by_node, note=_note)
+    for line in lines_of_all:
         sys.stdout.write(f"{line}\n")
         if follow:
             sys.stdout.flush()
@@ -128,6 +160,7 @@ def stop(
     run: Run = None,
     /,
     *,
+    cluster: Cluster = None,
     now: bool = False,
     timeout: str = "10m",
     here: Annotated[bool, Parameter(show=False)] = False,
@@ -141,15 +174,26 @@ def stop(
         here: Kill its processes of this machine, and nothing else.
     """
     from isles.facts.units import parse_duration_s
+    from isles.monitor.meeting_state import find_meeting
     from isles.monitor.stop import end_here, stop_run
-    from isles.rundir.find import find_any
+    from isles.rundir.find import find_any, find_cluster
     from isles.rundir.remote import RemoteRun
+    from isles.rundir.several import SeveralRun
 
     try:
         timeout_s = parse_duration_s(timeout)
     except ValueError as error:
         raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
-    found = find_any(run, output_dir)
+    if (meeting := find_meeting(run, output_dir)) is not None:
+        from isles.monitor.meeting_state import stop_meeting
+
+        return stop_meeting(meeting, say=_say)
+    whole = find_any(run, output_dir)
+    if isinstance(whole, SeveralRun) and cluster is None:
+        from isles.monitor.several_stop import stop_several
+
+        return stop_several(whole, now=now, timeout=timeout, say=_say, warn=_note)
+    found = find_cluster(run, output_dir, cluster)
     if isinstance(found, RemoteRun):
         from isles.monitor.stop_remote import stop_remote
 
@@ -160,30 +204,41 @@ def stop(
 
 
 def attend(
-    run: str, /, *, attempt: int | None = None, orders: bool = False, begun: bool = False
+    run: str,
+    /,
+    *,
+    attempt: int | None = None,
+    orders: bool = False,
+    begun: bool = False,
+    output_dir: RunsDir = _RUNS,
 ) -> int:
-    """Follow a run on the machine that has its directory, for isles on another one.
+    """Follow a run on the machine that has its directory, for isles on another one; or a run of
+    another machine from here, as one cluster of several.
 
     Args:
-        run: The run directory.
+        run: The run directory, or HOST:PATH.
         attempt: Which start of it; left out: the last.
         orders: Take interrupt and requeue, one a line, from stdin; its end leaves the run.
         begun: It has been followed before: show what is new.
     """
-    from isles.monitor.foreground import attend_here
-    from isles.rundir.find import find_run
+    from isles.monitor.foreground import attend_here, attend_there
+    from isles.rundir.find import find_cluster
+    from isles.rundir.remote import RemoteRun
 
-    return attend_here(find_run(run, _RUNS), attempt, takes_orders=orders, is_begun=begun)
+    found = find_cluster(run, output_dir)
+    if isinstance(found, RemoteRun):
+        return attend_there(found, attempt or 1, is_begun=begun)
+    return attend_here(found, attempt, takes_orders=orders, is_begun=begun)
 
 
 @checkpoint.command(name="list")
 def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
     """List the checkpoints of a run."""
     from isles.monitor.checkpoints import checkpoint_lines
-    from isles.rundir.find import find_any
+    from isles.rundir.find import find_cluster
     from isles.rundir.remote import RemoteRun
 
-    found = find_any(run, output_dir)
+    found = find_cluster(run, output_dir)
     if isinstance(found, RemoteRun):
         return _pass_on(found, ["checkpoint", "list"], [])
     _say("\n".join(checkpoint_lines(found)))
@@ -198,10 +253,10 @@ def verify(run: Run = None, /, *, step: Step = None, output_dir: RunsDir = _RUNS
         step: Only the checkpoint of this step; left out: all of them.
     """
     from isles.monitor.checkpoints import verify_lines
-    from isles.rundir.find import find_any
+    from isles.rundir.find import find_cluster
     from isles.rundir.remote import RemoteRun
 
-    found = find_any(run, output_dir)
+    found = find_cluster(run, output_dir)
     if isinstance(found, RemoteRun):
         options = [f"--step={step}"] if step is not None else []
         return _pass_on(found, ["checkpoint", "verify"], options)
@@ -291,10 +346,10 @@ def _worker_verb(
     verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
 ) -> int:
     from isles.launch.verbs import option_words, run_verb
-    from isles.rundir.find import find_any
+    from isles.rundir.find import find_cluster
     from isles.rundir.remote import RemoteRun
 
-    found = find_any(run, output_dir)
+    found = find_cluster(run, output_dir)
     if isinstance(found, RemoteRun):
         words = ["checkpoint", verb] if verb == "export" else [verb]
         return _pass_on(found, words, option_words(options))

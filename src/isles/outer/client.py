@@ -12,7 +12,6 @@ from isles.errors import CommunicationError
 from isles.outer.blobs import digest_of, hash_chunks
 from isles.outer.client_files import download, upload
 from isles.outer.client_http import Channel, RendezvousRefusal
-from isles.outer.join_line import JoinLine
 from isles.outer.messages import (
     Answer,
     Applied,
@@ -27,6 +26,7 @@ from isles.outer.messages import (
     Interval,
     Join,
     JoinAnswer,
+    LeaveRun,
     OnlyId,
     Prepared,
     Ready,
@@ -36,6 +36,7 @@ from isles.outer.messages import (
     TurnAnswer,
 )
 from isles.outer.rate_limit import RateLimit
+from isles.rundir.join_line import JoinLine
 
 _POLL_S = 20.0
 _AGAIN_S = 1.0
@@ -100,9 +101,10 @@ class Client:
         """Say that this cluster lives; every 2 s."""
         return await self.channel.post("/v1/beat", beat, BeatAnswer, deadline_s)
 
-    async def leave(self, deadline_s: float) -> None:
+    async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
         """End: what was claimed and not trained on goes to others."""
-        await self.channel.post("/v1/leave", OnlyId(id=self.id), _Done, deadline_s)
+        body = LeaveRun(id=self.id, has_finished=has_finished)
+        await self.channel.post("/v1/leave", body, _Done, deadline_s)
 
     async def obeyed(self, deadline_s: float) -> None:
         """The order `reset` has been done."""
@@ -265,7 +267,12 @@ class Client:
         )
 
     async def epoch_failed(
-        self, epoch: int, why: str, deadline_s: float, culprit: int | None = None
+        self,
+        epoch: int,
+        why: str,
+        deadline_s: float,
+        culprit: int | None = None,
+        apart: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Say that this cluster could not average with the others.
 
@@ -273,10 +280,11 @@ class Client:
             epoch: which one.
             why: in words.
             culprit: the rank whose contribution is unsound, if so.
+            apart: pairs of ranks that do not reach one another, if so.
             deadline_s: for saying it.
         """
         place = f"/v1/epochs/{epoch}/failed"
-        failed = Failed(id=self.id, why=why[:1000], culprit=culprit)
+        failed = Failed(id=self.id, why=why[:1000], culprit=culprit, apart=list(apart))
         await self.channel.post(place, failed, _Done, deadline_s)
 
     async def put_value(self, epoch: int, key: str, value: bytes, deadline_s: float) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
 from isles.errors import CommunicationError
-from isles.outer.join_line import JoinLine
 from isles.outer.messages import ErrorBody, Message
 from isles.outer.rate_limit import RateLimit
+from isles.rundir.join_line import JoinLine
 
 A = TypeVar("A", bound=BaseModel)
 R = TypeVar("R")
@@ -26,6 +27,8 @@ _ATTEMPT_S = 20.0
 _STALL_S = 20.0
 _CONNECT_S = 10.0
 _SLICE = 1 << 16
+_SECRET = re.compile(r"[0-9a-f]{32}")
+"""A member's id, in an address: who knows it can speak in its name."""
 _BIG_SLICE = 1 << 18
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
 
@@ -43,6 +46,18 @@ class RendezvousRefusal(CommunicationError):
     def __init__(self, kind: str, what: str, *, where: str, fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
         self.kind = kind
+
+
+class Witness(Protocol):
+    """Sees to it that an answer may be acted upon, where the rendezvous may move."""
+
+    def mark(self) -> tuple[int, str]:
+        """Which rendezvous it is that is asked now."""
+        ...
+
+    async def confirm(self, mark: tuple[int, str], path: str) -> None:
+        """Before an answer is acted upon; an OSError: it is void, ask again."""
+        ...
 
 
 class _TryAgain(Exception):
@@ -66,6 +81,7 @@ class Channel:
         self.down = down
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.witness: Witness | None = None
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Channel:
@@ -98,8 +114,12 @@ class Channel:
 
         async def attempt() -> A:
             query = {"wait": f"{wait_s:g}"} if wait_s else {}
+            mark = self.witness.mark() if self.witness else (0, "")
             async with asyncio.timeout(_ATTEMPT_S + wait_s):
-                return self._parse(await self._request("GET", path, params=query), kind)
+                answer = self._parse(await self._request("GET", path, params=query), kind)
+            if self.witness is not None:
+                await self.witness.confirm(mark, path)
+            return answer
 
         return await self._until(attempt, deadline_s, f"GET {path}")
 
@@ -109,12 +129,16 @@ class Channel:
         """Say. See `_until`."""
 
         async def attempt() -> A:
+            mark = self.witness.mark() if self.witness else (0, "")
             async with asyncio.timeout(attempt_s or _ATTEMPT_S):
                 data = body.model_dump_json().encode()
                 headers = {"Content-Type": "application/json"}
-                return self._parse(
+                answer = self._parse(
                     await self._request("POST", path, data=data, headers=headers), kind
                 )
+            if self.witness is not None:
+                await self.witness.confirm(mark, path)
+            return answer
 
         return await self._until(attempt, deadline_s, f"POST {path}")
 
@@ -167,7 +191,8 @@ class Channel:
 
         async def attempt() -> bytes:
             data = bytearray()
-            most = _SLICE if self.down.bytes_per_s else _BIG_SLICE
+            # Whatever is asked for comes as fast as the link can: so ask only when it may come.
+            await asyncio.sleep(self.down.delay(size))
             headers = {"Range": f"bytes={start}-{start + size - 1}"}
             async with asyncio.timeout(_STALL_S) as timer:
                 async with session.get(path, headers=headers) as response:
@@ -176,14 +201,11 @@ class Channel:
                     if response.status != 206 and start:
                         raise _TryAgain("the rendezvous sends a file from its beginning")
                     while len(data) < size:
-                        part = await response.content.read(min(most, size - len(data)))
+                        part = await response.content.read(min(_BIG_SLICE, size - len(data)))
                         if not part:
                             raise _TryAgain("the connection was cut")
                         data += part
-                        delay_s = self.down.delay(len(part))
-                        _put_off(timer, loop.time() + delay_s + _STALL_S)
-                        if delay_s:
-                            await asyncio.sleep(delay_s)
+                        _put_off(timer, loop.time() + _STALL_S)
             self.received_bytes += len(data)
             return bytes(data)
 
@@ -245,8 +267,9 @@ class Channel:
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             delay_s = pause_s * random.uniform(0.5, 1.0)
             if loop.time() + delay_s >= end:
+                asked = _SECRET.sub("…", what)
                 raise CommunicationError(
-                    f"{what} has not worked for {deadline_s:.0f} s; at last: {last}",
+                    f"{asked} has not worked for {deadline_s:.0f} s; at last: {last}",
                     where=str(self.line),
                     fix="look whether the rendezvous runs and can be reached from here "
                     f"(curl -k {self.line.url}/v1/status answers 401)",

@@ -22,7 +22,6 @@ from isles.outer.link_messages import (
     Interval,
     Joined,
     Leave,
-    LinkSettings,
     Member,
     Members,
     Note,
@@ -32,6 +31,7 @@ from isles.outer.link_messages import (
     RendezvousLost,
 )
 from isles.outer.link_process import SideProcess
+from isles.outer.link_settings import LinkSettings
 from isles.outer.spans import joined
 
 log = logging.getLogger(__name__)
@@ -229,21 +229,9 @@ class Link:
         with self._lock:
             self._send(self._account.obey())
 
-    def progress(
-        self, step: int, since: int, tokens_per_s: float, phase: str, pace: int = 0
-    ) -> None:
-        """What the others are told of this cluster with the next sign of life. Costs nothing.
-
-        Args:
-            step: inner steps done.
-            since: of them, since the last contribution.
-            tokens_per_s: of this cluster.
-            phase: training, waiting, saving …
-            pace: inner steps that a round should have for this cluster's link; 0: no wish.
-        """
-        self._progress = Progress(
-            step=step, since=since, tokens_per_s=tokens_per_s, phase=phase, pace=pace
-        )
+    def progress(self, progress: Progress) -> None:
+        """What the others are told of this cluster with the next sign of life. Costs nothing."""
+        self._progress = progress
 
     # What rank 0 hears.
 
@@ -277,18 +265,21 @@ class Link:
         with self._lock:
             return list(self._account.holding)
 
-    def close(self, *, leaves: bool = True, timeout_s: float = 10.0) -> None:
+    def close(
+        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
+    ) -> None:
         """End the side process, within a time.
 
         Args:
             leaves: tell the rendezvous, so that nobody waits for this cluster; it may join again.
+            has_finished: tell it that the training is over, too.
             timeout_s: for telling it.
         """
         with self._lock:
             self._is_closed = True
             process = self._process
             if leaves:
-                self._send(Leave())
+                self._send(Leave(has_finished=has_finished))
         self._wake.set()
         if process is not None:
             process.end(timeout_s if leaves and self.is_connected else 0.0)

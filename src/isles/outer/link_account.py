@@ -17,13 +17,13 @@ from isles.outer.link_messages import (
     Event,
     Interval,
     Joined,
-    LinkSettings,
     Member,
     Obeyed,
     Progress,
     Reset,
     SamplesLost,
 )
+from isles.outer.link_settings import LinkSettings
 from isles.outer.spans import joined, without
 
 

@@ -8,12 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from isles.outer.link_settings import LinkSettings
 from isles.outer.messages import Standing
 
 Interval = tuple[int, int]
 """Samples from a number up to, without, another."""
-
-Engine = Literal["hub", "gloo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +33,6 @@ class Member:
     identity: dict[str, str]
     codec: str
     pieces: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
-    """How the side process reaches the others.
-
-    Args:
-        engine: hub: all bytes through the rendezvous. gloo: directly between the clusters.
-        connections: so many chunks travel to or from the rendezvous at a time.
-        up_bytes_per_s: limit on what is sent; 0: none.
-        down_bytes_per_s: limit on what is fetched from the rendezvous; 0: none.
-        interface: gloo: network interface by which the others reach this one; None: the one that
-            the host's name resolves to.
-        timeout_s: gloo: so long may a slice of a few MB take.
-        keep_averages: gloo: so many averages are kept here for clusters that missed them.
-        beat_s: between two signs of life.
-        frozen_s: a side process that has said nothing for so long is ended, and started again.
-    """
-
-    engine: Engine = "hub"
-    connections: int = 4
-    up_bytes_per_s: float = 0.0
-    down_bytes_per_s: float = 0.0
-    interface: str | None = None
-    timeout_s: float = 60.0
-    keep_averages: int = 8
-    beat_s: float = 2.0
-    frozen_s: float = 30.0
 
 
 # Events: the side process to rank 0.
@@ -341,20 +312,28 @@ class Obeyed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """For the signs of life."""
+    """For the signs of life: see `isles.outer.messages.Beat`."""
 
     step: int = 0
     since: int = 0
     tokens_per_s: float = 0.0
     phase: str = ""
     pace: int = 0
+    loss: float | None = None
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
     kind: Literal["progress"] = "progress"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """The training has ended: say so, and end."""
+    """The training ends here: say so, and end.
 
+    Args:
+        has_finished: it is over; else it pauses.
+    """
+
+    has_finished: bool = False
     kind: Literal["leave"] = "leave"
 
 

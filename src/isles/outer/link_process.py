@@ -22,9 +22,9 @@ from isles.outer.link_messages import (
     Alive,
     Command,
     Event,
-    LinkSettings,
     Progress,
 )
+from isles.outer.link_settings import LinkSettings
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,20 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when an older cluster could no longer talk with a newer rendezvous."""
+
+SAMPLE_TOKENS = "tokens of a sample"
+"""What clusters say under this name in `Join.identity`: so many tokens a sample has at most."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Id = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
+Word = Annotated[str, StringConstraints(max_length=256)]
+PieceSize = Annotated[int, Field(gt=0, le=2**24)]
+"""Numbers in a piece: the rendezvous has a few pieces of each contribution in its memory."""
+
 Positive = Annotated[int, Field(gt=0, lt=2**62)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Interval = tuple[Count, Count]
@@ -41,16 +48,16 @@ class Join(Message):
 
     id: Id
     name: Name
-    protocol: int = PROTOCOL
-    identity: Annotated[dict[str, str], Field(max_length=64)]
+    protocol: Count = PROTOCOL
+    identity: Annotated[dict[Word, Word], Field(max_length=64)]
     """What must be equal on all clusters (layout, outer settings …), by its name."""
     codec: Annotated[str, StringConstraints(max_length=64)]
     """As `isles.outer.codec.parse_codec` reads it."""
-    pieces: Annotated[list[list[Positive]], Field(min_length=1, max_length=4096)]
+    pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
     """Of each fragment its pieces: numbers of elements."""
     version: Count
     """Turns applied to the anchors that it holds."""
-    anchors: list[Sha256]
+    anchors: Annotated[list[Sha256], Field(max_length=4096)]
     """Of each fragment the digest of its anchors."""
     holding: Intervals = []
     """Samples that it has claimed before and still means to train on, or has trained on since its
@@ -92,6 +99,11 @@ class Beat(Message):
     received_bytes: Count = 0
     pace: Count = 0
     """Inner steps that this cluster would have in a round, for its link; 0: it has no wish."""
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    exposed_s: Finite = 0.0
+    """Seconds in which no inner step was made, because of outer ones; in this attempt."""
+    hidden_s: Finite = 0.0
+    """Seconds in which outer steps went on beside inner ones; in this attempt."""
 
 
 class OpenTurn(Answer):
@@ -203,7 +215,7 @@ class StateOffer(Message):
 
     id: Id
     version: Count
-    anchors: list[Sha256]
+    anchors: Annotated[list[Sha256], Field(max_length=4096)]
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
 
 
@@ -233,7 +245,8 @@ class Ready(Message):
 class EpochAnswer(Answer):
     """Engine gloo: how a turn stands for a cluster that is ready for it."""
 
-    state: Literal["waiting", "formed", "committed"]
+    state: Literal["waiting", "formed", "committed", "relayed"]
+    """relayed: upload the contribution, as with engine hub."""
     epoch: Count = 0
     """Formed: its number; never the same twice."""
     rank: Count = 0
@@ -241,6 +254,10 @@ class EpochAnswer(Answer):
     """By rank."""
     tokens: list[int] = []
     """The weight of each rank's contribution."""
+    have_met: bool = False
+    """These have averaged before; else they look first whether they reach one another."""
+    why: str = ""
+    """For `relayed`: why."""
     digest: str = ""
     """Committed: of the average."""
     due_in_s: float | None = None
@@ -263,6 +280,16 @@ class Failed(Message):
     why: Annotated[str, StringConstraints(max_length=1000)]
     culprit: Annotated[int, Field(ge=0)] | None = None
     """The rank whose contribution holds what no encoder writes, or what is not finite."""
+    apart: Annotated[list[tuple[Count, Count]], Field(max_length=4096)] = []
+    """Pairs of ranks of which the first does not reach the second."""
+
+
+class LeaveRun(Message):
+    """A cluster ends."""
+
+    id: Id
+    has_finished: bool = False
+    """Its training is over; else it pauses, and comes back."""
 
 
 class OnlyId(Message):

@@ -6,6 +6,21 @@ from collections.abc import Sequence
 
 Interval = tuple[int, int]
 
+RESERVE = 2**57
+"""Sample numbers from here on are dealt by nobody: each cluster has a range of its own."""
+_RESERVE_EACH = 2**32
+
+
+def reserve_of(member_id: str) -> Interval:
+    """The sample numbers that a cluster may read while no rendezvous deals any."""
+    start = RESERVE + int(member_id[:6], 16) * _RESERVE_EACH
+    return start, start + _RESERVE_EACH
+
+
+def dealt(spans: Sequence[Interval]) -> list[Interval]:
+    """Without those of a reserve."""
+    return [span for span in spans if span[0] < RESERVE]
+
 
 def joined(spans: Sequence[Interval]) -> list[Interval]:
     """The same numbers in as few intervals as can be, in order, each number once."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import (
@@ -19,7 +20,8 @@ from isles.config.launcher import (
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
-from isles.config.load import load_run_file
+from isles.config.load import Loaded, load_run_file
+from isles.config.show import named_cluster
 from isles.errors import PreflightError, UserError
 from isles.launch.channel import Channel
 from isles.launch.pbs_queue import Pbs
@@ -77,8 +79,34 @@ def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
     Raises:
         UserError: the run file or the command line is wrong.
     """
+    loaded = load_run_file(options.run_file, options.overrides) if options.run_file else None
+    if loaded is None or len(loaded.config.clusters) < 2:
+        code, text, found = _check_one(_subject(options, loaded), options)
+        write(json.dumps(found, indent=1) if options.as_json else text)
+        return code
+    if options.hosts:
+        raise UserError(
+            f"these hosts would stand for {len(loaded.config.clusters)} clusters",
+            where="--hosts",
+            fix="check them without a run file, or leave them out",
+        )
+    codes, records = [], {}
+    for cluster in loaded.config.clusters:
+        own = named_cluster(loaded, cluster.name)
+        code, text, records[cluster.name] = _check_one(
+            Subject.of(own), replace(options, overrides=())
+        )
+        codes.append(code)
+        if not options.as_json:
+            write(f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n{text}\n")
+    if options.as_json:
+        write(json.dumps({"clusters": records}, indent=1))
+    return max(codes)
+
+
+def _check_one(subject: Subject, options: CheckOptions) -> tuple[int, str, dict[str, Any]]:
+    """Check a cluster: the exit code, the report, and the same as JSON takes it."""
     begin = time.monotonic()
-    subject = _subject(options)
     is_terminal = sys.stdout.isatty() and not options.as_json
 
     def say(line: str) -> None:
@@ -87,12 +115,8 @@ def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
 
     findings, columns = check_subject(subject, options, say)
     seconds = time.monotonic() - begin
-    if options.as_json:
-        write(json.dumps(record(findings, seconds=seconds), indent=1))
-    else:
-        lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
-        write("\n".join(lines))
-    return exit_code(findings)
+    lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
+    return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
 
 
 def check_subject(
@@ -126,8 +150,8 @@ def check_subject(
             return _check_here(subject, extent, say)
 
 
-def _subject(options: CheckOptions) -> Subject:
-    if options.run_file is None:
+def _subject(options: CheckOptions, loaded: Loaded | None) -> Subject:
+    if loaded is None:
         if options.overrides:
             raise UserError(
                 f"{options.overrides[0]} changes a run file, and none is named",
@@ -136,7 +160,7 @@ def _subject(options: CheckOptions) -> Subject:
             )
         subject = Subject(ClusterConfig(), str(Path.cwd()))
     else:
-        subject = Subject.of(load_run_file(options.run_file, options.overrides))
+        subject = Subject.of(loaded)
     if not options.hosts:
         return subject
     twice = [host for i, host in enumerate(options.hosts) if host in options.hosts[:i]]

@@ -20,7 +20,7 @@ from isles.rundir.find import find_run, is_run_dir, numbered_runs, typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record, write_text_atomic
+from isles.rundir.records import read_record, write_record, write_secret, write_text_atomic
 from isles.rundir.refusals import clear_errors
 from isles.rundir.state import AttemptState, Clock, attempt_state, run_state
 
@@ -62,7 +62,9 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
             return _choose_given(resolved, resume, now)
 
 
-def begin_run(resolved: Resolved, run_file_text: str, resume: str, now: Clock = time.time) -> Begun:
+def begin_run(
+    resolved: Resolved, run_file_text: str, resume: str, now: Clock = time.time, *, join: str = ""
+) -> Begun:
     """Make the run directory, or choose the one to go on in, and write resolved.yaml into it.
 
     Only one process of a run calls this: the launcher, or rank 0 where there is none.
@@ -72,6 +74,7 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, now: Clock = 
         run_file_text: the run file, word for word; a new run keeps it as run.yaml.
         resume: as in `choose_run`.
         now: the clock.
+        join: how the other clusters are reached, a secret; empty: a resumed run keeps what it has.
 
     Raises:
         UserError: as in `choose_run`, or the directory cannot be written.
@@ -79,17 +82,23 @@ def begin_run(resolved: Resolved, run_file_text: str, resume: str, now: Clock = 
     begun = choose_run(resolved, resume, now)
     with clear_errors(begun.run_dir.path):
         if begun.resumed:
-            write_text_atomic(begun.run_dir.resolved, dump_resolved(resolved))
+            _keep(begun.run_dir, resolved, join)
             return begun
         run_dir = _make_run_dir(resolved)
         try:
             write_text_atomic(run_dir.run_file, run_file_text)
-            write_text_atomic(run_dir.resolved, dump_resolved(resolved))
+            _keep(run_dir, resolved, join)
         except BaseException:
             shutil.rmtree(run_dir.path, ignore_errors=True)
             raise
     note = begun.note.replace(begun.run_dir.name, run_dir.name)
     return Begun(run_dir, resumed=False, note=note)
+
+
+def _keep(run_dir: RunDir, resolved: Resolved, join: str) -> None:
+    write_text_atomic(run_dir.resolved, dump_resolved(resolved))
+    if join:
+        write_secret(run_dir.join_line, join)
 
 
 def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
@@ -325,9 +334,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
         )
     _refuse_running(run_dir, run_state(run_dir, now), now)
-    note = f"going on with {run_dir.name}"
-    if checkpoint:
-        note += f" from {checkpoint.name}"
+    note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
     try:
         changes = _changes(run_dir, resolved)
     except UserError as error:

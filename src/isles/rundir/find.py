@@ -13,6 +13,14 @@ from isles.rundir.paths import RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
 from isles.rundir.remote import RUNS, RemoteRun, list_remotes
+from isles.rundir.several import (
+    ClusterRun,
+    SeveralRun,
+    is_several,
+    list_several,
+    owner_of,
+    read_several,
+)
 from isles.rundir.state import QUEUES
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
@@ -72,8 +80,8 @@ def find_run(name_or_path: str | None, output_dir: Path) -> RunDir:
     raise _not_found(name_or_path, output_dir, runs)
 
 
-def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
-    """The run that a command means, here or on another machine.
+def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun | SeveralRun:
+    """The run that a command means, here or on another machine, or on several clusters.
 
     Args:
         given: as in `find_run`; also NAME@HOST, a run whose directory is on another machine, or
@@ -83,13 +91,86 @@ def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
     Raises:
         UserError: there is none, or there are several of this name.
     """
+    if given is not None:
+        return _find_several(given, output_dir) or _find_one(given, output_dir)
+    runs = list_several(output_dir)
+    try:
+        found = _find_one(None, output_dir)
+    except UserError:
+        if not runs:
+            raise
+        return runs[-1]
+    ssh = found.ssh if isinstance(found, RemoteRun) else ""
+    path = found.path if isinstance(found, RemoteRun) else found.path.absolute()
+    owner = owner_of(runs, path, ssh)
+    return owner[0] if owner is not None else found
+
+
+def find_cluster(
+    given: str | None, output_dir: Path, cluster: str | None = None
+) -> RunDir | RemoteRun:
+    """As `find_any`; of a run on several clusters, the run of one of them.
+
+    Args:
+        given, output_dir: as in `find_any`.
+        cluster: its name; None: the first that was started. All hold the same weights.
+
+    Raises:
+        UserError: as in `find_any`, or there is no such cluster, or it has no run yet.
+    """
+    found = find_any(given, output_dir)
+    if not isinstance(found, SeveralRun):
+        if cluster is None:
+            return found
+        raise UserError(
+            f"{given or found.name} is a run on one cluster", where="--cluster", fix="leave it out"
+        )
+    wanted = found.clusters if cluster is None else (found.cluster(cluster),)
+    runs = [run for each in wanted if (run := run_of(found, each)) is not None]
+    if runs:
+        return runs[0]
+    raise UserError(
+        f"{cluster or 'no cluster'} of {found.name} has "
+        + ("no run yet" if cluster else "a run yet"),
+        where=str(found.path),
+        fix=f"`isles status {typed_name(found)}` shows how they stand",
+    )
+
+
+def run_of(run: SeveralRun, cluster: ClusterRun) -> RunDir | RemoteRun | None:
+    """The run of one cluster; None where it was never started, or its directory is gone."""
+    if not cluster.path:
+        return None
+    if not cluster.ssh:
+        return RunDir(Path(cluster.path)) if is_run_dir(Path(cluster.path)) else None
+    for remote in list_remotes(run.path.parent):
+        if (remote.ssh, remote.path) == (cluster.ssh, cluster.path):
+            return remote
+    return None
+
+
+def _find_several(given: str, output_dir: Path) -> SeveralRun | None:
+    """The run on several clusters that is meant, by path, full name, or name in the run file."""
+    for path in (Path(given).expanduser(), output_dir / given):
+        if is_several(path):
+            return read_several(path)
+    named = [run.path for _, run in numbered_runs(output_dir, given)]
+    named = [path for path in named if is_several(path) or is_run_dir(path)]
+    return read_several(named[-1]) if named and is_several(named[-1]) else None
+
+
+def _find_one(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
     remotes = remote_runs(output_dir)
     if given is None:
         return _newest(remotes, output_dir)
     if is_run_dir(Path(given).expanduser()):
         return RunDir(Path(given).expanduser())
     exact = [run for run in remotes if given in _names(run)]
+    exact = exact or [run for run in list_remotes(output_dir) if given == run.place]
     here = [RunDir(output_dir / given)] if is_run_dir(output_dir / given) else []
+    if not exact and not here:  # NAME@HOST of a run whose folder that host shares with this one
+        same = (run for run in list_remotes(output_dir) if given in _names(run))
+        here = [RunDir(output_dir / run.name) for run in same if _is_in(output_dir, run)][-1:]
     if len(exact) + len(here) > 1:
         raise _ambiguous(given, here, exact)
     stems = [run for run in remotes if given in (_stem(run.name), _stem(run.label))]
@@ -97,7 +178,7 @@ def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
     return found[-1]
 
 
-def typed_name(run_dir: RunDir) -> str:
+def typed_name(run_dir: RunDir | SeveralRun) -> str:
     """What is typed after a verb to mean a run that is seen here."""
     if (behind := named_elsewhere()) is not None:
         return f"{run_dir.name}{behind}"

@@ -42,6 +42,18 @@ def write_bytes_atomic(path: Path, data: bytes, *, durable: bool = True) -> None
         raise
 
 
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that only this user may read, durably, whole or not at all."""
+    partial = path.with_name(f".{path.name}.new")
+    partial.unlink(missing_ok=True)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text if text.endswith("\n") or not text else f"{text}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+
+
 def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) -> None:
     """Write one JSON record, atomically. See `write_text_atomic`."""
     text = json.dumps(record, indent=1, allow_nan=False, default=str) + "\n"

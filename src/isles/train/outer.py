@@ -80,7 +80,7 @@ class Outer:
                 self._chief.listen(_LOOK_S)
                 self._chief.restock(self.turns.outlook(), is_late=is_late and not is_new)
                 orders = self._chief.take_orders()
-                fault = self._chief.fault(is_late=is_late, is_new=is_new)
+                fault = self._chief.fault(is_new=is_new)
                 is_in = self._chief.is_joined and not self._chief.is_behind
                 is_done = not orders and self._is_stocked and (is_in or is_late)
             orders, is_done, fault = self._world.broadcast((orders, is_done, fault))
@@ -111,8 +111,13 @@ class Outer:
             self._meter.resume(paused)
         turns.finish_move(only_overdue=True)
         for turn in sorted(turns.sent):
-            if turn not in self._waited and turns.is_overdue(turn):
-                self._await(turn, self._config.deadline, "inner steps go on")
+            if turn not in turns.sent:
+                continue  # while one is waited for, another may be taken in
+            # No turn is decided before those before it: it would be waited for in vain as well.
+            if turn in self._waited or not turns.is_overdue(turn):
+                break
+            if not self._await(turn, self._config.deadline, "inner steps go on"):
+                break
         if not self._is_stocked:
             self._restock()
         turns.record.state(turns.outlook(), self._chief)
@@ -141,7 +146,9 @@ class Outer:
         """
         self.turns.close()
         if self._chief is not None:
-            self._chief.line.close(leaves=leaves)
+            # One that has come after the last turn makes no step of its own.
+            is_over = self._is_ending or self._progress.step == self._total_steps
+            self._chief.line.close(leaves=leaves, has_finished=is_over)
 
     # What is decided.
 
@@ -177,9 +184,6 @@ class Outer:
                 self._loader.forget()
             case UseReserve():
                 turns.samples.deal_reserve(order.count)
-                self._recorder.note(
-                    f"no samples are dealt: {order.count} are read that other clusters may have"
-                )
             case Donate():
                 turns.donate()
             case Reset():
@@ -209,8 +213,9 @@ class Outer:
     def _restock(self) -> None:
         """Wait for samples; where the rendezvous is away, take others."""
         paused = self._meter.pause("waiting for samples")
-        is_away = self._chief is not None and not self._chief.line.is_connected
-        limit_s = _AWAY_S if is_away else self._config.deadline
+        limit_s = self._config.deadline
+        if self._chief is not None and not self._chief.line.is_connected:
+            limit_s = 0.0 if self._chief.uses_reserve else _AWAY_S
         self._wait(lambda: self._is_stocked, limit_s, "samples")
         while not self._is_stocked:
             if self._chief is not None:
@@ -225,6 +230,8 @@ class Outer:
         while not is_done():
             if rounds == 1:
                 self._recorder.phase("waiting for clusters", what)
+                if self._chief is not None:
+                    self._chief.report(self.turns.outlook())
             rounds += 1
             orders: list[Order] = []
             if self._chief is not None:

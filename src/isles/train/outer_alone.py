@@ -8,7 +8,7 @@ from typing import Protocol
 
 from isles.outer.average import combine
 from isles.outer.layout import Layout
-from isles.outer.link_messages import Claimed, Committed, Event, Interval, Joined
+from isles.outer.link_messages import Claimed, Committed, Event, Interval, Joined, Progress
 
 
 class OuterLine(Protocol):
@@ -45,15 +45,15 @@ class OuterLine(Protocol):
 
     def obeyed(self) -> None: ...
 
-    def progress(
-        self, step: int, since: int, tokens_per_s: float, phase: str, pace: int = 0
-    ) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
 
     def poll(self) -> list[Event]: ...
 
     def wait(self, timeout_s: float) -> bool: ...
 
-    def close(self, *, leaves: bool = True, timeout_s: float = 10.0) -> None: ...
+    def close(
+        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
+    ) -> None: ...
 
 
 class Alone:
@@ -138,9 +138,7 @@ class Alone:
     def obeyed(self) -> None:
         """Nobody orders anything."""
 
-    def progress(
-        self, step: int, since: int, tokens_per_s: float, phase: str, pace: int = 0
-    ) -> None:
+    def progress(self, progress: Progress) -> None:
         """Nobody is told."""
 
     def poll(self) -> list[Event]:
@@ -152,5 +150,7 @@ class Alone:
         """Whether `poll` has something."""
         return bool(self._events)
 
-    def close(self, *, leaves: bool = True, timeout_s: float = 10.0) -> None:
+    def close(
+        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
+    ) -> None:
         """Nobody is told."""

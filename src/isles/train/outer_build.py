@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from isles.config.outer import DiLoCoConfig
+from isles.config.outer import DiLoCoConfig, HivemindConfig
 from isles.config.run import RunConfig
 from isles.dist.parcels import raise_first
 from isles.dist.world import World
-from isles.errors import ConfigError, TrainingError
+from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.layout import Layout, make_layout
 from isles.outer.link import Link, member_of
-from isles.outer.link_messages import LinkSettings
+from isles.outer.link_settings import HivemindSettings, LinkSettings
+from isles.outer.messages import SAMPLE_TOKENS
 from isles.rundir.manifest import CheckpointInfo
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, write_record
@@ -131,10 +134,12 @@ def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Ou
     assert turns is not None
     anchors = turns.anchors()
     chief = None
-    fault: ConfigError | None = None
+    fault: UserError | None = None
     if world.is_main:
         try:
-            turns.line = _start_line(between, turns, parts.run_dir, anchors, _identity(parts))
+            identity = _identity(parts)
+            run = config.name.removesuffix(f"-{between.name}")
+            turns.line = _start_line(between, turns, parts.run_dir, anchors, identity, run)
             chief = Chief(
                 between.config,
                 turns.line,
@@ -143,7 +148,7 @@ def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Ou
                 total_steps=parts.total_steps,
                 recorder=parts.recorder,
             )
-        except ConfigError as error:
+        except UserError as error:
             fault = error
     raise_first(world.gather(fault))
     outer = Outer(
@@ -174,10 +179,22 @@ def _member_id(run_dir: RunDir) -> str:
 
 
 def _start_line(
-    between: Between, turns: Turns, run_dir: RunDir, anchors: list[str], identity: dict[str, str]
+    between: Between,
+    turns: Turns,
+    run_dir: RunDir,
+    anchors: list[str],
+    identity: dict[str, str],
+    run: str,
 ) -> OuterLine:
     spool = run_dir.outer / "spool"
-    if not run_dir.join_line.exists():
+    is_hivemind = between.config.engine == "hivemind"
+    if is_hivemind and importlib.util.find_spec("hivemind") is None:
+        raise MissingDependencyError(
+            "engine hivemind needs the package hivemind, which is not installed",
+            where=f"outer.engine, {sys.executable}",
+            fix="pip install 'isles[hivemind]'",
+        )
+    if not is_hivemind and not run_dir.join_line.exists():
         if between.config.rendezvous is not None or between.config.min_clusters > 1:
             raise ConfigError(
                 "this cluster does not know how to reach the others: it has no join line",
@@ -202,6 +219,7 @@ def _start_line(
             up_bytes_per_s=rate,
             down_bytes_per_s=rate,
             interface=between.config.interface,
+            hivemind=_hivemind(between.config, run) if is_hivemind else None,
         ),
         join_file=run_dir.join_line,
         spool=spool,
@@ -212,19 +230,33 @@ def _start_line(
     )
 
 
+def _hivemind(outer: DiLoCoConfig, run: str) -> HivemindSettings:
+    found = outer.hivemind or HivemindConfig()
+    return HivemindSettings(run=run, rules=outer.rendezvous_settings, **found.model_dump())
+
+
 def _identity(parts: Parts) -> dict[str, str]:
     """What must be equal on all clusters, by the names that users know."""
     config, outer = parts.config, parts.config.diloco
     assert outer is not None
+    training, seq_length = config.training, config.data.seq_length
     found = {
         "adapter.type": config.adapter.type,
         "data": parts.data_content[:16],
+        "data.seq_length": str(seq_length),
         "seed": str(config.seed),
+        "steps of the run": str(parts.total_steps),
+        "training.method": training.method,
         "outer.sync_every": str(outer.sync_every),
         "outer.fragments": str(outer.fragments),
         "outer.lr": repr(outer.lr),
         "outer.momentum": repr(outer.momentum),
         "outer.max_norm": repr(outer.max_norm),
+        "outer.delay": str(outer.delay),
+        "outer.alpha": repr(outer.alpha),
+        "outer.engine": outer.engine,
+        # A pair of dpo has two answers.
+        SAMPLE_TOKENS: str(seq_length * (2 if training.method == "dpo" else 1)),
     }
     if parts.base is not None:
         text = json.dumps(parts.base, sort_keys=True)

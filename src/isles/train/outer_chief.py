@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from isles.config.outer import DiLoCoConfig
@@ -20,6 +21,7 @@ from isles.outer.link_messages import (
     Joined,
     Members,
     Note,
+    Progress,
     Refused,
     RendezvousFound,
     RendezvousLost,
@@ -40,6 +42,8 @@ _OPEN_TURNS = 8
 _LEAST_STEPS_AHEAD = 8
 _MOST_STEPS_AHEAD = 1000
 _USUAL, _LONG = 0.9, 3.0
+_SLOW_START_S = 180.0
+"""So long a side process may take before it is heard: imports from a busy file system."""
 
 
 @dataclass(slots=True)
@@ -71,8 +75,9 @@ class Pace:
 
     step_s: float = 0.0
     bytes_per_s: float = 0.0
-    turn_bytes: int = 0
+    round_bytes: int = 0
     _at: float | None = None
+    _turns: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def step_done(self, paused_s: float) -> None:
         """An inner step is over; some of the time since the last one was no part of it."""
@@ -83,11 +88,14 @@ class Pace:
             took = _USUAL * self.step_s + (1 - _USUAL) * min(took, _LONG * self.step_s)
         self.step_s = took
 
-    def turn_done(self, event: Committed) -> None:
-        """A turn is over."""
+    def turn_done(self, event: Committed, num_fragments: int) -> None:
+        """A turn is over. Fragments differ in size: what counts is the last turn of each."""
         moved, took = event.sent_bytes + event.received_bytes, event.send_s + event.receive_s
         if moved and took > 0:
-            self.bytes_per_s, self.turn_bytes = moved / took, moved
+            self._turns[event.turn % num_fragments] = moved, took
+            all_moved = sum(moved for moved, _ in self._turns.values())
+            self.bytes_per_s = all_moved / sum(took for _, took in self._turns.values())
+            self.round_bytes = all_moved * num_fragments // len(self._turns)
 
 
 class Chief:
@@ -100,6 +108,7 @@ class Chief:
         batch: samples in an inner step.
         total_steps: of the run, if it is known.
         recorder: for notes.
+        clock: seconds since some time or other.
     """
 
     def __init__(
@@ -111,17 +120,23 @@ class Chief:
         batch: int,
         total_steps: int | None,
         recorder: Recorder,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.line = line
         self.pace = Pace()
         self.is_joined = self.is_behind = False
+        self.uses_reserve = False
+        """Whether the samples that are read now were dealt by nobody."""
         self._config, self._num_fragments = config, num_fragments
         self._batch, self._total_steps = batch, total_steps
-        self._recorder = recorder
+        self._recorder, self._clock = recorder, clock
+        self._began = clock()
         self._orders: list[Order] = []
         self._asked = self._wish = 0
         self._due: TurnDue | None = None
         self._refusal: Refused | None = None
+        self._lost_at: float | None = None
+        self._why = ""
 
     @property
     def is_refused(self) -> bool:
@@ -145,7 +160,7 @@ class Chief:
         pace = self.pace
         if self._config.sync_every == "auto" and pace.bytes_per_s and pace.step_s:
             self._wish = auto_sync_every(
-                size_bytes=pace.turn_bytes * self._num_fragments,
+                size_bytes=pace.round_bytes,
                 link_bytes_per_s=pace.bytes_per_s,
                 step_s=pace.step_s,
                 max_overhead=self._config.max_sync_overhead,
@@ -171,9 +186,24 @@ class Chief:
         changes = any(isinstance(order, Take | Adopt | Reset) for order in self._orders)
         if not changes and self._is_due(outlook):
             self._orders.append(Contribute(self.next_turn(outlook)))
-        since = outlook.steps - outlook.contributed_at
-        self.line.progress(outlook.step, since, self._tokens_per_s(), "training", self._wish)
+        self.report(outlook)
         return bool(self._orders)
+
+    def report(self, outlook: Outlook) -> None:
+        """What the others are told of this cluster."""
+        status = self._recorder.status
+        between = status.get("outer") or {}
+        progress = Progress(
+            step=outlook.step,
+            since=outlook.steps - outlook.contributed_at,
+            tokens_per_s=_finite(status.get("tokens_per_second")) or 0.0,
+            phase=str(status["phase"]),
+            pace=self._wish,
+            loss=_finite(status.get("loss")),
+            exposed_s=between.get("exposed_s", 0.0),
+            hidden_s=between.get("hidden_s", 0.0),
+        )
+        self.line.progress(progress)
 
     def take_orders(self) -> list[Order]:
         """What was decided, for all ranks."""
@@ -190,35 +220,50 @@ class Chief:
         self._claim(outlook)
         has_news = any(isinstance(order, Claimed) for order in self._orders)
         if is_late and not has_news and outlook.samples_left < self._batch:
-            self._orders.append(UseReserve(self._batch * _LEAST_STEPS_AHEAD))
+            self._orders.append(UseReserve(self._wanted(outlook)))
+            if not self.uses_reserve:
+                self._recorder.note(
+                    "no samples are dealt: until the rendezvous is back this cluster reads samples "
+                    "that others may have"
+                )
+            self.uses_reserve = True
 
-    def fault(self, *, is_late: bool, is_new: bool) -> UserError | None:
-        """Why this cluster cannot take part in the run, if so."""
+    def fault(self, *, is_new: bool) -> UserError | None:
+        """Why this cluster cannot take part in the run, if so.
+
+        Args:
+            is_new: it has never taken part: without the others it must not begin.
+        """
         if self._refusal is not None:
             told = self._refusal
             return ConfigError(told.what, where=told.where, fix=told.fix)
-        if is_late and is_new and not self.is_joined:
-            return CommunicationError(
-                f"the rendezvous has not answered within {format_duration(self._config.deadline)}",
-                where=self._config.rendezvous or "the join line in the run directory",
-                fix="is it running (`isles rendezvous`)? can this machine reach its port? "
-                "outer.deadline waits longer",
-            )
-        return None
-
-    def _tokens_per_s(self) -> float:
-        found = self._recorder.status.get("tokens_per_second")
-        return float(found) if isinstance(found, float) and math.isfinite(found) else 0.0
+        if not is_new or self.is_joined:
+            return None
+        # A side process that is slow to start says nothing of the rendezvous.
+        since = self._began + _SLOW_START_S if self._lost_at is None else self._lost_at
+        if self._clock() - since < self._config.deadline:
+            return None
+        limit = format_duration(self._config.deadline)
+        return CommunicationError(
+            f"the rendezvous has not answered within {limit}: {self._why or 'nothing is known'}",
+            where=self._config.rendezvous or "the join line in the run directory",
+            fix="is it running (`isles rendezvous`)? can this machine reach its port? "
+            "outer.deadline waits longer",
+        )
 
     def _claim(self, outlook: Outlook) -> None:
         """Have samples for at least a round ahead: claims travel while steps go on."""
-        steps = min(max(self.sync_every, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
-        if self._total_steps is not None:
-            steps = min(steps, self._total_steps - outlook.step)
-        wanted = steps * self._batch
+        wanted = self._wanted(outlook)
         if outlook.samples_left + self._asked < wanted:
             self._asked += wanted
             self.line.claim(wanted)
+
+    def _wanted(self, outlook: Outlook) -> int:
+        """Samples for a round, or for the steps that are left."""
+        steps = min(max(self.sync_every, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
+        if self._total_steps is not None:
+            steps = min(steps, self._total_steps - outlook.step)
+        return steps * self._batch
 
     def _is_due(self, outlook: Outlook) -> bool:
         """Whether this cluster contributes after the step that begins now."""
@@ -247,7 +292,7 @@ class Chief:
             case TurnDue():
                 self._due = event
             case Committed():
-                self.pace.turn_done(event)
+                self.pace.turn_done(event, self._num_fragments)
                 self._settle_wish()
                 self._orders.append(Take(event, self._capped(self.step_of(event.turn))))
             case Behind():
@@ -257,10 +302,17 @@ class Chief:
                 self._orders = [order for order in self._orders if not isinstance(order, Take)]
                 self._orders.append(Adopt(event, self._capped(self.step_of(event.version - 1))))
             case Claimed() | SamplesLost() | Donate() | Reset():
+                self.uses_reserve = self.uses_reserve and not isinstance(event, Claimed)
                 self._orders.append(event)
             case Refused():
                 self._refusal = event
-            case RendezvousLost() | RendezvousFound() | Note() | Members():
+            case RendezvousLost():
+                self._lost_at, self._why = self._lost_at or self._clock(), event.why
+            case RendezvousFound():
+                self._lost_at = None
+            case Note():
+                self._why = event.text
+            case Members():
                 pass  # told, and that is all
             case _:
                 assert_never(event)
@@ -295,3 +347,7 @@ class Chief:
 
     def _capped(self, step: int) -> int:
         return step if self._total_steps is None else min(step, self._total_steps)
+
+
+def _finite(value: object) -> float | None:
+    return value if isinstance(value, float) and math.isfinite(value) else None

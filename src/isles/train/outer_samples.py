@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.outer.spans import Interval, joined, without
-
-_RESERVE = 2**57
-"""Far above all numbers that a rendezvous deals."""
-_RESERVE_EACH = 2**32
+from isles.outer.spans import RESERVE, Interval, dealt, joined, reserve_of, without
 
 Run = tuple[int, int, int]
 """From this place in the cluster's own order, the samples from a number up to another."""
@@ -33,7 +29,7 @@ class OwnSamples:
         self._told = 0
         self._owed: list[Interval] = []
         self._gone: list[Interval] = []
-        self._reserve = _RESERVE + int(member_id[:6], 16) * _RESERVE_EACH
+        self._reserve, _ = reserve_of(member_id)
 
     def covers(self, first: int, count: int) -> bool:
         """Whether it is known which samples these places have."""
@@ -65,7 +61,7 @@ class OwnSamples:
         for start, stop in spans:
             self._runs = (*self._runs, (self._end, start, stop))
             self._end += stop - start
-            if start < _RESERVE:
+            if start < RESERVE:
                 self.frontier = max(self.frontier, stop)
 
     def deal_reserve(self, count: int) -> None:
@@ -84,7 +80,7 @@ class OwnSamples:
 
     def tell(self, cursor: int) -> list[Interval]:
         """What was read since the last call, and what `owe` has given back: for a contribution."""
-        found = without([*self._read(cursor), *self._owed], self._gone)
+        found = without([*self.spans(self._told, cursor), *self._owed], self._gone)
         self._told, self._owed = cursor, []
         self._runs = tuple(run for run in self._runs if run[0] + run[2] - run[1] > cursor)
         return found
@@ -94,13 +90,13 @@ class OwnSamples:
         self._owed = joined([*self._owed, *spans])
 
     def holding(self, pending: Sequence[Interval]) -> list[Interval]:
-        """All that the cluster still means to read, or has read and no average has.
+        """All dealt ones that the cluster means to read, or has read and no average has.
 
         Args:
             pending: in contributions that are under way.
         """
-        mine = [*self._dealt(self.spans(self._told, self._end)), *self._owed, *pending]
-        return without(mine, self._gone)
+        mine = [*self.spans(self._told, self._end), *self._owed, *pending]
+        return without(dealt(mine), self._gone)
 
     def record(self) -> dict[str, Any]:
         """For a manifest."""
@@ -126,13 +122,6 @@ class OwnSamples:
     def begin_at(self, cursor: int) -> None:
         """A run that had no others so far has read as many samples, in the common order."""
         self._end = self._told = self.frontier = cursor
-
-    def _read(self, cursor: int) -> list[Interval]:
-        return self._dealt(self.spans(self._told, cursor))
-
-    def _dealt(self, spans: Sequence[Interval]) -> list[Interval]:
-        """Without the reserve, of which no rendezvous knows."""
-        return [span for span in spans if span[0] < _RESERVE]
 
 
 def _before(runs: Sequence[Run], cursor: int) -> Iterator[Run]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from isles.errors import TrainingError
 from isles.outer.base import Applied, Contribution, Mode
 from isles.outer.cluster import Cluster
 from isles.outer.layout import Layout
+from isles.outer.link_messages import Interval
 from isles.train.outer_alone import OuterLine
 from isles.train.outer_chief import Outlook
 from isles.train.outer_orders import Adopt, Sent, Take, sent_from
@@ -135,14 +136,7 @@ class Turns:
         began = time.perf_counter()
         self.finish_move()
         fragment = turn % self.num_fragments
-        owed_tokens, owed_steps = self._owed[fragment]
-        self.sent[turn] = Sent(
-            turn=turn,
-            tokens=max(1, self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens),
-            inner_steps=self.steps - self._steps_at[fragment] + owed_steps,
-            samples=tuple(self.samples.tell(self._progress.samples)),
-            steps=self.steps,
-        )
+        self.sent[turn] = self._held(turn, self.samples.tell(self._progress.samples))
         self._mark(fragment)
         self._contributed_at = self.steps
         self._is_own_past = False
@@ -152,6 +146,18 @@ class Turns:
         if self._config.delay == 0:
             self.encoded(turn)
         self.exposed(turn, began)
+
+    def _held(self, turn: int, samples: Sequence[Interval]) -> Sent:
+        """What a contribution holds that is made now."""
+        fragment = turn % self.num_fragments
+        owed_tokens, owed_steps = self._owed[fragment]
+        return Sent(
+            turn=turn,
+            tokens=max(1, self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens),
+            inner_steps=self.steps - self._steps_at[fragment] + owed_steps,
+            samples=tuple(samples),
+            steps=self.steps,
+        )
 
     def _mark(self, fragment: int) -> None:
         self._tokens_at[fragment] = self._progress.target_tokens
@@ -213,6 +219,7 @@ class Turns:
             # Made by an earlier attempt, after the checkpoint that this one goes on from: what has
             # been learnt since is in the average.
             self._cluster.snapshot(fragment)
+            sent = self._held(turn, ())
             self._mark(fragment)
             mode = "on_time"
         if event.path is None:

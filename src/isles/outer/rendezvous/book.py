@@ -9,6 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from isles.errors import ConfigError, UserError
+
+BOOK = "rendezvous.sqlite"
+
+_VERSION = 2
+"""Raised when the tables are others than before."""
+
+_KEPT = 10_000
+"""Events, at least."""
+_LONGEST = 2000
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
@@ -17,24 +28,29 @@ CREATE TABLE IF NOT EXISTS members (
   is_behind INTEGER NOT NULL DEFAULT 0, from_turn INTEGER NOT NULL DEFAULT 0,
   version INTEGER NOT NULL DEFAULT 0, refusals INTEGER NOT NULL DEFAULT 0,
   orders TEXT NOT NULL DEFAULT '', order_reason TEXT NOT NULL DEFAULT '',
-  claim INTEGER NOT NULL DEFAULT 0, claimed TEXT NOT NULL DEFAULT '[]');
+  claim INTEGER NOT NULL DEFAULT 0, claimed TEXT NOT NULL DEFAULT '[]',
+  has_finished INTEGER NOT NULL DEFAULT 0, refusal TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS turns (
   turn INTEGER PRIMARY KEY,
   state TEXT NOT NULL CHECK (state IN ('collecting', 'averaging', 'committed')),
   participants TEXT NOT NULL DEFAULT '[]', digest TEXT NOT NULL DEFAULT '',
   size INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0,
-  is_direct INTEGER NOT NULL DEFAULT 0, anchors TEXT NOT NULL DEFAULT '');
+  is_direct INTEGER NOT NULL DEFAULT 0, anchors TEXT NOT NULL DEFAULT '',
+  committed_at REAL NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS parts (
   turn INTEGER NOT NULL, member INTEGER NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('complete', 'refused')),
   tokens INTEGER NOT NULL, steps INTEGER NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
   repeated INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '',
+  samples INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (turn, member));
 CREATE TABLE IF NOT EXISTS samples (
   start INTEGER PRIMARY KEY, stop INTEGER NOT NULL CHECK (stop > start),
   state TEXT NOT NULL CHECK (state IN ('free', 'claimed', 'contributed', 'committed')),
   member INTEGER, turn INTEGER);
 CREATE INDEX IF NOT EXISTS samples_by_state ON samples (state, member);
+CREATE TABLE IF NOT EXISTS reserve (
+  member INTEGER NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL, turn INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS applied (
   turn INTEGER NOT NULL, member INTEGER NOT NULL, anchors TEXT NOT NULL,
   PRIMARY KEY (turn, member));
@@ -51,12 +67,35 @@ class Book:
     """Tables and transactions. One thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.row_factory = sqlite3.Row
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.row_factory = sqlite3.Row
+            self._open(path)
+        except sqlite3.OperationalError as error:  # a full disk, say
+            raise UserError(
+                f"the rendezvous's memory cannot be opened: {error}",
+                where=str(path),
+                fix="free some space there, and look whether this user may write there",
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise damaged(path, str(error)) from error
+        self._depth = 0
+
+    def _open(self, path: Path) -> None:
+        """Make the tables, and look whether all of the file can be read."""
+        is_new = not self.number("SELECT COUNT(*) FROM sqlite_master")
+        if not is_new and (found := self.number("PRAGMA user_version")) != _VERSION:
+            raise ConfigError(
+                f"this state directory is of another version of isles ({found}, not {_VERSION})",
+                where=str(path),
+                fix="use the version that began it, or an empty folder",
+            )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
-        self._depth = 0
+        faults = [row[0] for row in self.rows("PRAGMA quick_check(1)") if row[0] != "ok"]
+        if faults:
+            raise damaged(path, faults[0])
+        self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -104,14 +143,22 @@ class Book:
 
     def note(self, member: str, kind: str, what: str) -> None:
         """Append to the log of events."""
-        self.run(
-            "INSERT INTO events (at, member, kind, what) VALUES (?, ?, ?, ?)",
-            time.time(),
-            member,
-            kind,
-            what,
-        )
+        said = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
+        sql = "INSERT INTO events (at, member, kind, what) VALUES (?, ?, ?, ?)"
+        self.run(sql, time.time(), member, kind, said)
+        last = self.number("SELECT MAX(number) FROM events")
+        if last % _KEPT == 0:  # whoever has the token must not fill the disk with them
+            self.run("DELETE FROM events WHERE number < ?", last - _KEPT)
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"the rendezvous's memory is damaged: {what}",
+        where=str(path),
+        fix="take a copy back if there is one; else move the file away, start the rendezvous "
+        "again, and then the clusters: the one that has applied most turns first",
+    )

@@ -18,13 +18,13 @@ from isles.outer.messages import (
     ContributionAnswer,
     Join,
     JoinAnswer,
-    Standing,
     StateAnswer,
     StateOffer,
     TurnAnswer,
 )
 from isles.outer.rendezvous.averaging import Average, Job
-from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.book import BOOK, Book
+from isles.outer.rendezvous.entry import Entry
 from isles.outer.rendezvous.epochs import Epochs
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.roster import Roster
@@ -33,6 +33,8 @@ from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.settings import Settings
 from isles.outer.rendezvous.states import States
 from isles.outer.rendezvous.turns import Turns
+
+_MOST_PINNED = 16
 
 
 class Core:
@@ -47,12 +49,13 @@ class Core:
     def __init__(self, folder: Path, settings: Settings, clock: Callable[[], float]) -> None:
         self.folder = folder
         self.settings = settings
-        self.book = Book(folder / "rendezvous.sqlite")
+        self.book = Book(folder / BOOK)
         self.samples = Samples(self.book)
         self.roster = Roster(self.book, settings, self.samples, clock)
         self.turns = Turns(self.book, settings, self.samples, self.roster, folder / "turns", clock)
         self.epochs = Epochs(self.book, settings, self.roster, self.turns, clock)
         self.states = States(self.book, settings, self.roster, folder / "states", clock)
+        self._entry = Entry(self)
         self.codec = ""
         """How contributions are encoded."""
         self.pieces: list[list[int]] = []
@@ -72,79 +75,19 @@ class Core:
             identity, self.pieces = json.loads(known)
             self.codec = identity["codec"]
             self.sizes = json.loads(self.book.get("sizes") or "[]")
+            self.turns.parts.learn(identity, self.pieces, self.sizes)
 
     # Members.
 
     def join(self, join: Join, sizes: Sequence[int] = ()) -> JoinAnswer:
-        """A cluster joins, or joins again.
+        """A cluster joins, or joins again. See `Entry.join`."""
+        answer = self._entry.join(join, sizes)
+        self._learn()
+        return answer
 
-        Args:
-            join: what it says.
-            sizes: of each fragment the bytes of a contribution; the first cluster's are kept.
-        """
-        self.roster.check(join)
-        with self.book.transaction():
-            is_first = self.book.get("identity") is None
-            if is_first:
-                self.book.put("start", str(join.version))
-                self.book.put("anchors", json.dumps(join.anchors))
-                self.book.put("sizes", json.dumps(list(sizes)))
-            first: tuple[Standing, str] = ("first", "")
-            standing, why = first if is_first else self._standing(join)
-            number, was_living = self.roster.settle(join)
-            self._learn()
-            before = self.roster.get(number)
-            if is_first or int(self.book.get("start") or 0):
-                self.samples.take_over(number, join.holding)
-            _, lost = self.samples.give_back(number, join.holding)
-            following = self.turns.next
-            is_behind = standing == "behind"
-            from_turn = before["from_turn"]
-            if not was_living or before["is_behind"]:
-                from_turn = following + int(self._has_begun(following))
-            order = "pull" if is_behind else ""
-            values = (int(is_behind), from_turn, join.version, order, why, number)
-            self.book.run(
-                "UPDATE members SET is_behind = ?, from_turn = ?, version = ?, orders = ?, "
-                "order_reason = ? WHERE number = ?",
-                *values,
-            )
-            self.book.note(join.name, "joined", f"{standing}, from turn {from_turn} on; {why}")
-        return JoinAnswer(
-            standing=standing,
-            turn=following,
-            from_turn=from_turn,
-            settings=self.settings.model_dump(),
-            lost=lost,
-            why=why,
-        )
-
-    def _has_begun(self, turn: int) -> bool:
+    def has_begun(self, turn: int) -> bool:
+        """Whether anybody has contributed to a turn."""
         return bool(self.book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
-
-    def _standing(self, join: Join) -> tuple[Standing, str]:
-        following = self.turns.next
-        if join.version > following:
-            raise Refusal(
-                409,
-                "ahead",
-                f"{join.name} has applied {join.version} turns, and the rendezvous knows of "
-                f"{following}",
-                "it joins the wrong run, or the rendezvous was set back to an old copy: start a "
-                "rendezvous with an empty folder, and let the most advanced cluster join first",
-            )
-        for fragment, anchors in enumerate(join.anchors):
-            right = self.anchors(fragment, join.version)
-            if right and anchors != right:
-                return "behind", (
-                    f"its anchors of fragment {fragment} after {join.version} turns are not those "
-                    "of the run"
-                )
-        if join.version == following:
-            return "current", ""
-        if self.is_kept_since(join.version):
-            return "late", ""
-        return "behind", f"the average of turn {join.version} is not kept any more"
 
     def anchors(self, fragment: int, version: int) -> str:
         """The digest of a fragment's anchors after so many turns; empty if it is not known."""
@@ -199,7 +142,7 @@ class Core:
         with self.book.transaction():
             self.book.run(
                 "UPDATE members SET state = 'living', from_turn = ? WHERE number = ?",
-                following + int(self._has_begun(following)),
+                following + int(self.has_begun(following)),
                 member["number"],
             )
             self.book.note(member["name"], "back", f"heard again before turn {following}")
@@ -222,9 +165,19 @@ class Core:
         if member["orders"] == "reset":
             self.roster.order(member["number"], "")
 
-    def leave(self, member_id: str) -> None:
+    def leave(self, member_id: str, *, has_finished: bool = False) -> None:
         """A cluster ends: nobody waits for it."""
-        self.roster.drop(self.roster.find(member_id), "it has ended", "left")
+        member = self.roster.find(member_id)
+        why = "it has finished" if has_finished else "it pauses"
+        with self.book.transaction():
+            self.roster.part(member, why)
+            sql = "UPDATE members SET has_finished = ? WHERE number = ?"
+            self.book.run(sql, int(has_finished), member["number"])
+
+    def is_over(self) -> bool:
+        """Whether all clusters that have ever taken part have finished, and left."""
+        members = self.roster.latest()
+        return bool(members) and all(m["state"] == "left" and m["has_finished"] for m in members)
 
     def claim(self, claim: Claim) -> ClaimAnswer:
         """A cluster needs samples."""
@@ -256,7 +209,7 @@ class Core:
 
     def counted(self, member_id: str, turn: int) -> ContributionAnswer | None:
         """What was said of a contribution that is complete already."""
-        part = self.turns.part(turn, self.heard(member_id)["number"])
+        part = self.turns.parts.get(turn, self.heard(member_id)["number"])
         if part is None or part["state"] != "complete":
             return None
         return ContributionAnswer(repeated=part["repeated"])
@@ -278,10 +231,12 @@ class Core:
         """
         for row, silent_s in self.roster.silent():
             self.roster.drop(row, f"not heard for {silent_s:.1f} s")
+        for row, silent_s in self.roster.gone():
+            self.roster.part(row, f"not heard for {silent_s:.0f} s")
         has_ended = self.epochs.drop()
         if self.turns.next != self._tidy:  # an epoch has committed a turn
             self._collect_garbage()
-        return (bool(self.pieces) and self.epochs.form(len(self.pieces))) or has_ended
+        return (bool(self.pieces) and self.epochs.form()) or has_ended
 
     def close_turn(self) -> Job | None:
         """Close the next turn if it is time; what is to be averaged then."""
@@ -356,7 +311,9 @@ class Core:
                 raise Refusal(409, "diverged", f"the anchors of {member['name']} are not the run's")
         if not self.is_kept_since(offer.version):
             raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
-        return self.states.offer(member["number"], offer)
+        state = self.states.offer(member["number"], offer, self.pieces)
+        self._sweep()
+        return state
 
     # Housekeeping.
 
@@ -366,7 +323,9 @@ class Core:
         oldest = following - self.settings.keep_averages
         pinned = self.states.oldest_version()
         if pinned is not None:
-            oldest = min(oldest, pinned)
+            # A cluster that pulls a state needs them; one that never ends must not fill the disk.
+            least = following - _MOST_PINNED * self.settings.keep_averages
+            oldest = min(oldest, max(pinned, least))
         self._oldest = oldest
         with self.book.transaction():
             self.book.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)

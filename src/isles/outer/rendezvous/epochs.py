@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from isles.outer.messages import EpochAnswer, Failed, OpenTurn, Prepared, Ready
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.refusal import Refusal
+from isles.outer.rendezvous.relays import Relays
 from isles.outer.rendezvous.roster import Roster
 from isles.outer.rendezvous.rules import TurnView, Verdict, judge_turn
 from isles.outer.rendezvous.settings import Settings
 from isles.outer.rendezvous.turns import Turns
 
 _MOST_KEYS = 100_000
+_MOST_BYTES = 2**26
+_STILL_S = 180.0
+"""An epoch in which nothing has moved for so long comes to nothing."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,10 @@ class Epoch:
     prepared: dict[int, Prepared] = field(default_factory=dict)
     store: dict[str, bytes] = field(default_factory=dict)
     """What they tell one another of their addresses."""
+    store_bytes: int = 0
+    moved: tuple[int, ...] = ()
+    """What has been told, prepared and sent, when that was last looked at."""
+    moved_at: float = 0.0
 
 
 class Epochs:
@@ -56,6 +64,7 @@ class Epochs:
         self._quorum: dict[int, float] = {}
         self._again: frozenset[int] = frozenset()
         self._now: Epoch | None = None
+        self._relays = Relays(clock)
         self._wanted: dict[int, tuple[int, float]] = {}
 
     def want_average(self, member: int, turn: int) -> None:
@@ -90,16 +99,20 @@ class Epochs:
             self._check_sound(member, turn)
         epoch = self._now
         is_in = epoch is not None and epoch.turn == turn and member in epoch.ranks
-        if self._turns.state(turn) != "committed" and not is_in:
+        is_open = self._turns.state(turn) != "committed" and not is_in
+        if is_open and self._is_relayed(turn):
+            self._ready.pop(turn, None)
+        elif is_open:
+            weight = self._turns.parts.weight(turn, member, ready)
             waiting = self._ready.setdefault(turn, {})
-            waiting[member] = ready
+            waiting[member] = ready.model_copy(update={"tokens": weight})
             self._first.setdefault(turn, self._clock())
             if len(waiting) >= self._settings.quorum:
                 self._quorum.setdefault(turn, self._clock())
         return self.answer(member, turn)
 
     def _check_sound(self, member: int, turn: int) -> None:
-        part = self._turns.part(turn, member)
+        part = self._turns.parts.get(turn, member)
         if part is not None and part["state"] == "refused":
             name = self._roster.get(member)["name"]
             raise Refusal(
@@ -126,12 +139,27 @@ class Epochs:
                 rank=epoch.ranks.index(member),
                 members=[self._roster.get(number)["name"] for number in epoch.ranks],
                 tokens=[epoch.ready[number].tokens for number in epoch.ranks],
+                have_met=self._relays.have_met(epoch.ranks),
             )
+        if (why := self._relays.reason(turn)) is not None:
+            return EpochAnswer(state="relayed", why=why)
         verdict = self._verdict(turn)
         due_in_s = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
         return EpochAnswer(
             state="waiting", due_in_s=due_in_s, waits_for=self._roster.names(verdict.waits_for)
         )
+
+    def _is_relayed(self, turn: int) -> bool:
+        """Whether a turn goes through the rendezvous; once it does, it goes on doing so."""
+        if self._relays.reason(turn) is not None:
+            return True
+        why = self._relays.find_reason(self._roster.expected(turn))
+        if why is None and self._turns.parts.members(turn, "complete"):
+            why = "others have done so before the rendezvous was started again"
+        if why is not None:
+            self._relays.begin(turn, why)
+            self._book.note("", "relayed", f"turn {turn} goes through the rendezvous: {why}")
+        return why is not None
 
     def _verdict(self, turn: int) -> Verdict:
         ready = frozenset(self._ready.get(turn, {}))
@@ -141,9 +169,10 @@ class Epochs:
         view = TurnView(
             expected=expected,
             complete=ready,
-            refused=self._turns.refused(turn),
+            refused=self._turns.parts.members(turn, "refused"),
             first_at=None if self._again else self._first.get(turn),
             quorum_at=None if self._again else self._quorum.get(turn),
+            least=self._roster.least,
         )
         return judge_turn(self._settings, view, self._clock())
 
@@ -165,21 +194,25 @@ class Epochs:
             )
         return found
 
-    def form(self, fragments: int) -> bool:
-        """Form an epoch for the next turn, if its members are there.
+    def open_for_s(self, turn: int) -> float:
+        """Seconds since the first member was ready for a turn."""
+        return self._clock() - self._first.get(turn, self._clock())
 
-        Args:
-            fragments: how many there are.
+    def form(self) -> bool:
+        """Form an epoch for the next turn, if its members are there.
 
         Returns:
             Whether that was done, or somebody was refused.
         """
         turn = self._turns.next
         ready = self._ready.get(turn)
+        if ready and self._now is None and self._is_relayed(turn):
+            del self._ready[turn]
+            return True
         if self._now is not None or not ready or not self._verdict(turn).is_closed:
             return False
         norms = {number: (part.norm, part.tokens) for number, part in ready.items()}
-        if found := self._turns.outliers(turn, fragments, norms):
+        if found := self._turns.parts.outliers(turn, norms):
             for number, reason in found.items():
                 part = ready.pop(number)
                 self._turns.refuse_direct(self._roster.get(number), turn, part, reason)
@@ -205,17 +238,21 @@ class Epochs:
             if self._took_part(member, prepared.turn):
                 return self.answer(member, prepared.turn)
             raise _ended(number)
+        if prepared.size_bytes > self._turns.parts.largest_average(epoch.turn, len(epoch.ranks)):
+            what = f"an average of {prepared.size_bytes} bytes is larger than one can be"
+            raise Refusal(422, "malformed", what)
         epoch.prepared[member] = prepared
         if len(epoch.prepared) == len(epoch.ranks):
-            digests = {other.digest for other in epoch.prepared.values()}
-            if len(digests) > 1:
+            if len({(other.digest, other.size_bytes) for other in epoch.prepared.values()}) > 1:
                 names = ", ".join(
                     f"{self._roster.get(n)['name']}: {p.digest[:12]}"
                     for n, p in sorted(epoch.prepared.items())
                 )
                 self.end(number, f"its members have different averages ({names})")
                 raise _ended(number)
-            self._turns.commit_direct(epoch.turn, epoch.ready, prepared)
+            seconds = self.open_for_s(epoch.turn)
+            self._turns.commit_direct(epoch.turn, epoch.ready, prepared, seconds)
+            self._relays.succeeded(epoch.turn, epoch.ranks)
             self._clear(epoch.turn)
         return self.answer(member, prepared.turn)
 
@@ -224,16 +261,22 @@ class Epochs:
         epoch = self._find(member, number)
         if epoch is None:
             return
-        self.end(number, f"{self._roster.get(member)['name']}: {failed.why}")
+        why = f"{self._roster.get(member)['name']} says: {failed.why}"
+        self.end(number, why)
         if failed.culprit is None or failed.culprit >= len(epoch.ranks):
+            places = range(len(epoch.ranks))
+            known = [pair for pair in failed.apart if pair[0] in places and pair[1] in places]
+            pairs = [frozenset(epoch.ranks[rank] for rank in pair) for pair in known]
+            pairs = [pair for pair in pairs if len(pair) > 1]
+            self._relays.failed(epoch.turn, epoch.ranks, pairs, failed.why)
             return
         culprit = epoch.ranks[failed.culprit]
         if culprit != member:
             row, ready = self._roster.get(culprit), epoch.ready[culprit]
-            self._turns.refuse_direct(row, epoch.turn, ready, failed.why)
+            self._turns.refuse_direct(row, epoch.turn, ready, why)
 
     def drop(self) -> bool:
-        """End the epoch if one of its members is gone; whether that was done."""
+        """End the epoch if one of its members is gone, or nothing moves; whether that was done."""
         epoch = self._now
         if epoch is None:
             return False
@@ -241,7 +284,23 @@ class Epochs:
         gone = [number for number in epoch.ranks if number not in living]
         if gone:
             self.end(epoch.number, f"{', '.join(self._roster.names(gone))} is gone")
-        return bool(gone)
+        return bool(gone) or self._end_still(epoch)
+
+    def _end_still(self, epoch: Epoch) -> bool:
+        """End the epoch if nothing has moved for long: a member hangs that gives signs of life."""
+        beats = [self._roster.beats.get(number) for number in epoch.ranks]
+        sent = [beat.sent_bytes + beat.received_bytes for beat in beats if beat is not None]
+        moved = (len(epoch.store), len(epoch.prepared), *sent)
+        now = self._clock()
+        if moved != epoch.moved:
+            epoch.moved, epoch.moved_at = moved, now
+        if now - epoch.moved_at <= _STILL_S:
+            return False
+        late = ", ".join(self._roster.names([n for n in epoch.ranks if n not in epoch.prepared]))
+        why = f"nothing has moved for {_STILL_S:g} s; it waited for {late}"
+        self.end(epoch.number, why)
+        self._relays.failed(epoch.turn, epoch.ranks, [], why)
+        return True
 
     def end(self, number: int, why: str) -> None:
         """An epoch comes to nothing; its members lose nothing, and are asked again."""
@@ -275,8 +334,10 @@ class Epochs:
         epoch = self._find(member, number)
         if epoch is None:
             raise _ended(number)
-        if len(epoch.store) >= _MOST_KEYS:
-            raise Refusal(413, "too_large", f"an epoch keeps at most {_MOST_KEYS} keys")
+        epoch.store_bytes += len(key) + len(value)
+        if len(epoch.store) >= _MOST_KEYS or epoch.store_bytes > _MOST_BYTES:
+            what = f"an epoch keeps at most {_MOST_KEYS} keys and {_MOST_BYTES} bytes"
+            raise Refusal(413, "too_large", what)
         epoch.store[key] = value
 
     def get(self, member: int, number: int, key: str) -> bytes | None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isles.errors import ConfigError, MissingDependencyError
-from isles.outer.join_line import SECRET_BYTES, encode
+from isles.rundir.join_line import SECRET_BYTES, encode
+from isles.rundir.records import write_secret
 
 _VALID = datetime.timedelta(days=3650)
 _OPENSSL_S = 60.0
@@ -47,7 +48,7 @@ class ServerIdentity:
 
 
 def make_identity(folder: Path) -> ServerIdentity:
-    """The token and certificate of a state directory; made where they are not there yet."""
+    """The token and certificate of a state directory; made where they are not there (any more)."""
     identity = ServerIdentity(folder / "token", folder / "certificate.pem", folder / "key.pem")
     if not identity.token_file.exists():
         write_secret(identity.token_file, encode(secrets.token_bytes(SECRET_BYTES)))
@@ -117,18 +118,6 @@ def _certificate_by_openssl(folder: Path) -> tuple[str, str]:
     finally:
         key.unlink(missing_ok=True)
         certificate.unlink(missing_ok=True)
-
-
-def write_secret(path: Path, text: str) -> None:
-    """Write a file that only this user may read, durably, whole or not at all."""
-    partial = path.with_name(f".{path.name}.new")
-    partial.unlink(missing_ok=True)
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as stream:
-        stream.write(text if text.endswith("\n") or not text else f"{text}\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
 
 
 def lock_folder(folder: Path) -> int:

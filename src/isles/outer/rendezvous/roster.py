@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Sequence
 
-from isles.outer.messages import PROTOCOL, Beat, Join
+from isles.outer.messages import Beat, Join
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.settings import Settings
+
+_LONGEST_ROUND = 100_000
+"""Inner steps that a cluster may wish for in a round."""
+_GONE = 20
+"""A member that is not heard for so many times `dead_after` has gone: its samples are dealt to
+others, and it joins anew when it comes back. Until then it may go on with them."""
 
 
 class Roster:
@@ -25,13 +30,36 @@ class Roster:
         self._clock = clock
         now = clock()
         # After a restart everybody has the whole time again to be heard.
-        self._heard = {row["number"]: now for row in self.living()}
+        self._heard = {row["number"]: now for row in [*self.living(), *self.away()]}
         self._moved: dict[int, tuple[int, float]] = {}
+        self._come: set[int] = set()
+        """Members that were heard since this process began."""
+        self._gather_until = 0.0
         self.beats: dict[int, Beat] = {}
 
     def living(self) -> list[sqlite3.Row]:
         """Members that are heard of."""
         return self._book.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
+
+    def away(self) -> list[sqlite3.Row]:
+        """Members that are not heard of, and may come back."""
+        return self._book.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
+
+    def latest(self) -> list[sqlite3.Row]:
+        """Of each name the member that has it, or had it last."""
+        return self._book.rows(
+            "SELECT * FROM members WHERE number IN (SELECT MAX(number) FROM members GROUP BY name) "
+            "ORDER BY number"
+        )
+
+    @property
+    def least(self) -> int:
+        """Contributions that a turn has at least: no more than there are clusters that go on."""
+        finished = [bool(row["has_finished"]) for row in self.latest()]
+        least = self._settings.min_clusters
+        if len(self._come) < self._settings.gather and self._clock() < self._gather_until:
+            least = max(least, self._settings.gather)
+        return max(1, min(least, finished.count(False))) if any(finished) else least
 
     def get(self, number: int) -> sqlite3.Row:
         """One member."""
@@ -50,7 +78,7 @@ class Roster:
             raise Refusal(
                 404,
                 "unknown",
-                f"no cluster with the id {member_id[:8]}… takes part",
+                "the rendezvous does not know this cluster",
                 "join first; the rendezvous may have been started anew with an empty folder",
             )
         return row
@@ -63,16 +91,8 @@ class Roster:
         """Whether a cluster may join.
 
         Raises:
-            Refusal: it trains something else, its name is another's, or there are too many.
+            Refusal: its name is another's, or there are too many.
         """
-        if join.protocol != PROTOCOL:
-            raise Refusal(
-                409,
-                "protocol",
-                f"{join.name} speaks version {join.protocol}, the rendezvous version {PROTOCOL}",
-                "install the same version of isles on both",
-            )
-        self._check_identity(join)
         rival = self._book.row(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'living'",
             join.name,
@@ -98,38 +118,8 @@ class Roster:
                 "start the rendezvous with a larger max_clusters",
             )
 
-    def _check_identity(self, join: Join) -> None:
-        known = self._book.get("identity")
-        if known is None:
-            return
-        identity, pieces = json.loads(known)
-        mine = identity_of(join)
-        differences = [
-            f"{key}: {mine.get(key, 'nothing')} here, {identity.get(key, 'nothing')} there"
-            for key in sorted({*identity, *mine})
-            if identity.get(key) != mine.get(key)
-        ]
-        if not differences and pieces != join.pieces:
-            differences = ["the pieces into which the weights are cut"]
-        if differences or len(join.anchors) != len(pieces):
-            raise Refusal(
-                409,
-                "other_run",
-                f"{join.name} does not train what the others do; {'; '.join(differences)}",
-                "let model, adapter and `outer:` be the same on all clusters",
-            )
-
     def settle(self, join: Join) -> tuple[int, bool]:
         """Write a cluster down that may join; its number, and whether it lived before."""
-        first = self._book.get("identity") is None
-        if first:
-            if len(join.anchors) != len(join.pieces):
-                raise Refusal(
-                    422,
-                    "malformed",
-                    f"{len(join.anchors)} digests of anchors for {len(join.pieces)} fragments",
-                )
-            self._book.put("identity", json.dumps([identity_of(join), join.pieces]))
         for former in self._book.rows(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'dropped'",
             join.name,
@@ -148,19 +138,19 @@ class Roster:
             number = int(row["number"])
             # Its claims are numbered from the start again.
             self._book.run(
-                "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]' "
-                "WHERE number = ?",
+                "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
+                "has_finished = 0 WHERE number = ?",
                 join.name,
                 number,
             )
-        self._heard[number] = self._clock()
+        self._hear(number)
         self._moved.pop(number, None)
         return number, row is not None and row["state"] == "living"
 
     def hear(self, number: int, beat: Beat) -> None:
         """A sign of life."""
         now = self._clock()
-        self._heard[number] = now
+        self._hear(number)
         self.beats[number] = beat
         if number not in self._moved or self._moved[number][0] != beat.step:
             self._moved[number] = (beat.step, now)
@@ -168,11 +158,26 @@ class Roster:
     @property
     def pace(self) -> int:
         """Inner steps in a round such that no living member's link is too slow for it."""
-        return max((beat.pace for beat in self.beats.values()), default=0)
+        living = {row["number"] for row in self.living()}
+        wishes = [beat.pace for n, beat in self.beats.items() if n in living]
+        return min(max(wishes, default=0), _LONGEST_ROUND)
 
     def touch(self, number: int) -> None:
         """Something came from a member: as good as a beat."""
-        self._heard[number] = self._clock()
+        self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        now = self._clock()
+        self._heard[number] = now
+        if not self._come:
+            self._gather_until = now + self._settings.gather_s
+        self._come.add(number)
+
+    def forgive(self, seconds: float) -> None:
+        """The rendezvous itself stood still for so long: nobody was silent then."""
+        now = self._clock()
+        self._heard = {number: min(now, at + seconds) for number, at in self._heard.items()}
+        self._moved = {n: (s, min(now, at + seconds)) for n, (s, at) in self._moved.items()}
 
     def silent(self) -> list[tuple[sqlite3.Row, float]]:
         """Living members that have not been heard for too long, and for how long."""
@@ -182,18 +187,36 @@ class Roster:
             if self.heard_s(row["number"]) > self._settings.dead_after_s
         ]
 
-    def drop(self, row: sqlite3.Row, why: str, state: str = "dropped") -> None:
-        """A member is gone: nobody waits for it, and its samples are dealt to others."""
+    def gone(self) -> list[tuple[sqlite3.Row, float]]:
+        """Dropped members that have not been heard for very long, and for how long."""
+        return [
+            (row, self.heard_s(row["number"]))
+            for row in self.away()
+            if self.heard_s(row["number"]) > _GONE * self._settings.dead_after_s
+        ]
+
+    def drop(self, row: sqlite3.Row, why: str) -> None:
+        """A member is not heard: nobody waits for it."""
         with self._book.transaction():
-            self._book.run("UPDATE members SET state = ? WHERE number = ?", state, row["number"])
+            sql = "UPDATE members SET state = 'dropped' WHERE number = ?"
+            self._book.run(sql, row["number"])
+            self._book.note(row["name"], "dropped", why)
+
+    def part(self, row: sqlite3.Row, why: str) -> None:
+        """A member takes part no more, unless it joins anew: its samples are dealt to others."""
+        with self._book.transaction():
+            self._book.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
             freed, _ = self._samples.give_back(row["number"])
-            self._book.note(row["name"], state, f"{why}; {freed} samples go back")
-        self.beats.pop(row["number"], None)
+            self._book.note(row["name"], "left", f"{why}; {freed} samples go back")
+
+    def still_s(self, number: int) -> float:
+        """Seconds since a member's last inner step, as far as is known."""
+        moved = self._moved.get(number)
+        return 0.0 if moved is None else self._clock() - moved[1]
 
     def stalled(self, number: int) -> bool:
         """Whether a member lives, but has done no inner step for too long."""
-        moved = self._moved.get(number)
-        return moved is not None and self._clock() - moved[1] > self._settings.stalled_after_s
+        return self.still_s(number) > self._settings.stalled_after_s
 
     def expected(self, turn: int) -> frozenset[int]:
         """Members that a turn waits for."""
@@ -215,8 +238,3 @@ class Roster:
     def names(self, numbers: Sequence[int] | frozenset[int]) -> list[str]:
         """Names of members, in order."""
         return sorted(self.get(number)["name"] for number in numbers)
-
-
-def identity_of(join: Join) -> dict[str, str]:
-    """What must be equal on all clusters."""
-    return {**join.identity, "codec": join.codec}

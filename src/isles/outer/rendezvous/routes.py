@@ -18,6 +18,7 @@ from isles.outer.messages import (
     Contribution,
     ContributionAnswer,
     Join,
+    LeaveRun,
     OnlyId,
     StateOffer,
 )
@@ -52,7 +53,8 @@ class Routes:
 
     async def leave(self, request: web.Request) -> web.Response:
         """POST /v1/leave"""
-        await self._server.ask(self._core.leave, (await read(request, OnlyId)).id)
+        leave = await read(request, LeaveRun)
+        await self._server.ask(self._core.leave, leave.id, has_finished=leave.has_finished)
         return json_answer({})
 
     async def obeyed(self, request: web.Request) -> web.Response:
@@ -120,7 +122,20 @@ class Routes:
     async def status(self, _: web.Request) -> web.Response:
         """GET /v1/status"""
         found = await self._server.look(status, self._core)
-        return json_answer({**found, "received_bytes": self._server.received_bytes})
+        return json_answer({"run": self._server.run, **found})
+
+    async def run_file(self, _: web.Request) -> web.Response:
+        """GET /v1/run-file: what a cluster elsewhere needs to take part"""
+        path = self._server.run_file
+        if not path.exists():
+            raise Refusal(
+                404,
+                "no_run_file",
+                f"the rendezvous of {self._server.run} was started without a run file",
+                "give this cluster a run file of its own",
+            )
+        text = await self._server.in_file_thread(path.read_text)
+        return json_answer({"run": self._server.run, "text": text})
 
     async def events(self, request: web.Request) -> web.Response:
         """GET /v1/events?after=NUMBER"""
@@ -147,6 +162,7 @@ def add_routes(app: web.Application, server: Server) -> None:
             web.post("/v1/states", routes.offer_state),
             web.get("/v1/status", routes.status),
             web.get("/v1/events", routes.events),
+            web.get("/v1/run-file", routes.run_file),
         ]
     )
 

@@ -69,7 +69,6 @@ class FileRoutes:
             raise Refusal(422, "hash", str(error), "send it again") from None
         except Sealed:
             raise Refusal(409, "sealed", "this contribution is complete already") from None
-        self._server.received_bytes += due
         return json_answer({})
 
     # Averages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class TurnView:
     """When the first contribution was complete (the clock's time)."""
     quorum_at: float | None
     """When so many were complete as make a quorum."""
+    least: int
+    """A turn has so many contributions at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ def judge_turn(settings: Settings, view: TurnView, now: float) -> Verdict:
     answered = view.complete | view.refused
     missing = view.expected - answered
     due_at = _due_at(settings, view)
-    if not answered or len(answered) < settings.min_clusters:
+    if not answered or len(answered) < view.least:
         return Verdict(False, due_at, missing)
     is_due = due_at is not None and now >= due_at
     return Verdict(not missing or is_due, due_at, missing)
@@ -66,19 +69,23 @@ def outliers(
 
     A norm may be larger in proportion where its cluster trained on more tokens; fewer tokens
     never count against it. Where all are far above, none is at fault: what has changed is common.
+    Before there is a history, each is compared with the others of the turn, if there are several.
 
     Args:
         factor: how far is too far.
         history: norm and tokens of accepted contributions to the same fragment.
         contributions: norm and tokens of each member's.
     """
-    if len(history) < _ENOUGH_NORMS:
-        return {}
-    usual = statistics.median(norm for norm, _ in history)
-    usual_tokens = statistics.median(tokens for _, tokens in history)
+    has_history = len(history) >= _ENOUGH_NORMS
     found = {}
     for member, (norm, tokens) in contributions.items():
-        limit = factor * usual * max(1.0, tokens / usual_tokens)
+        others = [both for other, both in contributions.items() if other != member]
+        if not has_history and len(others) < 2:
+            continue
+        known = history if has_history else others
+        usual = statistics.median(norm for norm, _ in known)
+        usual_tokens = statistics.median(tokens for _, tokens in known)
+        limit = factor * usual * max(1.0, tokens / usual_tokens) or math.inf
         if norm > limit:
             found[member] = (
                 f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times what was usual "

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.refusal import Refusal
-from isles.outer.spans import joined, without
+from isles.outer.spans import dealt, joined, reserve_of, without
+
+_MOST_CLAIMED = 2**27
+"""Samples that one cluster has at a time at most: so many tokens can weigh in one turn."""
 
 Span = tuple[int, int]
 """Sample numbers from the first up to, without, the second."""
@@ -41,6 +44,16 @@ class Samples:
                 "old_claim",
                 f"claim {number} comes after claim {last['claim']} of the same cluster",
                 "number the claims upwards; join again after a restart",
+            )
+        held = self._book.number(
+            "SELECT SUM(stop - start) FROM samples WHERE state = 'claimed' AND member = ?", member
+        )
+        if held + count > _MOST_CLAIMED:
+            raise Refusal(
+                409,
+                "too_many",
+                f"{held + count} samples would be claimed at a time; {_MOST_CLAIMED} are allowed",
+                "contribute what was trained on before more is claimed",
             )
         with self._book.transaction():
             dealt = self._deal(member, count)
@@ -89,6 +102,7 @@ class Samples:
             How many samples were freed, and what it holds without a right to.
         """
         with self._book.transaction():
+            holding = dealt(holding)
             self._cut_all(holding)
             lost: list[Span] = []
             kept: set[int] = set()
@@ -121,6 +135,7 @@ class Samples:
 
         What lies before them counts as done: nobody knows better, and nothing comes twice.
         """
+        holding = dealt(holding)
         end, last = self.frontier, max((stop for _, stop in holding), default=0)
         if last <= end:
             return
@@ -144,22 +159,52 @@ class Samples:
             How many of them belong to another or to an earlier turn: those are not counted again.
         """
         with self._book.transaction():
-            self._cut_all(spans)
-            repeated = 0
-            for start, stop in joined(spans):
-                for row in self._within(start, stop):
-                    is_own = row["state"] == "claimed" and row["member"] == member
-                    if is_own or row["state"] == "free":
-                        self._book.run(
-                            "UPDATE samples SET state = 'contributed', member = ?, turn = ? "
-                            "WHERE start = ?",
-                            member,
-                            turn,
-                            row["start"],
-                        )
-                    else:
-                        repeated += row["stop"] - row["start"]
-        return repeated
+            rows, reserve = self._countable(member, spans)
+            for row in rows:
+                self._book.run(
+                    "UPDATE samples SET state = 'contributed', member = ?, turn = ? "
+                    "WHERE start = ?",
+                    member,
+                    turn,
+                    row["start"],
+                )
+            for start, stop in reserve:
+                sql = "INSERT INTO reserve VALUES (?, ?, ?, ?)"
+                self._book.run(sql, member, start, stop, turn)
+        return _total(joined(spans)) - _count(rows) - _total(reserve)
+
+    def countable(self, member: int, spans: Sequence[Span]) -> int:
+        """How many of these samples would count, if the member contributed them now."""
+        with self._book.transaction():
+            rows, reserve = self._countable(member, spans)
+        return _count(rows) + _total(reserve)
+
+    def _countable(
+        self, member: int, spans: Sequence[Span]
+    ) -> tuple[list[sqlite3.Row], list[Span]]:
+        """Rows of the ledger that are the member's or free; and what is of its own reserve.
+
+        A member reads its reserve, which nobody else can have, while no rendezvous deals samples.
+        """
+        mine = dealt(spans)
+        self._cut_all(mine)
+        rows = [
+            row
+            for start, stop in joined(mine)
+            for row in self._within(start, stop)
+            if row["state"] == "free" or (row["state"], row["member"]) == ("claimed", member)
+        ]
+        found = self._book.row("SELECT id FROM members WHERE number = ?", member)
+        assert found is not None
+        own, known = (
+            reserve_of(found["id"]),
+            self._book.rows("SELECT start, stop FROM reserve WHERE member = ?", member),
+        )
+        extra = without(spans, mine)
+        if foreign := without(extra, [own]):
+            start, stop = foreign[0]
+            raise _never_dealt(start, stop, self.frontier)
+        return rows, without(extra, [(row["start"], row["stop"]) for row in known])
 
     def withdraw(self, member: int, turn: int) -> None:
         """A contribution does not count after all: its samples are the member's claim again."""
@@ -169,6 +214,7 @@ class Samples:
             member,
             turn,
         )
+        self._book.run("DELETE FROM reserve WHERE member = ? AND turn = ?", member, turn)
 
     def commit(self, turn: int) -> None:
         """All that was contributed to a turn is done, for good."""
@@ -178,8 +224,11 @@ class Samples:
 
     def counts(self) -> dict[str, int]:
         """How many samples are in which state."""
-        found = self._book.rows("SELECT state, SUM(stop - start) AS n FROM samples GROUP BY state")
-        return {row["state"]: row["n"] for row in found}
+        found = self._book.rows(
+            "SELECT state, SUM(stop - start) AS n FROM samples GROUP BY state UNION ALL "
+            "SELECT 'reserve', SUM(stop - start) FROM reserve"
+        )
+        return {row["state"]: row["n"] for row in found if row["n"]}
 
     def audit(self) -> list[str]:
         """What is wrong with the ledger: a gap, an overlap, a number without an owner."""
@@ -206,12 +255,7 @@ class Samples:
         end = self.frontier
         for start, stop in spans:
             if not 0 <= start < stop <= end:
-                raise Refusal(
-                    422,
-                    "samples",
-                    f"samples {start} to {stop} have never been dealt (the next is {end})",
-                    "train on what claims have given, and on nothing else",
-                )
+                raise _never_dealt(start, stop, end)
             self._cut(start)
             self._cut(stop)
 
@@ -231,3 +275,20 @@ class Samples:
             row["member"],
             row["turn"],
         )
+
+
+def _never_dealt(start: int, stop: int, frontier: int) -> Refusal:
+    return Refusal(
+        422,
+        "samples",
+        f"samples {start} to {stop} have never been dealt (the next is {frontier})",
+        "train on what claims have given, and on nothing else",
+    )
+
+
+def _count(rows: Sequence[sqlite3.Row]) -> int:
+    return sum(row["stop"] - row["start"] for row in rows)
+
+
+def _total(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)

@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+import resource
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
+from isles.errors import ConfigError
 from isles.outer.blobs import Incoming
-from isles.outer.join_line import JoinLine
 from isles.outer.messages import Join
 from isles.outer.rendezvous.averaging import Averager, Job, average, norm_of, part_bytes
+from isles.outer.rendezvous.book import BOOK, damaged
 from isles.outer.rendezvous.core import Core
 from isles.outer.rendezvous.door import Door, explain_errors
-from isles.outer.rendezvous.identity import lock_folder, make_identity, write_secret
+from isles.outer.rendezvous.identity import lock_folder, make_identity
 from isles.outer.rendezvous.settings import Settings
+from isles.rundir.join_line import JoinLine
+from isles.rundir.records import write_secret
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +36,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TICK_S = 0.1
-_RETRY_S = 5.0
+_RETRY_S = 2.0
+_LOOK_S = 1.0
+_STILL_S = 1.0
+"""This process itself stood still (SIGSTOP, a machine that slept): it could hear nobody."""
 _JSON_BYTES = 16 * 2**20
 _LINGER_S = 5.0
 _MEASURE_S = 20.0
 _SHUTDOWN_S = 2.0
+_HANDLES = 65536
 
 
 class Server:
@@ -65,7 +76,10 @@ class Server:
         self._opening = asyncio.Lock()
         self._measuring: dict[tuple[Path, str], asyncio.Task[tuple[float, str]]] = {}
         self._door = Door(self._identity.token)
-        self.received_bytes = 0
+        self.run = ""
+        """The run's name."""
+        self.run_file = folder / "run.yaml"
+        """What clusters elsewhere are given, where it is there."""
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
         """Listen, and begin to close turns.
@@ -74,7 +88,7 @@ class Server:
             host: the address to listen at.
             port: the port; 0: the one of last time, or any.
             run: the run's name.
-            announce: the host that clusters shall dial, if it is another (NAT, a name).
+            announce: HOST or HOST:PORT that clusters shall dial, if it is another (NAT, a name).
 
         Returns:
             The join line, which also stands in the file `join`.
@@ -83,6 +97,8 @@ class Server:
         from isles.outer.rendezvous.routes_epochs import add_epoch_routes
         from isles.outer.rendezvous.routes_files import add_file_routes
 
+        self.run = run
+        _raise_limit()
         app = web.Application(
             middlewares=[self._door.check_token, explain_errors], client_max_size=_JSON_BYTES
         )
@@ -104,14 +120,38 @@ class Server:
             port = int(file.read_text())
         port = await self._door.listen(runner, host, port, self._identity.ssl_context())
         write_secret(file, str(port))
-        line = JoinLine(
-            announce or host, port, run, self._identity.token, self._identity.fingerprint
-        )
-        write_secret(self.folder / "join", line.secret_text())
+        dialled = _dialled(announce, host, port)
+        line = JoinLine(*dialled, run, self._identity.token, self._identity.fingerprint)
+        self._keep_line(line)
         self.ticking = asyncio.create_task(self._tick())
         self._warming = asyncio.create_task(self.averager())  # takes seconds; soon it is needed
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
         return line
+
+    def _keep_line(self, line: JoinLine) -> None:
+        """Write the join line; say so where clusters have one with another address."""
+        path = self.folder / "join"
+        with suppress(ConfigError):
+            before = JoinLine.read(path)
+            if before != line:
+                log.warning(
+                    "the join line is another than before (address, token or certificate; now at "
+                    "%s): clusters come once it lies in their run directories, as the file join",
+                    line.address,
+                )
+        write_secret(path, line.secret_text())
+
+    async def finished(self, grace_s: float) -> None:
+        """Return when all clusters have finished and left, and none has joined for a while."""
+        since: float | None = None
+        while since is None or time.monotonic() - since < grace_s:
+            changed = self.changed
+            if not await self.look(self.core.is_over):
+                since = None
+            elif since is None:
+                since = time.monotonic()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(grace_s, _LOOK_S))
 
     async def stop(self) -> None:
         """Take no more requests, and close the files."""
@@ -217,19 +257,35 @@ class Server:
     # Turns.
 
     async def _tick(self) -> None:
-        """Every moment: who is silent, and whether the next turn is to be closed."""
+        """Every moment: who is silent, and whether the next turn is to be closed.
+
+        Raises:
+            UserError: the memory cannot be believed any more.
+        """
         averaging: asyncio.Task[None] | None = None
         while True:
-            if await self.look(self.core.drop_silent):
-                self._wake()
-            if averaging is None or averaging.done():
-                job = await self.look(self.core.close_turn)
-                averaging = None if job is None else asyncio.create_task(self._try_average(job))
-            await asyncio.sleep(_TICK_S)
+            started, pause_s = time.monotonic(), _TICK_S
+            try:
+                if await self.look(self.core.drop_silent):
+                    self._wake()
+                if averaging is None or averaging.done():
+                    job = await self.look(self.core.close_turn)
+                    averaging = None if job is None else asyncio.create_task(self._try_average(job))
+            except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
+                pause_s = _RETRY_S
+                log.error("%s: %s; tried again in %g s", self.folder, error, pause_s)
+            except sqlite3.DatabaseError as error:
+                raise damaged(self.folder / BOOK, str(error)) from error
+            await asyncio.sleep(pause_s)
+            if (still_s := time.monotonic() - started - pause_s) > _STILL_S:
+                await self.look(self.core.roster.forgive, still_s)
 
     async def _try_average(self, job: Job) -> None:
         try:
             await self._average(job)
+        except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
+            log.error("turn %d cannot be averaged now: %s; tried again", job.turn, error)
+            await asyncio.sleep(_RETRY_S)
         except Exception as error:
             log.exception("turn %d cannot be averaged now", job.turn)
             why = f"turn {job.turn} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
@@ -256,6 +312,21 @@ class Server:
             averaged - start,
             time.monotonic() - averaged,
         )
+
+
+def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
+    if found := re.fullmatch(r"(\[[^\]]+\]|[^:]+):(\d+)", announce):
+        return found[1].strip("[]"), int(found[2])
+    return announce.strip("[]") or host, port
+
+
+def _raise_limit() -> None:
+    """Have as many file handles as may be: each connection and each file that comes needs some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _HANDLES if hard == resource.RLIM_INFINITY else min(_HANDLES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def load_averager() -> Averager:

@@ -19,6 +19,10 @@ class Settings(BaseModel):
     the missing. quorum: `grace_s` after the `quorum`-th contribution."""
     min_clusters: Annotated[int, Field(ge=1)] = 1
     """A turn has at least so many contributions."""
+    gather: Annotated[int, Field(ge=1)] = 1
+    """So many clusters begin together: before that, no turn is decided for `gather_s` after the
+    first has come, nor again after a restart."""
+    gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
     max_clusters: Annotated[int, Field(ge=1, le=4096)] = 64
     time_box_s: Seconds = 120.0
     quorum: Annotated[int, Field(ge=1)] = 2
@@ -33,6 +37,5 @@ class Settings(BaseModel):
     """So many averages stay on the disk for clusters that missed them."""
     open_turns: Annotated[int, Field(ge=1)] = 8
     """Contributions are taken for so many turns from the next one to be committed on."""
-    max_state_bytes: Annotated[int, Field(ge=1)] = 2**42
     donor_s: Seconds = 60.0
     """Another donor is asked where one has sent nothing of its state for so long."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isles.outer.messages import StateAnswer, StateOffer
@@ -13,6 +13,9 @@ from isles.outer.rendezvous.roster import Roster
 from isles.outer.rendezvous.settings import Settings
 
 _WANTED_S = 300.0
+_HEAD_BYTES = 1024
+_SLACK_BYTES = 4 * 2**20
+"""What a file has besides its numbers: its head, with a name for each tensor."""
 
 
 class States:
@@ -64,6 +67,9 @@ class States:
         Args:
             member: its number.
             is_usable: whether the averages of all turns since a version are kept.
+
+        Raises:
+            Refusal: nobody can give one, and nobody will come who could.
         """
         self.touch()
         for row in self._book.rows(
@@ -72,6 +78,15 @@ class States:
             if is_usable(row["version"]):
                 return self.answer(row["number"])
         self._choose(member)
+        others = [row for row in self._roster.latest() if row["number"] != member]
+        if self._donor is None and others and all(row["has_finished"] for row in others):
+            raise Refusal(
+                409,
+                "over",
+                "the other clusters have finished this run, and the averages since this one was "
+                "here last are not kept",
+                "their model is the run's; with a larger max_steps on all clusters it goes on",
+            )
         donor = "" if self._donor is None else self._roster.get(self._donor)["name"]
         return StateAnswer(state=None, donor=donor)
 
@@ -99,30 +114,41 @@ class States:
         """Whether a member shall upload its state now."""
         return self._donor == member and self.is_wanted
 
-    def offer(self, member: int, offer: StateOffer) -> int:
+    def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
         """A donor begins to upload, or goes on; the state's number.
 
+        Args:
+            member: the donor's number.
+            offer: what it says.
+            pieces: of each fragment its pieces.
+
         Raises:
-            Refusal: it is larger than allowed.
+            Refusal: it is larger than anchors and momentum are, or nobody has asked for it.
         """
         size_bytes = sum(file.size_bytes for file in offer.files)
-        if size_bytes > self._settings.max_state_bytes:
+        limit = sum(8 * sum(of) + _HEAD_BYTES * len(of) + _SLACK_BYTES for of in pieces)
+        if size_bytes > limit or len(offer.files) > len(pieces):
             raise Refusal(
                 413,
                 "too_large",
-                f"a state of {size_bytes} bytes; {self._settings.max_state_bytes} are allowed",
-                "raise max_state_bytes",
+                f"a state of {len(offer.files)} files and {size_bytes} bytes; one of this run has "
+                f"{len(pieces)} and {limit} at most",
             )
         if len({file.name for file in offer.files}) < len(offer.files):
             raise Refusal(422, "malformed", "two files of the state have the same name")
         text = offer.model_dump_json(exclude={"id"})
-        self.progress()
         row = self._book.row(
             "SELECT number FROM states WHERE member = ? AND offer = ?", member, text
         )
+        if row is None and not self.is_donor(member):
+            what = "no state is asked of this cluster now"
+            raise Refusal(409, "not_wanted", what)
+        self.progress()
         if row is not None:
             return int(row["number"])
         with self._book.transaction():
+            # One at a time: what a member can fill the disk with is bounded.
+            self._book.run("DELETE FROM states WHERE member = ? AND is_complete = 0", member)
             self._book.run(
                 "INSERT INTO states (member, version, offer) VALUES (?, ?, ?)",
                 member,

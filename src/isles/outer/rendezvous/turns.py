@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from isles.outer.messages import Contribution, OpenTurn, Prepared, Ready, TurnAnswer
 from isles.outer.rendezvous.averaging import Average, Job
 from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.parts import Parts
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.roster import Roster
-from isles.outer.rendezvous.rules import TurnView, Verdict, judge_turn, outliers
+from isles.outer.rendezvous.rules import TurnView, Verdict, judge_turn
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.settings import Settings
 
-_NORMS = 32
 _REFUSALS = 3
 
 
@@ -39,6 +40,7 @@ class Turns:
         self._roster = roster
         self._folder = folder
         self._clock = clock
+        self.parts = Parts(book, settings, samples)
         # When a turn's first contribution came, and the one that made the quorum. After a restart
         # both times begin anew: one more time box at most.
         self._first: dict[int, float] = {}
@@ -100,17 +102,18 @@ class Turns:
         if self.state(turn) == "future":
             self._book.run("INSERT INTO turns (turn, state) VALUES (?, 'collecting')", turn)
 
-    def part(self, turn: int, number: int) -> sqlite3.Row | None:
-        """A member's contribution to a turn, if it is complete or refused."""
-        return self._book.row("SELECT * FROM parts WHERE turn = ? AND member = ?", turn, number)
-
     def is_counted(self, turn: int, number: int) -> bool:
         """Whether a member's contribution is complete."""
-        part = self.part(turn, number)
+        part = self.parts.get(turn, number)
         return part is not None and part["state"] == "complete"
 
     def complete(
-        self, member: sqlite3.Row, turn: int, contribution: Contribution, norm: float, fault: str
+        self,
+        member: sqlite3.Row,
+        turn: int,
+        contribution: Contribution,
+        norm: float,
+        fault: str,
     ) -> int:
         """A contribution is whole and on the disk.
 
@@ -128,7 +131,7 @@ class Turns:
             Refusal: the turn is decided; or there is a fault.
         """
         number = member["number"]
-        known = self.part(turn, number)
+        known = self.parts.get(turn, number)
         if known is not None and known["state"] == "complete":
             return int(known["repeated"])
         self.check(member, turn)
@@ -136,28 +139,11 @@ class Turns:
         with self._book.transaction():
             self.open(turn)
             repeated = 0
-            if not reason:
-                repeated = self._samples.contribute(number, turn, contribution.samples)
-            self._book.run(
-                "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                turn,
-                number,
-                "refused" if reason else "complete",
-                contribution.tokens,
-                contribution.steps,
-                -1.0 if reason else norm,
-                contribution.digest,
-                repeated,
-                reason,
-            )
             if reason:
+                self.parts.refuse(turn, number, contribution, reason)
                 self._refuse(member, turn, reason, reset=True)
-            elif repeated:
-                self._book.note(
-                    member["name"],
-                    "repeated",
-                    f"turn {turn}: {repeated} samples had been dealt to others meanwhile",
-                )
+            else:
+                repeated = self._take(member, turn, contribution, norm)
         if reason:
             raise Refusal(
                 422,
@@ -168,33 +154,43 @@ class Turns:
         self._note_times(turn)
         return repeated
 
+    def _take(self, member: sqlite3.Row, turn: int, part: Contribution | Ready, norm: float) -> int:
+        """A contribution counts; how many of its samples do not."""
+        repeated, weight = self.parts.take(turn, member["number"], part, norm)
+        if repeated:
+            what = f"turn {turn}: {repeated} samples had been dealt to others meanwhile"
+            self._book.note(member["name"], "repeated", what)
+        if weight < part.tokens:
+            what = f"turn {turn}: it claims {part.tokens} tokens; its samples have {weight} at most"
+            self._book.note(member["name"], "weight", what)
+        return repeated
+
     def _refuse(self, member: sqlite3.Row, turn: int, reason: str, *, reset: bool) -> None:
-        self._book.note(member["name"], "refused", f"turn {turn}: {reason}")
+        what = f"turn {turn}: {reason}"
+        self._book.note(member["name"], "refused", what)
+        self._book.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
         if reset:
             why = f"the contribution to turn {turn} was refused: {reason}"
             self._roster.order(member["number"], "reset", why)
 
     def _note_times(self, turn: int) -> None:
         now = self._clock()
-        complete = len(self._members(turn, "complete"))
+        complete = len(self.parts.members(turn, "complete"))
         if complete >= 1:
             self._first.setdefault(turn, now)
         if complete >= self._settings.quorum:
             self._quorum.setdefault(turn, now)
-
-    def _members(self, turn: int, state: str) -> frozenset[int]:
-        rows = self._book.rows("SELECT member FROM parts WHERE turn = ? AND state = ?", turn, state)
-        return frozenset(row["member"] for row in rows)
 
     def verdict(self, turn: int) -> Verdict:
         """What the rule says of a turn now."""
         self._note_times(turn)
         view = TurnView(
             expected=self._roster.expected(turn),
-            complete=self._members(turn, "complete"),
-            refused=self._members(turn, "refused"),
+            complete=self.parts.members(turn, "complete"),
+            refused=self.parts.members(turn, "refused"),
             first_at=self._first.get(turn),
             quorum_at=self._quorum.get(turn),
+            least=self._roster.least,
         )
         return judge_turn(self._settings, view, self._clock())
 
@@ -210,9 +206,10 @@ class Turns:
             if not self.verdict(turn).is_closed:
                 return None
             with self._book.transaction():
-                self._judge_norms(turn, fragments)
+                self._judge_norms(turn)
                 taken = sorted(
-                    self._members(turn, "complete"), key=lambda n: (self._roster.get(n)["name"], n)
+                    self.parts.members(turn, "complete"),
+                    key=lambda n: (self._roster.get(n)["name"], n),
                 )
                 self._book.run(
                     "UPDATE turns SET state = 'averaging', participants = ? WHERE turn = ?",
@@ -228,76 +225,46 @@ class Turns:
         assert row is not None
         parts = []
         for number in json.loads(row["participants"]):
-            part = self.part(turn, number)
+            part = self.parts.get(turn, number)
             assert part is not None
             parts.append((self.part_path(turn, number), int(part["tokens"])))
         return Job(turn, turn % fragments, parts, self.average_path(turn))
 
-    def _judge_norms(self, turn: int, fragments: int) -> None:
-        parts = self._book.rows("SELECT * FROM parts WHERE turn = ? AND state = 'complete'", turn)
-        norms = {row["member"]: (row["norm"], row["tokens"]) for row in parts}
-        for number, reason in self.outliers(turn, fragments, norms).items():
+    def _judge_norms(self, turn: int) -> None:
+        for number, reason in self.parts.outliers(turn, self.parts.norms(turn)).items():
             member = self._roster.get(number)
-            self._book.run(
-                "UPDATE parts SET state = 'refused', reason = ? WHERE turn = ? AND member = ?",
-                reason,
-                turn,
-                number,
-            )
+            self.parts.refuse_complete(turn, number, reason)
             self._samples.withdraw(number, turn)
             if member["state"] != "living":
                 self._samples.give_back(number)
             self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
             self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
 
-    def outliers(
-        self, turn: int, fragments: int, norms: Mapping[int, tuple[float, int]]
-    ) -> dict[int, str]:
-        """Members whose norm (and tokens) is far above what was usual, and by how much."""
-        history = self._book.rows(
-            "SELECT norm, tokens FROM parts WHERE state = 'complete' AND turn < ? "
-            "AND turn % ? = ? ORDER BY turn DESC, member LIMIT ?",
-            turn,
-            fragments,
-            turn % fragments,
-            _NORMS,
-        )
-        usual = [(row["norm"], row["tokens"]) for row in history]
-        return outliers(self._settings.outlier, usual, norms)
-
     def refuse_direct(self, member: sqlite3.Row, turn: int, ready: Ready, reason: str) -> None:
         """A contribution that lies with its member is not to be in a turn."""
         number = member["number"]
         with self._book.transaction():
             self.open(turn)
-            self._book.run(
-                "INSERT OR REPLACE INTO parts VALUES (?, ?, 'refused', ?, ?, ?, '', 0, ?)",
-                turn,
-                number,
-                ready.tokens,
-                ready.steps,
-                ready.norm,
-                reason,
-            )
+            self.parts.refuse(turn, number, ready, reason, ready.norm)
             self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
             self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
 
-    def refused(self, turn: int) -> frozenset[int]:
-        """Members whose contribution to a turn was refused."""
-        return self._members(turn, "refused")
-
-    def commit(self, turn: int, average: Average, *, is_kept: bool = True) -> None:
+    def commit(
+        self, turn: int, average: Average, *, is_kept: bool = True, seconds: float | None = None
+    ) -> None:
         """A turn is decided, durably."""
         with self._book.transaction():
             row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
             assert row is not None and row["state"] == "averaging", f"turn {turn}"
             assert turn == self.next
             self._book.run(
-                "UPDATE turns SET state = 'committed', digest = ?, size = ?, kept = ? "
-                "WHERE turn = ?",
+                "UPDATE turns SET state = 'committed', digest = ?, size = ?, kept = ?, "
+                "committed_at = ?, seconds = ? WHERE turn = ?",
                 average.digest,
                 average.size_bytes,
                 int(is_kept),
+                time.time(),
+                self.open_for_s(turn) if seconds is None else seconds,
                 turn,
             )
             self._samples.commit(turn)
@@ -306,29 +273,26 @@ class Turns:
         self._first.pop(turn, None)
         self._quorum.pop(turn, None)
 
-    def commit_direct(self, turn: int, ready: Mapping[int, Ready], prepared: Prepared) -> None:
+    def open_for_s(self, turn: int) -> float:
+        """Seconds since a turn's first contribution; after a restart, since then."""
+        return self._clock() - self._first.get(turn, self._clock())
+
+    def commit_direct(
+        self, turn: int, ready: Mapping[int, Ready], prepared: Prepared, seconds: float
+    ) -> None:
         """A turn is decided that its members have averaged among themselves."""
         with self._book.transaction():
             self.open(turn)
             for number, part in sorted(ready.items()):
-                repeated = self._samples.contribute(number, turn, part.samples)
-                self._book.run(
-                    "INSERT OR REPLACE INTO parts VALUES (?, ?, 'complete', ?, ?, ?, ?, ?, '')",
-                    turn,
-                    number,
-                    part.tokens,
-                    part.steps,
-                    part.norm,
-                    "",
-                    repeated,
-                )
+                self._take(self._roster.get(number), turn, part, part.norm)
             self._book.run(
                 "UPDATE turns SET state = 'averaging', participants = ?, is_direct = 1 "
                 "WHERE turn = ?",
                 json.dumps(sorted(ready)),
                 turn,
             )
-            self.commit(turn, Average(prepared.digest, prepared.size_bytes), is_kept=False)
+            average = Average(prepared.digest, prepared.size_bytes)
+            self.commit(turn, average, is_kept=False, seconds=seconds)
 
     def keep(self, turn: int) -> None:
         """The average of a turn is on the disk after all."""
@@ -345,7 +309,7 @@ class Turns:
                 OpenTurn(
                     turn=row["turn"],
                     due_in_s=due,
-                    contributed=self._roster.names(self._members(row["turn"], "complete")),
+                    contributed=self._roster.names(self.parts.members(row["turn"], "complete")),
                     waits_for=self._roster.names(verdict.waits_for),
                 )
             )
@@ -356,8 +320,9 @@ class Turns:
         row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
         if row is None:
             return TurnAnswer(turn=turn, state="committed" if turn < self.next else "future")
-        parts = self._book.rows("SELECT * FROM parts WHERE turn = ?", turn)
-        named = {self._roster.get(part["member"])["name"]: part for part in parts}
+        named = {
+            self._roster.get(part["member"])["name"]: part for part in self.parts.of_turn(turn)
+        }
         due_in_s, waits_for = None, frozenset[int]()
         if row["state"] == "collecting":
             verdict = self.verdict(turn)

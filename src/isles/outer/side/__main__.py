@@ -54,8 +54,16 @@ def _refused(reason: str, error: UserError) -> Refused:
 
 
 async def _run(begin: Begin, pipe: Pipe) -> None:
-    side = Side(begin, pipe.listen(), pipe.emit)
-    await side.run()
+    if begin.settings.engine != "hivemind":
+        await Side(begin, pipe.listen(), pipe.emit).run()
+        return
+    from isles.outer.side.hivemind_node import Node
+
+    node = Node(begin, pipe.emit)
+    begin = await node.open_door()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(node.run())
+        group.create_task(Side(begin, pipe.listen(), pipe.emit, node).run())
 
 
 def _first(group: BaseException, kind: type[E]) -> E:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from isles.errors import CommunicationError
 from isles.outer.client_http import RendezvousRefusal
 from isles.outer.link_messages import Contribute
+from isles.outer.link_settings import LinkSettings
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 _AGAIN_S = 0.5
+_ON_THE_WIRE = 1.05
+"""Bytes on the wire for each of a file: TLS, HTTP and TCP have theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class Traffic:
 class Exchange(Protocol):
     """One way of averaging."""
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent to other clusters directly, and received from them."""
+        ...
+
     async def take_part(self, part: Contribute) -> Traffic:
         """Bring a contribution into its turn; tried for as long as it takes.
 
@@ -58,6 +66,15 @@ class Exchange(Protocol):
     async def close(self) -> None:
         """Let everything go."""
         ...
+
+
+def limited(settings: LinkSettings) -> LinkSettings:
+    """With limits that are kept on the wire."""
+    return replace(
+        settings,
+        up_bytes_per_s=settings.up_bytes_per_s / _ON_THE_WIRE,
+        down_bytes_per_s=settings.down_bytes_per_s / _ON_THE_WIRE,
+    )
 
 
 async def patiently(call: Callable[[], Awaitable[R]]) -> R:

@@ -18,19 +18,22 @@ from isles.outer.blobs import digest_of, hash_chunks
 from isles.outer.client import Client
 from isles.outer.client_http import RendezvousRefusal
 from isles.outer.epoch_store import EpochStore
-from isles.outer.join_line import JoinLine
-from isles.outer.link_messages import Contribute, LinkSettings, Member
+from isles.outer.link_messages import Contribute, Member
+from isles.outer.link_settings import LinkSettings
 from isles.outer.messages import EpochAnswer, Prepared, Ready
 from isles.outer.rate_limit import RateLimit
-from isles.outer.side.engine import Traffic, patiently
+from isles.outer.side.engine import Exchange, Traffic, patiently
 from isles.outer.side.gloo_attempt import Attempt, Made
 from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_plan
 from isles.outer.side.gloo_group import Group
+from isles.outer.side.gloo_reach import UnreachableError, call_each_other
 from isles.outer.side.spool import Spool
+from isles.rundir.join_line import JoinLine
 
 log = logging.getLogger(__name__)
 
 _DEADLINE_S = 60.0
+_CALL_S = 10.0
 _LET_GO_S, _MOST_STUCK = 1.0, 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 10.0
 _STUCK = 71
@@ -39,10 +42,12 @@ _STUCK = 71
 class GlooExchange:
     """Waits for an epoch, averages with its members, and has the turn committed.
 
-    Whatever goes wrong, the contribution stays as it is, and is brought into the next epoch.
+    Whatever goes wrong, the contribution stays as it is, and is brought into the next epoch. Where
+    clusters do not get together the rendezvous says so, and the turn goes through it.
 
     Args:
         client: for what is said to the rendezvous.
+        relay: for turns that go through it.
         member: this cluster.
         settings: interface, time limit, rate.
         spool: where the average is to lie.
@@ -52,16 +57,28 @@ class GlooExchange:
     def __init__(
         self,
         client: Client,
+        relay: Exchange,
         member: Member,
         settings: LinkSettings,
         spool: Spool,
         warn: Callable[[str], None],
     ) -> None:
-        self._client, self._member, self._settings = client, member, settings
+        self._client, self._relay = client, relay
+        self._member, self._settings = member, settings
         self._spool, self._warn = spool, warn
         self._limit = RateLimit(settings.up_bytes_per_s, time.monotonic)
         self._stuck: list[Attempt] = []
+        self._attempt: Attempt | None = None
+        self._moved = (0, 0)
+        self._relayed_why = ""
         self._address = _own_address(client.channel.line)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """See `Exchange`."""
+        group = None if self._attempt is None else self._attempt.group
+        sent, received = (0, 0) if group is None else (group.sent_bytes, group.received_bytes)
+        return self._moved[0] + sent, self._moved[1] + received
 
     async def take_part(self, part: Contribute) -> Traffic:
         """See `Exchange`."""
@@ -79,6 +96,9 @@ class GlooExchange:
             if answer.state == "committed":
                 await asyncio.to_thread(self._take_over, part.turn, answer.digest)
                 return total
+            if answer.state == "relayed":
+                self._tell_relayed(answer.why)
+                return total + await self._relay.take_part(part)
             if answer.state == "waiting":
                 continue
             is_done, traffic = await self._take_part_once(part, answer)
@@ -87,6 +107,17 @@ class GlooExchange:
                 return total
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _tell_relayed(self, why: str) -> None:
+        """Say once why turns take another way than the run file says."""
+        if why == self._relayed_why:
+            return
+        self._relayed_why = why
+        self._warn(
+            f"averages go through the rendezvous, for ten minutes at least: {why}. `engine: gloo` "
+            "needs clusters that reach one another on all TCP ports: open them, or name the VPN's "
+            "interface in outer.interface; `engine: hub` needs none"
+        )
 
     def _take_over(self, turn: int, digest: str) -> None:
         """A turn was committed while nobody could say so: its average lies here."""
@@ -101,7 +132,7 @@ class GlooExchange:
         """One epoch: whether it has led to a commit, and what it has cost."""
         started = time.monotonic()
         loop = asyncio.get_running_loop()
-        attempt = Attempt(partial(self._average, loop, epoch, part))
+        self._attempt = attempt = Attempt(partial(self._average, loop, epoch, part))
         ending = asyncio.create_task(self._watch(epoch.epoch))
         is_done, fault = False, None
         try:
@@ -115,6 +146,7 @@ class GlooExchange:
             fault = error
         finally:
             ending.cancel()
+            self._moved, self._attempt = self.moved, None
             await self._let_go(attempt)
             if not is_done:
                 self._spool.attempt(part.turn, epoch.epoch).unlink(missing_ok=True)
@@ -158,15 +190,13 @@ class GlooExchange:
         culprit = error.rank if isinstance(error, UnsoundPartError) else None
         if culprit is not None:
             what = f"the contribution of {epoch.members[culprit]} is unsound: {what}"
+        apart = error.pairs if isinstance(error, UnreachableError) else []
         others = ", ".join(name for name in epoch.members if name != self._member.name)
-        hint = ""
-        if isinstance(error, RuntimeError):  # gloo's own
-            hint = (
-                "; if it goes on: clusters must reach one another on all TCP ports for "
-                "`engine: gloo`; `engine: hub` needs none"
-            )
-        self._warn(f"averaging with {others} has failed, and is tried again: {what}{hint}")
-        await patiently(lambda: self._client.epoch_failed(epoch.epoch, what, _DEADLINE_S, culprit))
+        if not apart:  # else the rendezvous tells all
+            self._warn(f"averaging with {others} has failed, and is tried again: {what}")
+        await patiently(
+            lambda: self._client.epoch_failed(epoch.epoch, what, _DEADLINE_S, culprit, apart)
+        )
 
     async def _let_go(self, attempt: Attempt) -> None:
         """Have the attempt's thread end, now or when its time is over.
@@ -202,11 +232,7 @@ class GlooExchange:
                 where=str(part.path),
                 fix="look whether the disk is full",
             )
-        timeout_s = self._settings.timeout_s
-        store = EpochStore(self._client, loop, epoch.epoch, timeout_s)
-        place = self._settings.interface or self._address
-        made = Group(store, epoch.rank, epoch.members, place, timeout_s, self._pace)
-        group = attempt.hold(made)
+        group = attempt.hold(self._make_group(loop, epoch))
         group.compare(
             {
                 "epoch": epoch.epoch,
@@ -221,6 +247,14 @@ class GlooExchange:
         target = self._spool.attempt(part.turn, epoch.epoch)
         average_among(group, plan, epoch.tokens, part.path, target)
         return Made(digest_of(hash_chunks(target)), target.stat().st_size)
+
+    def _make_group(self, loop: asyncio.AbstractEventLoop, epoch: EpochAnswer) -> Group:
+        timeout_s = self._settings.timeout_s
+        store = EpochStore(self._client, loop, epoch.epoch, timeout_s)
+        place = self._settings.interface or self._address
+        if len(epoch.members) > 1 and not epoch.have_met:
+            call_each_other(store, epoch.rank, epoch.members, place, _CALL_S)
+        return Group(store, epoch.rank, epoch.members, place, timeout_s, self._pace)
 
     def _pace(self, num_bytes: int) -> None:
         delay_s = self._limit.delay(num_bytes)

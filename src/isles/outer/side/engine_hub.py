@@ -22,6 +22,11 @@ class HubExchange:
         self._client = client
         self._turn = asyncio.Lock()
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """See `Exchange`."""
+        return 0, 0
+
     async def take_part(self, part: Contribute) -> Traffic:
         """See `Exchange`."""
         loop = asyncio.get_running_loop()

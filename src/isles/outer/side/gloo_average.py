@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -12,11 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isles.errors import CommunicationError
 from isles.outer.average import Part, average_size, combine, inspect, size
 from isles.outer.side.gloo_group import Group
 from isles.outer.unsound import UnsoundUpdateError
 
 _SLICE_BYTES = 8 * 2**20
+_HASH_BYTES = hashlib.sha256().digest_size
+
+
+class DamagedError(CommunicationError):
+    """What has come from a cluster is not what it has sent."""
 
 
 class UnsoundPartError(UnsoundUpdateError):
@@ -124,10 +131,35 @@ def average_among(
 
 
 def _scatter(group: Group, plan: Plan, runs: Sequence[Run], contribution: int) -> list[Tensor]:
-    """Send each rank what it averages; what came from each for this one."""
-    rows = [_read(contribution, *plan.bytes_of(run)) for run in runs]
+    """Send each rank what it averages; what came from each for this one.
+
+    Each row ends with its hash: what is averaged of damaged bytes would be the same for all, and
+    nobody would notice. What is gathered thereafter all members compare before the turn counts.
+    """
+    rows = [_hashed(_read(contribution, *plan.bytes_of(run))) for run in runs]
     sizes = [len(rows[group.rank])] * group.size
-    return group.exchange(rows, sizes, max(map(len, rows)))
+    found = group.exchange(rows, sizes, max(map(len, rows)))
+    return [_checked(row, name, group) for row, name in zip(found, group.names, strict=True)]
+
+
+def _hashed(row: Tensor) -> Tensor:
+    if not len(row):
+        return row
+    digest = hashlib.sha256(row.numpy().data).digest()
+    return torch.cat([row, torch.frombuffer(bytearray(digest), dtype=torch.uint8)])
+
+
+def _checked(row: Tensor, name: str, group: Group) -> Tensor:
+    if not len(row):
+        return row
+    data, digest = row[:-_HASH_BYTES], row[-_HASH_BYTES:]
+    if hashlib.sha256(data.numpy().data).digest() != digest.numpy().tobytes():
+        raise DamagedError(
+            f"{len(data)} bytes from cluster {name} have come damaged",
+            where=f"cluster {group.names[group.rank]}",
+            fix="look for a broken network card, cable or memory on the way between the two",
+        )
+    return data
 
 
 def _combine(plan: Plan, run: Run, rows: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:

@@ -7,13 +7,13 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
-from typing import TypeVar, assert_never
+from typing import TYPE_CHECKING, TypeVar, assert_never
 
-from isles.errors import CommunicationError
+from isles.errors import CommunicationError, ConfigError
 from isles.outer.client import Client
 from isles.outer.client_http import RendezvousRefusal
-from isles.outer.join_line import JoinLine
 from isles.outer.link_messages import (
     Adopted,
     Alive,
@@ -40,11 +40,16 @@ from isles.outer.link_messages import (
     TurnDue,
 )
 from isles.outer.messages import Beat, BeatAnswer, Join
-from isles.outer.side.engine import Exchange, patiently
+from isles.outer.side.engine import Exchange, limited, patiently
+from isles.outer.side.engine_hub import HubExchange
 from isles.outer.side.faults import WHO_IS_THERE, NotLetInError, RejoinError
 from isles.outer.side.spool import Spool
 from isles.outer.side.states import States
 from isles.outer.side.turns import Turns
+from isles.rundir.join_line import JoinLine
+
+if TYPE_CHECKING:  # an extra
+    from isles.outer.side.hivemind_node import Node
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ class Side:
         begin: all that rank 0 knows.
         commands: what it says from now on.
         emit: tells it something.
+        node: engine hivemind: this cluster among its peers.
     """
 
     def __init__(
@@ -76,11 +82,13 @@ class Side:
         begin: Begin,
         commands: asyncio.Queue[Command],
         emit: Callable[[Event | Alive], None],
+        node: Node | None = None,
     ) -> None:
+        self._node = node
         self._begin, self._commands, self._emit = begin, commands, emit
-        self._member, self._settings = begin.member, begin.settings
-        settings = begin.settings
-        line = JoinLine.read(begin.join_file)
+        self._member = begin.member
+        settings = self._settings = limited(begin.settings)
+        self._line = line = JoinLine.read(begin.join_file)
         self._control = Client(line, begin.member.member_id, connections=_CONTROL_CONNECTIONS)
         self._data = Client(
             line,
@@ -89,7 +97,7 @@ class Side:
             up_bytes_per_s=settings.up_bytes_per_s,
             down_bytes_per_s=settings.down_bytes_per_s,
         )
-        kept = settings.keep_averages if settings.engine == "gloo" else 0
+        kept = 0 if settings.engine == "hub" else settings.keep_averages
         self._spool = Spool(begin.spool, kept)
         self._progress = begin.progress
         self._obeyed = begin.obeyed
@@ -103,6 +111,7 @@ class Side:
         self._members: tuple[str, ...] = ()
         self._pace = 0
         self._left = asyncio.Event()
+        self._exchange: Exchange | None = None
 
     async def run(self) -> None:
         """Work until rank 0 says that the training has ended.
@@ -114,7 +123,7 @@ class Side:
             self._group = group
             group.create_task(self._live())
             # Some import torch, which takes seconds; rank 0 sees that this process lives.
-            exchange = await asyncio.to_thread(self._make_exchange)
+            self._exchange = exchange = await asyncio.to_thread(self._make_exchange)
             self._turns = Turns(
                 group,
                 self._member.name,
@@ -134,14 +143,21 @@ class Side:
     def _make_exchange(self) -> Exchange:
         match self._settings.engine:
             case "hub":
-                from isles.outer.side.engine_hub import HubExchange
-
                 return HubExchange(self._data)
             case "gloo":
                 from isles.outer.side.engine_gloo import GlooExchange
 
+                relay = HubExchange(self._data)
                 return GlooExchange(
-                    self._control, self._member, self._settings, self._spool, self._warn
+                    self._control, relay, self._member, self._settings, self._spool, self._warn
+                )
+            case "hivemind":
+                from isles.outer.side.engine_hivemind import HivemindExchange
+
+                assert self._node is not None
+                clients = (self._control, self._data)
+                return HivemindExchange(
+                    self._node, clients, self._member, self._settings, self._spool, self._warn
                 )
             case _:
                 assert_never(self._settings.engine)
@@ -156,15 +172,19 @@ class Side:
         """Let rank 0 see that this process lives, and end with it."""
         parent = os.getppid()
         while os.getppid() == parent:
-            channels = (self._control.channel, self._data.channel)
-            self._emit(
-                Alive(
-                    sent_bytes=sum(channel.sent_bytes for channel in channels),
-                    received_bytes=sum(channel.received_bytes for channel in channels),
-                )
-            )
+            with suppress(ConfigError):
+                if JoinLine.read(self._begin.join_file) != self._line:
+                    raise RejoinError("there is a new join line")
+            sent_bytes, received_bytes = self._moved()
+            self._emit(Alive(sent_bytes=sent_bytes, received_bytes=received_bytes))
             await asyncio.sleep(_ALIVE_S)
         os._exit(0)
+
+    def _moved(self) -> tuple[int, int]:
+        """Bytes that this process has sent to the rendezvous or other clusters, and received."""
+        channel = self._data.channel
+        sent, received = (0, 0) if self._exchange is None else self._exchange.moved
+        return channel.sent_bytes + sent, channel.received_bytes + received
 
     async def _listen(self) -> None:
         for claim in self._begin.claims:
@@ -190,16 +210,16 @@ class Side:
                     )
                 case Obeyed() as obeyed:
                     self._obeyed = obeyed.why
-                case Leave():
-                    await self._leave()
+                case Leave() as leave:
+                    await self._leave(has_finished=leave.has_finished)
                 case Begin():
                     raise AssertionError("begun twice")
 
-    async def _leave(self) -> None:
+    async def _leave(self, *, has_finished: bool) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._reports.join(), _LEAVE_S)
         try:
-            await self._control.leave(_LEAVE_S)
+            await self._control.leave(_LEAVE_S, has_finished=has_finished)
         except CommunicationError as error:
             log.info("%s", error.what)
         self._left.set()
@@ -272,6 +292,7 @@ class Side:
     def _is_lost(self, why: str) -> None:
         if self._lost_at is None:
             self._lost_at = asyncio.get_running_loop().time()
+            why = why if self._node is None else self._node.explain(why)
             log.warning("%s", why)
             self._emit(RendezvousLost(why=why))
 
@@ -307,18 +328,15 @@ class Side:
             self._is_found()
 
     def _sign(self) -> Beat:
-        progress = self._progress
-        channel = self._data.channel
+        progress = asdict(self._progress)
+        del progress["kind"]
+        sent_bytes, received_bytes = self._moved()
         return Beat(
             id=self._member.member_id,
-            step=progress.step,
             version=self._turns.version,
-            since=progress.since,
-            tokens_per_s=progress.tokens_per_s,
-            phase=progress.phase,
-            sent_bytes=channel.sent_bytes,
-            received_bytes=channel.received_bytes,
-            pace=progress.pace,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            **progress,
         )
 
     def _heed(self, answer: BeatAnswer) -> None:

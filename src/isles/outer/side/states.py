@@ -13,7 +13,7 @@ from isles.outer.client_http import RendezvousRefusal
 from isles.outer.link_messages import Donate, Event, GiveState, Note, StateReady
 from isles.outer.messages import StateAnswer
 from isles.outer.side.engine import patiently
-from isles.outer.side.faults import RejoinError
+from isles.outer.side.faults import NotLetInError, RejoinError
 from isles.outer.side.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -85,13 +85,19 @@ class States:
             log.info("the average of turn %d is not given: %s", turn, error)
 
     async def pull(self) -> StateReady:
-        """Fetch another cluster's state, for as long as it takes."""
+        """Fetch another cluster's state, for as long as it takes.
+
+        Raises:
+            RejoinError, NotLetInError: see there.
+        """
         while True:
             try:
                 answer = await self._client.pull_state(self._spool.pulled, _DEADLINE_S)
             except RendezvousRefusal as error:
                 if error.kind == "unknown":
                     raise RejoinError(error.what) from error
+                if error.kind == "over":
+                    raise NotLetInError(error) from error
                 self._emit(Note(text=error.what, is_warning=True))
                 await asyncio.sleep(1.0)
             except CommunicationError as error:

@@ -1,0 +1,309 @@
+"""What clusters lose, and how long they stand still, while others are killed, frozen or cut off.
+
+    python benchmarks/chaos.py [--quick] [--engine hub|gloo|both] [--rounds 40] [--seed 0]
+
+Four clusters (two ranks under fsdp, two under ddp, two of one rank) train one small model, first
+undisturbed, then while every few rounds something befalls one of them or their rendezvous, at a
+random instant. Each is a run as `isles train` starts it; all are on this machine, and what a
+cluster says to the rendezvous goes through a line of its own, which can be cut. Under gloo the
+updates themselves do not: there a cut cluster is one that the rendezvous hears no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from chaos_clusters import BATCHES, Cluster, Inputs, Run, prepare, running
+from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_rendezvous, pause, plan_faults
+
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.samples import Samples
+from isles.rundir.manifest import find_checkpoint
+from isles.rundir.records import read_rows
+
+FRAGMENTS, SYNC_EVERY, DELAY = 2, 20, 3
+DEADLINE_S = 20.0
+BACK_S = 180.0
+"""So long nothing at all may happen."""
+OUTER = (
+    f"sync_every: {SYNC_EVERY}, fragments: {FRAGMENTS}, delay: {DELAY}, codec: int8, "
+    f"min_clusters: 2, dead_after: {DEAD_AFTER_S}s, deadline: {DEADLINE_S}s, max_rate: 80kB, "
+    "engine: {engine}"
+)
+RULES: dict[str, Any] = {"min_clusters": 2, "dead_after_s": DEAD_AFTER_S}
+WAITS: dict[str, dict[str, Any]] = {
+    "all": {"wait": "all"},
+    "time_boxed": {"wait": "time_boxed", "time_box_s": 2.0},
+    "quorum": {"wait": "quorum", "quorum": 2, "grace_s": 1.0},
+}
+
+
+@dataclass
+class Watch:
+    """Follows a run, and strikes."""
+
+    run: Run
+    rounds: int
+    faults: list[Fault] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Look at all clusters."""
+        for cluster in self.run.clusters.values():
+            cluster.read()
+
+    @property
+    def round(self) -> int:
+        """The round that the furthest cluster is in."""
+        turns = [c.turns()[-1]["turn"] for c in self.run.clusters.values() if c.turns()]
+        return max(turns, default=-1) // FRAGMENTS
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something, as long as any cluster still records anything."""
+        known, end = 0, time.monotonic() + BACK_S
+        while not condition():
+            pause(0.2)
+            self.read()
+            if (rows := sum(len(c.rows) for c in self.run.clusters.values())) > known:
+                known, end = rows, time.monotonic() + BACK_S
+            assert time.monotonic() < end, f"{what}: in vain\n{self.words()}"
+
+    def reach(self, goal: int) -> None:
+        """Wait for a round."""
+        self.wait(lambda: self.round >= goal or self.is_over(), f"round {goal}")
+
+    def is_over(self) -> bool:
+        """Whether all clusters have ended."""
+        return all(cluster.poll() is not None for cluster in self.run.clusters.values())
+
+    def strike(self, kind: str, blow: Blow, name: str, chance: random.Random) -> None:
+        """Let something happen, and wait until whom it befell is back."""
+        cluster = self.run.clusters[name]
+        everyone = kind.startswith("rendezvous")
+        pause(chance.uniform(0.0, 1.5))
+        fault = Fault(kind, "-" if everyone else name, self.round, time.time())
+        fault.note = blow(self.run, cluster, chance)
+        lifted = time.time()
+        victims = list(self.run.clusters.values()) if everyone else [cluster]
+        self.wait(lambda: all(self.is_back(each, lifted) for each in victims), f"{kind} of {name}")
+        fault.over_at = time.time()
+        missed = [row for row in cluster.turns() if fault.at < row["at"] < fault.over_at]
+        late = sum(name not in row["weights"] for row in missed)
+        fault.note += f"; {late} turns without it" if late else ""
+        self.faults.append(fault)
+        print(f"  round {fault.round:>3}  {kind:<20} {fault.name}  {fault.note}", flush=True)
+
+    def is_back(self, cluster: Cluster, since: float) -> bool:
+        """Whether it does inner steps, and its updates are in averages again."""
+        if cluster.poll() is not None:
+            assert cluster.poll() == 0, (
+                f"{cluster.name} has ended: {cluster.poll()}\n{self.words()}"
+            )
+            return True
+        turns = [row for row in cluster.turns() if row["at"] > since]
+        return bool(turns) and cluster.name in turns[-1]["weights"]
+
+    def finish(self) -> None:
+        """Wait until all have ended, as they should."""
+        self.wait(self.is_over, "the end")
+        self.read()
+        codes = {name: cluster.poll() for name, cluster in self.run.clusters.items()}
+        assert not any(codes.values()), f"exit codes {codes}\n{self.words()}"
+
+    def words(self) -> str:
+        """What the clusters say."""
+        return "\n\n".join(f"== {c.name}\n{c.log()}" for c in self.run.clusters.values())
+
+
+def train(
+    inputs: Inputs, folder: Path, options: argparse.Namespace, plan: Sequence[tuple[int, str, str]]
+) -> dict[str, Any]:
+    """Train once; what became of it."""
+    engine, rounds = options.engine, options.rounds
+    outer = OUTER.format(engine=engine) + (", interface: lo" if engine == "gloo" else "")
+    with running(inputs, folder, rounds * SYNC_EVERY, outer, RULES | WAITS[options.wait]) as run:
+        watch, chance = Watch(run, rounds), random.Random(f"{engine} {plan}")
+        began = time.monotonic()
+        watch.reach(0)
+        for place, kind, name in plan:
+            watch.reach(place)
+            if watch.round < rounds - 2:
+                watch.strike(kind, BLOWS.get(kind, kill_rendezvous), name, chance)
+        watch.finish()
+        print(f"  {rounds} rounds in {time.monotonic() - began:.0f} s", flush=True)
+        run.kill_rendezvous()
+        book = Book(folder / "state" / "rendezvous.sqlite")
+        result = judge(run, book, watch)
+        book.close()
+        run._server = None
+    return result
+
+
+def judge(run: Run, book: Book, watch: Watch) -> dict[str, Any]:
+    """Compare what clusters and rendezvous have on record."""
+    digests: dict[int, set[str]] = {}
+    for cluster in run.clusters.values():
+        for row in cluster.turns():
+            digests.setdefault(row["turn"], set()).add(row["digest"])
+    ends: dict[int, dict[str, str]] = {}
+    for cluster in run.clusters.values():
+        version = int(find_checkpoint(cluster.directory, None).manifest["outer"]["version"])
+        ends.setdefault(version, {})[cluster.name] = weights_of(cluster)
+    # Who comes back at the very end trains on when the others have left.
+    last = max(ends.values(), key=len)
+    if len(ends) > 1:
+        print(f"  {', '.join(last)} ended together, the others after other turns")
+    samples = Samples(book)
+    assert not samples.audit(), samples.audit()
+    kinds = "('diverged', 'refused', 'outlier')"
+    for event in book.rows(f"SELECT * FROM events WHERE kind IN {kinds}"):
+        print(f"  the rendezvous says of {event['member']}: {event['kind']} {event['what']}")
+    clusters = run.clusters.values()
+    return {
+        "diverged": sum(len(found) > 1 for found in digests.values())
+        + sum(len(set(found.values())) > 1 for found in ends.values()),
+        "turns": len(digests),
+        "lost": sum(lost_steps(cluster, book) for cluster in clusters),
+        "done_again": sum(len(c.steps_at()) - len(train_rows(c)) for c in clusters),
+        "loss": statistics.mean(final_loss(run.clusters[name]) for name in last),
+        "gaps": {cluster.name: gaps_of(cluster) for cluster in clusters},
+        "faults": watch.faults,
+    }
+
+
+def weights_of(cluster: Cluster) -> str:
+    """A digest of the weights that it has ended with."""
+    import torch
+
+    from isles.checkpoint.store import SafeReader, load_tensors
+
+    folder = find_checkpoint(cluster.directory, None).path
+    found = SafeReader(str(folder)).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)  # type: ignore[union-attr]
+        for name, item in sorted(found.items())
+        if name.startswith("model.")
+    }
+    load_tensors(state, folder, alone=True)
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in state.values())).hexdigest()
+
+
+def train_rows(cluster: Cluster) -> list[dict[str, Any]]:
+    """The inner steps that led to the weights at the end: none that a restart has done again."""
+    return [row for row in read_rows(cluster.directory.metrics) if row["kind"] == "train"]
+
+
+def lost_steps(cluster: Cluster, book: Book) -> int:
+    """Inner steps that led to its weights at the end, and that are in no average.
+
+    Each step must be in one average of each fragment, and its samples committed in the ledger.
+    """
+    steps = int(find_checkpoint(cluster.directory, None).manifest["outer"]["steps"])
+    turns = {r["turn"]: r for r in read_rows(cluster.directory.metrics) if r["kind"] == "outer"}
+    counted = [0] * FRAGMENTS
+    for row in turns.values():
+        if cluster.name in row["weights"]:
+            counted[row["fragment"]] += row["inner_steps"]
+    member = book.row("SELECT number FROM members WHERE name = ?", cluster.name)
+    assert member is not None
+    committed = book.number(
+        "SELECT SUM(stop - start) FROM samples WHERE member = ? AND state = 'committed'", member[0]
+    )
+    # Of samples that were dealt to another meanwhile the ledger counts one reading.
+    repeated = book.number("SELECT SUM(repeated) FROM parts WHERE member = ?", member[0])
+    lost = max(abs(steps - number) for number in counted)
+    return max(lost, steps - (committed + repeated) // BATCHES[cluster.name])
+
+
+def final_loss(cluster: Cluster) -> float:
+    """On the validation text, with the weights that it has ended with."""
+    rows = [row for (kind, _, _), row in cluster.rows.items() if kind == "eval"]
+    return float(max(rows, key=lambda row: float(row["at"]))["loss"])
+
+
+def gaps_of(cluster: Cluster) -> list[tuple[float, float]]:
+    """From each inner step to the next one, once it has taken part in a turn."""
+    first = cluster.turns()[0]["at"]
+    return [(a, b) for a, b in pairwise(cluster.steps_at()) if a > first]
+
+
+def find_delays(disturbed: dict[str, Any], usual: dict[str, float]) -> None:
+    """How long others than the struck one stood still, at each fault."""
+    for fault in disturbed["faults"]:
+        for name, gaps in disturbed["gaps"].items():
+            if name == fault.name:
+                continue
+            within = [b - a for a, b in gaps if a < fault.over_at and b > fault.at]
+            delay_s = max(within, default=0.0) - usual[name]
+            if delay_s > fault.delay_s:
+                fault.delay_s, fault.who = delay_s, name
+
+
+def measure(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One engine: undisturbed and disturbed; prints a table."""
+    print(f"{options.engine}: undisturbed", flush=True)
+    calm = train(inputs, folder / f"{options.engine}-calm", options, [])
+    plan = plan_faults(options.rounds, options.seed)
+    print(f"{options.engine}: with {len(plan)} faults", flush=True)
+    wild = train(inputs, folder / f"{options.engine}-wild", options, plan)
+    usual = {name: max(b - a for a, b in gaps) for name, gaps in calm["gaps"].items()}
+    find_delays(wild, usual)
+    print(f"\n{'round':>5}  {'fault':<22}{'of':<4}{'others waited':<18}what happened")
+    for fault in wild["faults"]:
+        waited = f"{fault.delay_s:.1f} s ({fault.who})" if fault.who else "-"
+        print(f"{fault.round:>5}  {fault.kind:<22}{fault.name:<4}{waited:<18}{fault.note}")
+    print(
+        f"\n{wild['turns']} turns; longest step to step undisturbed {max(usual.values()):.1f} s; "
+        f"{wild['done_again']} steps done again by killed clusters; loss {calm['loss']:.4f} "
+        f"undisturbed, {wild['loss']:.4f} with faults\n",
+        flush=True,
+    )
+    return {
+        "faults": len(wild["faults"]),
+        "diverged": wild["diverged"] + calm["diverged"],
+        "inner_steps_lost": wild["lost"] + calm["lost"],
+        "loss_ratio": round(wild["loss"] / calm["loss"], 4),
+        "longest_delay_s": round(max((f.delay_s for f in wild["faults"]), default=0.0), 1),
+    }
+
+
+def worst_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure the one that is worst; of faults their number."""
+    worst = {key: max(each[key] for each in found) for key in found[0]}
+    return worst | {"faults": sum(each["faults"] for each in found)}
+
+
+def main() -> None:
+    """Measure, print tables, and one line of JSON at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=["hub", "gloo", "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="14 rounds of one engine")
+    parser.add_argument("--wait", choices=list(WAITS), default="all", help="whom a turn waits for")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep all files there")
+    options = parser.parse_args()
+    engines = ["hub", "gloo"] if options.engine == "both" else [options.engine]
+    if options.quick:
+        engines, options.rounds = engines[:1], 14
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        folder = options.folder or Path(scratch)
+        inputs = prepare(folder / "inputs")
+        found = {}
+        for options.engine in engines:
+            found[options.engine] = measure(inputs, folder, options)
+    print(json.dumps({**worst_of(list(found.values())), "deadline_s": DEADLINE_S, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""The clusters of `benchmarks/chaos.py`, each started as `isles train` starts a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from chaos_wires import Wires
+from common import environment
+
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.launch.local import LocalLauncher, local_job
+from isles.rundir.begin import begin_run, new_attempt
+from isles.rundir.join_line import JoinLine
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, write_record
+
+START_S = 240.0
+LONGEST_S = 12.0
+"""So long the first cluster waits for the others, which is less than its deadline."""
+BATCHES = {"a": 12, "b": 8, "c": 6, "d": 6}
+RANKS = {"a": 2, "b": 2, "c": 1, "d": 1}
+_TEXT_BYTES = 3_000_000
+_VOCABULARY = 1024
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+_RUN_FILE = """\
+name: {name}
+output_dir: {folder}/runs
+model: {{name_or_path: {inputs}/model, init: scratch}}
+tokenizer: {{{tokenizer}}}
+data:
+  sources: [{{path: {inputs}/text.jsonl}}]
+  seq_length: 64
+  validation_fraction: 0.05
+  cache_dir: {inputs}/cache
+training:
+  max_steps: {max_steps}
+  global_batch_size: {batch}
+  micro_batch_size: auto
+  learning_rate: 4e-3
+  warmup_steps: {warmup}
+  precision: 32-true
+  logging_steps: 1
+  eval_steps: null
+  eval_samples: 96
+balance: even
+checkpoint: {{every_steps: 15, every_minutes: null, keep: 2, export_on_finish: false}}
+track: [jsonl]
+"""
+_OUTER = """\
+strategy: {{kind: {strategy}}}
+clusters: [{{name: {name}, gpus_per_node: {ranks}, max_restarts: 50}}]
+outer: {{kind: diloco, {outer}}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What all clusters read.
+
+    Args:
+        folder: where model and text are.
+        tokenizer: as in a run file.
+    """
+
+    folder: Path
+    tokenizer: str
+
+    def run_file(self, folder: Path, name: str, max_steps: int, outer: str = "") -> Path:
+        """The run file of a cluster, or of a plain run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = _RUN_FILE.format(
+            name=name,
+            folder=folder,
+            inputs=self.folder,
+            tokenizer=self.tokenizer,
+            max_steps=max_steps,
+            warmup=min(20, max_steps - 1),
+            batch=BATCHES.get(name, 8),
+        )
+        if outer:
+            strategy = "fsdp" if name == "a" else "ddp"
+            text += _OUTER.format(strategy=strategy, name=name, ranks=RANKS[name], outer=outer)
+        path = folder / f"{name}.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+def prepare(folder: Path) -> Inputs:
+    """Real text, a shape, and a tokenizer that one short run trains."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(_SHAPE))
+    size = 0
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as stream:
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            size += stream.write(json.dumps({"text": text}) + "\n")
+            if size > _TEXT_BYTES:
+                break
+    inputs = Inputs(folder, f"train_vocab_size: {_VOCABULARY}")
+    run_file = inputs.run_file(folder / "first", "first", 1)
+    command = [sys.executable, "-m", "isles", "train", str(run_file)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=START_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Inputs(folder, f"name_or_path: {folder}/first/runs/first-1/tokenizer")
+
+
+@dataclass
+class Cluster:
+    """One cluster: its run directory, and the processes that run in it now."""
+
+    name: str
+    run_file: Path
+    join_text: Callable[[], str]
+    run_dir: RunDir | None = None
+    rows: dict[tuple[str, int, float], dict[str, Any]] = field(default_factory=dict)
+    """All that it has ever recorded, also of steps that a restart has taken out again."""
+    _place: tuple[int, int] = (0, 0)
+
+    def start(self) -> None:
+        """Type the command once more."""
+        loaded = load_run_file(self.run_file)
+        resolved = resolve(loaded, num_gpus=0)
+        begun = begin_run(resolved, loaded.text, "auto")
+        self.run_dir = begun.run_dir
+        self.run_dir.join_line.touch(mode=0o600)
+        self.run_dir.join_line.write_text(self.join_text())
+        attempt = new_attempt(self.run_dir, loaded.text)
+        job = local_job(
+            self.run_dir,
+            attempt,
+            world_size=resolved.world_size,
+            device="cpu",
+            cluster=resolved.config.clusters[0],
+        )
+        launcher = LocalLauncher(environment())
+        launcher.submit(job)
+        (self._child,) = launcher._children.values()
+
+    @property
+    def directory(self) -> RunDir:
+        """Where it runs."""
+        assert self.run_dir is not None
+        return self.run_dir
+
+    def poll(self) -> int | None:
+        """The exit code of the start that runs or ran last."""
+        return self._child.poll()
+
+    def processes(self, what: str) -> list[psutil.Process]:
+        """`all`, `ranks`, `last rank`, or the `side` process."""
+        assert self.run_dir is not None
+        with suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(self._child.pid)
+            family = [agent, *agent.children(recursive=True)]
+            if what == "all":
+                return family
+            if what == "side":
+                return [each for each in family if "isles.outer.side" in _command(each)]
+            attempt = self.run_dir.last_attempt()
+            assert attempt is not None
+            records = [read_record(attempt.rank_record(rank)) for rank in range(RANKS[self.name])]
+            pids = [record["pid"] for record in records if record]
+            ranks = [each for each in family if each.pid in pids]
+            return ranks[-1:] if what == "last rank" else ranks
+        return []
+
+    def send(self, what: str, number: signal.Signals) -> None:
+        """A signal to some of its processes."""
+        for process in self.processes(what):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def read(self) -> None:
+        """Look at what it has recorded since."""
+        if self.run_dir is None or not self.run_dir.metrics.exists():
+            return
+        with self.run_dir.metrics.open("rb") as stream:
+            inode = os.fstat(stream.fileno()).st_ino
+            # A restart writes the file anew, without the steps that it does again.
+            stream.seek(self._place[1] if self._place[0] == inode else 0)
+            data = stream.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._place = inode, stream.tell() - len(data) + len(whole)
+        for line in whole.splitlines():
+            row = json.loads(line)
+            self.rows[(row["kind"], row.get("turn", row["step"]), row.get("at", 0.0))] = row
+
+    def steps_at(self) -> list[float]:
+        """When each inner step was done."""
+        return sorted(at for kind, _, at in self.rows if kind == "train")
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Each turn that was ever taken in, in the order of time."""
+        found = [row for (kind, _, _), row in self.rows.items() if kind == "outer"]
+        return sorted(found, key=lambda row: float(row["at"]))
+
+    def log(self) -> str:
+        """The end of what its newest start has said."""
+        attempt = None if self.run_dir is None else self.run_dir.last_attempt()
+        if attempt is None:
+            return ""
+        paths = [attempt.agent_log, attempt.rank_log(0)]
+        return "\n".join(p.read_text(errors="replace")[-3000:] for p in paths if p.exists())
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+@dataclass
+class Run:
+    """A rendezvous and its clusters."""
+
+    folder: Path
+    clusters: dict[str, Cluster]
+    wires: Wires
+    port: int = 0
+    _server: subprocess.Popen[bytes] | None = None
+    _log: IO[bytes] | None = None
+
+    def serve(self) -> None:
+        """Start the rendezvous, or start it again on its state."""
+        command = [sys.executable, "-m", "isles.outer.rendezvous", str(self.folder / "state")]
+        command += ["--run", "chaos", "--settings", str(self.folder / "settings.json")]
+        if self.port:
+            command += ["--listen", f"127.0.0.1:{self.port}"]
+        before = 0 if self._log is None else self._log.tell()
+        self._log = self._log or (self.folder / "rendezvous.log").open("wb")
+        self._server = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        end = time.monotonic() + START_S
+        while b"is open" not in (text := (self.folder / "rendezvous.log").read_bytes()[before:]):
+            assert self._server.poll() is None and time.monotonic() < end, text.decode()
+            time.sleep(0.05)
+        self.port = JoinLine.read(self.folder / "state" / "join").port
+        self.wires.goal = self.port
+
+    def let_in(self) -> None:
+        """Once all clusters are ready to join, let them, so that each run begins alike."""
+        first: float | None = None
+        end = time.monotonic() + START_S
+        while True:
+            phases = [self._phase(cluster) for cluster in self.clusters.values()]
+            if first is None and "joining" in phases:
+                first = time.monotonic()
+            waited_s = 0.0 if first is None else time.monotonic() - first
+            if phases.count("joining") == len(phases) or waited_s > LONGEST_S:
+                break
+            assert time.monotonic() < end, f"the clusters are not ready: {phases}"
+            time.sleep(0.05)
+        for name in self.clusters:
+            self.wires.mend(name)
+
+    def _phase(self, cluster: Cluster) -> str:
+        record = read_record(cluster.directory.status)
+        return "" if record is None else str(record["phase"])
+
+    def kill_rendezvous(self) -> None:
+        """kill -9, and wait until it is gone."""
+        assert self._server is not None
+        self._server.kill()
+        self._server.wait(START_S)
+
+    def end(self) -> None:
+        """End all processes."""
+        for cluster in self.clusters.values():
+            if cluster.run_dir is not None:
+                cluster.send("all", signal.SIGKILL)
+        if self._server is not None:
+            self.kill_rendezvous()
+
+
+@contextmanager
+def running(
+    inputs: Inputs, folder: Path, max_steps: int, outer: str, rules: Mapping[str, Any]
+) -> Iterator[Run]:
+    """A rendezvous and four clusters, for as long as the block lasts."""
+    wires, state = Wires(), folder / "state"
+    run = Run(folder, {}, wires)
+    folder.mkdir(parents=True)
+    write_record(folder / "settings.json", dict(rules))
+    try:
+        run.serve()
+        for name in RANKS:
+            port = wires.add(name)
+
+            def text(port: int = port) -> str:
+                line = (state / "join").read_text()
+                return line.replace(f":{run.port}/", f":{port}/")
+
+            run_file = inputs.run_file(folder, name, max_steps, outer)
+            run.clusters[name] = Cluster(name, run_file, text)
+            run.wires.silence(name)
+            run.clusters[name].start()
+        run.let_in()
+        yield run
+    finally:
+        run.end()

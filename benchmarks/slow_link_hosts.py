@@ -1,0 +1,287 @@
+"""Clusters in network namespaces for slow_link.py: their run files, processes and what was seen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.lab.hosts import Lab
+
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_rows
+
+PORT, DDP_PORT = 29655, 29656
+DEADLINE_S = 1800.0
+SCRIPT = Path(__file__).absolute().with_name("slow_link.py")
+
+RUN_FILE = """\
+name: {name}
+output_dir: /shared/runs
+model: {{name_or_path: llama-15m, init: scratch}}
+data: {{sources: [{{type: fake}}], seq_length: {seq_length}, validation_fraction: 0}}
+training:
+  max_steps: {steps}
+  global_batch_size: {batch}
+  micro_batch_size: {rows}
+  learning_rate: 1e-3
+  precision: 32-true
+  logging_steps: 1
+  eval_steps: null
+strategy: {{kind: ddp}}
+balance: even
+checkpoint: {{every_steps: null, every_minutes: null, export_on_finish: false}}
+track: [jsonl]
+clusters: [{{name: {cluster}, comm_timeout: 120s}}]
+"""
+
+OUTER = """\
+outer: {{kind: diloco, sync_every: {sync_every}, codec: {codec}, fragments: {fragments},
+  delay: {delay}, engine: {engine}, max_rate: {max_rate}, min_clusters: 2, deadline: 300s}}
+"""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was read at one time."""
+
+    at: float
+    moved: dict[str, int]
+    """By host: bytes that its interface has sent and received."""
+
+    cpu: dict[str, float]
+    """CPU seconds of ranks, side processes and the rendezvous, all together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What is left of a run that is over."""
+
+    rows: list[list[dict[str, Any]]]
+    """By cluster: the rows of its metrics."""
+    seen: list[Seen]
+
+
+class Watch:
+    """Reads the interfaces' counters and the processes' CPU time again and again."""
+
+    def __init__(self, lab: Lab, names: Sequence[str], kinds: dict[str, list[int]]) -> None:
+        self._lab, self._names, self._kinds = lab, names, kinds
+        self._over = threading.Event()
+        self.seen: list[Seen] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.25):
+            moved = {name: interface_bytes(self._lab, name) for name in self._names}
+            cpu = {kind: sum(map(cpu_s, pids)) for kind, pids in self._kinds.items()}
+            self.seen.append(Seen(time.time(), moved, cpu))
+
+    def end(self) -> list[Seen]:
+        """Stop; what was read."""
+        self._over.set()
+        self._thread.join()
+        return self.seen
+
+
+def interface_bytes(lab: Lab, host: str) -> int:
+    """Bytes that a host has received and sent, headers and acknowledgements included."""
+    text = Path(f"/proc/{lab.pid1(host)}/net/dev").read_text()
+    fields = text.split("eth0:")[1].split()
+    return int(fields[0]) + int(fields[8])
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, without its children; 0 where it has gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+class Bench:
+    """The hosts, and what runs on them.
+
+    Args:
+        lab: the hosts.
+        clusters: two of them.
+        meeting: that of the rendezvous.
+        options: as typed.
+    """
+
+    def __init__(
+        self, lab: Lab, clusters: Sequence[str], meeting: str, options: argparse.Namespace
+    ) -> None:
+        self.lab, self.clusters, self.meeting, self.options = lab, clusters, meeting, options
+
+    def write(self, name: str, cluster: str, steps: int, *, ranks: int = 1, more: str = "") -> Path:
+        """A run file, as the hosts see it."""
+        rows = self.options.rows
+        text = RUN_FILE.format(
+            name=name,
+            cluster=cluster,
+            steps=steps,
+            rows=rows,
+            batch=rows * ranks,
+            seq_length=self.options.seq_length,
+        )
+        (self.lab.shared / f"{name}.yaml").write_text(text + more)
+        return Path("/shared") / f"{name}.yaml"
+
+    def plain(self, steps: int) -> Records:
+        """Each cluster for itself."""
+        names = [f"plain-{cluster}" for cluster in self.clusters]
+        commands = []
+        for name, cluster in zip(names, self.clusters, strict=True):
+            run_file = self.write(name, cluster, steps)
+            commands.append(python("-m", "isles", "train", str(run_file)))
+        return self._run(names, commands)
+
+    def ddp(self, steps: int) -> Records:
+        """One cluster of two ranks."""
+        run_file = self.write("ddp", "both", steps, ranks=2)
+        commands = []
+        for rank in range(len(self.clusters)):
+            torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+            torchrun += [f"--node_rank={rank}", f"--master_addr={self.lab.address('a1')}"]
+            torchrun += [f"--master_port={DDP_PORT}", "--rdzv_backend=static"]
+            commands.append(python(*torchrun, "-m", "isles.train", str(run_file)))
+        return self._run(["ddp"], commands)
+
+    def outer(self, steps: int) -> Records:
+        """Two clusters that average."""
+        options = self.options
+        outer = OUTER.format(**vars(options))
+        files = [
+            self.write(f"outer-{cluster}", cluster, steps, more=outer) for cluster in self.clusters
+        ]
+        with self.rendezvous() as (line, server):
+            commands = [python(str(SCRIPT), "--rank", str(file), str(line)) for file in files]
+            names = [file.stem for file in files]
+            return self._run(names, commands, server)
+
+    @contextmanager
+    def rendezvous(self) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+        """A rendezvous: its join line, as the hosts see it, and its process."""
+        address, state = self.lab.address(self.meeting), self.lab.shared / "rendezvous"
+        rules = {"min_clusters": len(self.clusters), "dead_after_s": 60.0}
+        (self.lab.shared / "rules.json").write_text(json.dumps(rules))
+        command = python("-m", "isles.outer.rendezvous", "/shared/rendezvous", "--run", "slow")
+        command += ["--listen", f"{address}:{PORT}", "--settings", "/shared/rules.json"]
+        with self._processes([(self.meeting, command, "rendezvous")]) as (server,):
+            end = time.monotonic() + 60.0
+            while not (state / "join").exists():
+                self._check([server], ["rendezvous"], end, "has not opened")
+                time.sleep(0.05)
+            yield Path("/shared/rendezvous/join"), server
+
+    def _run(
+        self,
+        names: Sequence[str],
+        commands: Sequence[list[str]],
+        server: subprocess.Popen[bytes] | None = None,
+    ) -> Records:
+        """Start a command on each cluster, and wait for their end."""
+        logs = [f"{names[0]}-{cluster}" for cluster in self.clusters]
+        todo = list(zip(self.clusters, commands, logs, strict=True))
+        with self._processes(todo) as processes:
+            kinds: dict[str, list[int]] = {"ranks": [], "sides": [], "rendezvous": []}
+            watch = Watch(self.lab, self.clusters, kinds)
+            end = time.monotonic() + DEADLINE_S
+            while any(process.poll() is None for process in processes):
+                kinds |= _pids(processes, server)
+                self._check(processes, logs, end, "is not over")
+                time.sleep(1.0)
+            self._check(processes, logs, end, "is not over")
+            rows = [
+                list(read_rows(RunDir(self.lab.shared / "runs" / f"{name}-1").metrics))
+                for name in names
+            ]
+            return Records(rows, watch.end())
+
+    @contextmanager
+    def _processes(
+        self, todo: Sequence[tuple[str, list[str], str]]
+    ) -> Iterator[list[subprocess.Popen[bytes]]]:
+        """Commands in hosts, each with a log; they end with the block."""
+        fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": "1"}
+        fixed |= {"CUDA_VISIBLE_DEVICES": ""}
+        with ExitStack() as stack:
+            found = []
+            for host, command, log in todo:
+                into = stack.enter_context((self.lab.shared / f"{log}.log").open("wb"))
+                argv = self.lab.argv(host, command, **fixed)
+                child = subprocess.Popen(
+                    argv,
+                    env=self.lab.environ(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=into,
+                    stderr=subprocess.STDOUT,
+                )
+                stack.callback(_end, child)
+                found.append(child)
+            yield found
+
+    def _check(
+        self,
+        processes: Sequence[subprocess.Popen[bytes]],
+        logs: Sequence[str],
+        end: float,
+        what: str,
+    ) -> None:
+        """Nothing has failed, and there is time left."""
+        for process, log in zip(processes, logs, strict=True):
+            has_failed = process.poll() not in (None, 0)
+            if has_failed or time.monotonic() > end:
+                text = (self.lab.shared / f"{log}.log").read_text(errors="replace")[-4000:]
+                how = f"exit code {process.returncode}" if has_failed else what
+                raise RuntimeError(f"{log}: {how}\n{text}")
+
+
+def _pids(
+    processes: Sequence[subprocess.Popen[bytes]], server: subprocess.Popen[bytes] | None
+) -> dict[str, list[int]]:
+    """The processes by kind."""
+    found: dict[str, list[int]] = {"ranks": [], "sides": [], "rendezvous": []}
+    for process in processes:
+        for child in _family(process):
+            is_side = "isles.outer.side" in child.cmdline()
+            found["sides" if is_side else "ranks"].append(child.pid)
+    if server is not None:
+        found["rendezvous"] = [child.pid for child in _family(server)]
+    return found
+
+
+def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(process.pid)
+        return [child for child in parent.children(recursive=True) if child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill it with all that it has started."""
+    for descendant in _family(child):
+        descendant.kill()
+    child.kill()
+    child.wait()
+
+
+def python(*words: str) -> list[str]:
+    """In the folder of the hosts' common files, as the interpreter that runs this."""
+    return ["env", "-C", "/shared", sys.executable, *words]

@@ -1,0 +1,227 @@
+"""A cluster that joins a run which others have begun: their run file, with this site's own parts.
+
+What comes from elsewhere is read as a run file and nothing else: it cannot run code, choose where
+this machine writes, or name paths beyond the folder in which the run is started.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from getpass import getpass
+from pathlib import Path
+
+from isles import __version__
+from isles.config.cluster import ClusterConfig
+from isles.config.emit import dump_yaml
+from isles.config.load import Base, Loaded, load_run_file, read_text
+from isles.config.shared import leads_outside, shared_text, unlike
+from isles.config.show import named_cluster
+from isles.config.yaml import scan_yaml
+from isles.errors import ConfigError, ConfigErrors, PreflightError
+from isles.facts.text import printable
+from isles.rundir.ask import ask_rendezvous
+from isles.rundir.join_line import JoinLine
+
+_ASK_S = 20.0
+_LONGEST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What this site says of itself.
+
+    Args:
+        run_file: its own run file, of which `clusters` is enough; None: there is none.
+        overrides: values of the command line; `launcher.partition=gpu` means this site's cluster.
+        name: of the cluster; empty: as the run file says, or this machine's name.
+        launcher: kind of launcher; empty: as the run file says, or local.
+    """
+
+    run_file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    name: str = ""
+    launcher: str = ""
+
+
+def read_join_line(given: str) -> JoinLine:
+    """The join line that a command was given: itself, `-` for stdin, or a file that holds it.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if given == "-":
+        is_typed = sys.stdin.isatty()
+        text = getpass("join line (it is not shown): ") if is_typed else sys.stdin.readline()
+        return JoinLine.parse(text, where="stdin")
+    if "#" in given or given.startswith("isles:"):
+        return JoinLine.parse(given)
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"{given} is no join line, and there is no such file",
+            where="isles join",
+            fix="name the file that `isles rendezvous` has written, or type - and paste the line",
+        )
+    return JoinLine.read(path)
+
+
+def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str) -> Loaded:
+    """The run of this site's cluster, as `isles train` starts it.
+
+    Args:
+        line: where the others meet.
+        site: what this site has for itself.
+        warn: takes a line for the user.
+
+    Raises:
+        UserError: the rendezvous cannot be asked, or what it says does not go together with what
+            this site has.
+    """
+    name = f"{line.run}@{line.address}"
+    theirs = _theirs(line, name)
+    document, _ = scan_yaml(shared_text(theirs.config), name)
+    assert isinstance(document.value, dict)
+    text, path = _own_text(site)
+    names = _cluster_names(text, path)
+    index = _index(names, site, path)
+    overrides = [_of_cluster(override, index) for override in site.overrides]
+    own = site.name or names[index] or _host_name()
+    if not names[index]:
+        overrides.append(f"clusters.{index}.name={own}")
+    loaded = load_run_file(path, overrides, text=text, base=Base(document.value, name))
+    faults = [*_differences(theirs, loaded), *_untrusted(loaded, name)]
+    kind = loaded.config.clusters[index].launcher.kind
+    if site.launcher and kind != site.launcher:
+        where = loaded.where(f"clusters.{index}.launcher.kind")
+        fix = "leave --on out, or leave the cluster out of the run file"
+        faults.append(
+            ConfigError(f"--on {site.launcher}, and {own} has {kind}", where=where, fix=fix)
+        )
+    if faults:
+        raise ConfigErrors(faults)
+    if ask_rendezvous(line, "/v1/status", _ASK_S).get("is_over"):
+        warn(f"all clusters of {line.run} have finished: there may be nothing left to train")
+    return named_cluster(loaded, loaded.config.clusters[index].name)
+
+
+def _theirs(line: JoinLine, name: str) -> Loaded:
+    """The run file that the rendezvous gives."""
+    answer = ask_rendezvous(line, "/v1/run-file", _ASK_S)
+    try:
+        found = load_run_file(Path(name), text=str(answer.get("text", "")))
+    except (ConfigError, ConfigErrors) as error:
+        raise PreflightError(
+            f"the rendezvous gives a run file that isles {__version__} does not take:\n"
+            + printable(str(error)),
+            where=str(line),
+            fix="install the same version of isles there and here",
+        ) from None
+    if found.config.diloco is None or found.config.training.script is not None:
+        raise PreflightError(
+            "the rendezvous gives a run file that is not of several clusters",
+            where=str(line),
+            fix="start it with a run file that has outer: {kind: diloco}",
+        )
+    return found
+
+
+def _own_text(site: Site) -> tuple[str, Path]:
+    if site.run_file is not None:
+        return read_text(site.run_file), site.run_file
+    cluster: dict[str, object] = {"launcher": {"kind": site.launcher or "local"}}
+    if site.name:
+        cluster = {"name": site.name, **cluster}
+    return dump_yaml({"clusters": [cluster]}), Path("isles-join")
+
+
+def _cluster_names(text: str, path: Path) -> list[str]:
+    """The names of a run file's clusters, as far as they are given; at least one."""
+    value = scan_yaml(text, str(path))[0].value
+    clusters = value.get("clusters") if isinstance(value, dict) else None
+    if not isinstance(clusters, list) or not clusters:
+        return [""]
+    return [str(c.get("name") or "") if isinstance(c, dict) else "" for c in clusters]
+
+
+def _index(names: list[str], site: Site, path: Path) -> int:
+    """Which of the run file's clusters this site is."""
+    if site.name in names:
+        return names.index(site.name)
+    if len(names) == 1 and (not site.name or not names[0]):
+        return 0
+    raise ConfigError(
+        f"the run file has no cluster {site.name}" if site.name else "which cluster is this site?",
+        where=f"{path} clusters",
+        fix=f"say --name with one of {', '.join(name or '(no name)' for name in names)}",
+    )
+
+
+def _of_cluster(override: str, index: int) -> str:
+    """An override that means the site's cluster, with its whole key."""
+    key = override.lstrip("-").partition("=")[0].partition(".")[0].strip().replace("-", "_")
+    if key in ClusterConfig.model_fields and key != "name":
+        return f"clusters.{index}.{override.lstrip('-')}"
+    return override
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0]).strip("._-")
+    return name[:40] or "here"
+
+
+def _differences(theirs: Loaded, mine: Loaded) -> list[ConfigError]:
+    """Values that this site has, and must not have, otherwise."""
+    return [
+        ConfigError(
+            f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
+            where=mine.where(change.key),
+            fix="leave it out: the run's own value is taken then",
+        )
+        for change in unlike(theirs.config, mine.config)
+    ]
+
+
+def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
+    """Values from elsewhere that count only where the user has typed them."""
+    faults: list[ConfigError] = []
+    for key, origin in loaded.origins.items():
+        if origin != name:
+            continue
+        value = _value(loaded, key)
+        if leads_outside(key, value):
+            faults.append(
+                ConfigError(
+                    f"the others have {_shown(value)}, a path of their own",
+                    where=f"{name} {key}",
+                    fix=f"say where it is here: {key}=PATH (what it holds must be the same)",
+                )
+            )
+        if key == "model.trust_remote_code" and value is True:
+            faults.append(
+                ConfigError(
+                    "the model brings Python code with it, which the others have let run",
+                    where=f"{name} {key}",
+                    fix="read that code; if you trust it, add model.trust_remote_code=true",
+                )
+            )
+    return faults
+
+
+def _value(loaded: Loaded, key: str) -> object:
+    found: object = loaded.config
+    for part in key.split("."):
+        if isinstance(found, Sequence) and not isinstance(found, str):
+            found = found[int(part)]
+        elif isinstance(found, dict):
+            found = found.get(part)
+        else:
+            found = getattr(found, part, None)
+    return found
+
+
+def _shown(value: object) -> str:
+    return printable(str(value), longest=_LONGEST)

@@ -1,0 +1,253 @@
+"""The rendezvous of a run as a process of this machine: started, found again, and ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from isles.errors import ConfigError, MissingDependencyError, PreflightError
+from isles.launch.detached import start_detached
+from isles.rundir.env import inherited
+from isles.rundir.join_line import JoinLine
+from isles.rundir.process import ProcessId
+from isles.rundir.records import read_record, write_record, write_secret
+from isles.rundir.refusals import clear_errors
+from isles.rundir.signals import kill_now, send_signal
+
+EVERYWHERE = ("0.0.0.0", "::")
+_OPEN_S = 60.0
+_END_S = 10.0
+_LOOK_S = 0.1
+_LAST_WORDS = 2000
+_NEEDED = ("aiohttp", "torch")
+
+
+def rendezvous_process(state: Path) -> ProcessId | None:
+    """The process that has a state directory; None where none does on this machine."""
+    process = ProcessId.from_record(read_record(state / "process.json") or {})
+    return process if process is not None and process.is_here() and process.is_alive() else None
+
+
+def open_rendezvous(
+    state: Path,
+    *,
+    run: str,
+    settings: Mapping[str, object],
+    listen: str,
+    announce: str = "",
+    run_file: str = "",
+    until_finished: bool = False,
+) -> tuple[JoinLine, bool]:
+    """Start the rendezvous of a state directory, in a session of its own; or find it running.
+
+    Args:
+        state: the directory; what lies there is gone on with: token, certificate, port, turns.
+        run: name of the run.
+        settings: rules of the run (`DiLoCoConfig.rendezvous_settings`).
+        listen: HOST:PORT; port 0: the one of last time, or any.
+        announce: HOST or HOST:PORT that clusters dial, if it is another.
+        run_file: text that clusters elsewhere are given to take part by; empty: none.
+        until_finished: it ends by itself once all clusters have finished and left.
+
+    Returns:
+        The join line, and whether it was started just now.
+
+    Raises:
+        UserError: it cannot listen there, a package is missing, or it runs with other settings.
+    """
+    asked = {"run": run, "settings": dict(settings), "listen": listen, "announce": announce}
+    if (process := rendezvous_process(state)) is not None:
+        _refuse_others(state, asked, process)
+        return JoinLine.read(state / "join"), False
+    _require_packages()
+    with clear_errors(state):
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_secret(state / "settings.json", json.dumps(asked["settings"]))
+        command = [sys.executable, "-m", "isles.outer.rendezvous", str(state.absolute())]
+        command += ["--run", run, "--listen", listen, "--announce", announce]
+        command += ["--settings", str(state.absolute() / "settings.json")]
+        if run_file:
+            write_secret(state / "run.yaml", run_file)
+        if until_finished:
+            command.append("--until-finished")
+        log = state / "rendezvous.log"
+        begin, before = _size(log), _changed_at(state / "join")
+        with log.open("ab") as stream:
+            child = start_detached(command, inherited(), stream, state)
+        record = {**ProcessId.of(child.pid).record(), **asked, "command": command}
+        write_record(state / "process.json", record)
+    _wait(child, state, before, begin)
+    return JoinLine.read(state / "join"), True
+
+
+def local_line(state: Path) -> JoinLine:
+    """The join line of a rendezvous on this machine, with the address by which this machine itself
+    reaches it: routers seldom bring one's own public address back.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    line = JoinLine.read(state / "join")
+    listen = str((read_record(state / "process.json") or {}).get("listen", ""))
+    host = listen.rpartition(":")[0].strip("[]") or line.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        return replace(line, host=host, port=int((state / "port").read_text()))
+    except (OSError, ValueError):
+        return line
+
+
+def end_rendezvous(state: Path) -> bool:
+    """End the rendezvous of a state directory; what it knows is kept.
+
+    Returns:
+        Whether there was one.
+    """
+    process = rendezvous_process(state)
+    if process is None:
+        return False
+    send_signal(process, signal.SIGTERM)
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(process.pid)
+        try:
+            child.wait(timeout=_END_S)
+        except psutil.TimeoutExpired:
+            kill_now(process)
+            child.wait()
+    return True
+
+
+def listen_address(public: str, listen: str) -> str:
+    """Where a rendezvous on this machine listens, so that clusters reach it.
+
+    Args:
+        public: HOST:PORT that clusters dial; empty: clusters of this machine only.
+        listen: HOST:PORT as the user says it; empty: it follows from `public`.
+
+    Raises:
+        ConfigError: nobody would reach it.
+    """
+    if not listen:
+        if not public:
+            return "127.0.0.1:0"
+        host, port = split_address(public, "--public")
+        own = own_addresses()
+        found = next((_shown(a) for a in _resolve(host) if a in own), EVERYWHERE[0])
+        return f"{found}:{port}"
+    host, _ = split_address(listen, "--listen")
+    if host in EVERYWHERE and not public:
+        raise ConfigError(
+            f"{host} stands for all addresses of this machine, and none that clusters could dial",
+            where="--listen",
+            fix="say by which one they reach it: --public HOST:PORT",
+        )
+    own = own_addresses()
+    if host not in EVERYWHERE and not own.intersection(_resolve(host)):
+        raise ConfigError(
+            f"{host} is no address of this machine, which has {', '.join(sorted(own))}",
+            where="--listen",
+            fix="listen at one of them, or at 0.0.0.0; what clusters dial is said by --public",
+        )
+    return listen
+
+
+def split_address(text: str, where: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ConfigError(
+            f"{text!r} is no address", where=where, fix="write HOST:PORT, as hub.example.org:29400"
+        )
+    return host.strip("[]"), int(port)
+
+
+def own_addresses() -> set[str]:
+    """The addresses of this machine, as text."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    entries = [entry for some in psutil.net_if_addrs().values() for entry in some]
+    return {e.address.partition("%")[0] for e in entries if e.family in families}
+
+
+def _resolve(host: str) -> list[str]:
+    with suppress(OSError, UnicodeError):
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [str(place[4][0]) for place in places]
+    return []
+
+
+def _shown(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _require_packages() -> None:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"the rendezvous needs packages that are not installed: {', '.join(missing)}",
+            where=sys.executable,
+            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
+        )
+
+
+def _refuse_others(state: Path, asked: Mapping[str, object], process: ProcessId) -> None:
+    record = read_record(state / "process.json") or {}
+    for key, value in asked.items():
+        if record.get(key, value) != value:
+            raise ConfigError(
+                f"the rendezvous runs already (pid {process.pid}), with {key} {record[key]}, and "
+                f"not {value}",
+                where=str(state),
+                fix="type it as before; or stop that one first (clusters go on training, and come "
+                "back to it)",
+            )
+
+
+def _wait(child: subprocess.Popen[bytes], state: Path, before: float, begin: int) -> None:
+    """Wait until it listens: until the join line is written anew."""
+    log = state / "rendezvous.log"
+    end = time.monotonic() + _OPEN_S
+    while _changed_at(state / "join") == before:
+        code = child.poll()
+        if code is None and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+            continue
+        child.kill()
+        with log.open(encoding="utf-8", errors="replace") as stream:
+            stream.seek(begin)
+            said = stream.read()[-_LAST_WORDS:].strip()
+        _, found, error = said.rpartition("error: ")
+        what, _, fix = (error if found else said).partition("\n  fix: ")
+        why = "has not begun within 60 s" if code is None else f"has ended with exit code {code}"
+        raise PreflightError(
+            what if found and code is not None else f"the rendezvous {why}: {what or 'not a word'}",
+            where="" if found else str(log),
+            fix=fix or "mend what it says",
+        )
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+def _changed_at(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_mtime_ns + found.st_ino
+    return 0

@@ -1,0 +1,139 @@
+"""Several clusters started from one machine: who gets which of its GPUs, and where they meet."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+from isles.config.cluster import ClusterConfig
+from isles.config.launcher import LocalLauncherConfig
+from isles.config.load import Loaded
+from isles.errors import ConfigError
+from isles.launch.gpus import find_gpus
+from isles.launch.meeting import listen_address, own_addresses
+from isles.rundir.env import rank_defaults, visible_devices
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NOWHERE = ("192.0.2.1", 9)
+"""An address that is nobody's (RFC 5737): asking for the way to it sends nothing."""
+
+
+def is_elsewhere(cluster: ClusterConfig) -> bool:
+    """Whether ranks of a cluster may be on other machines than this one."""
+    return not isinstance(cluster.launcher, LocalLauncherConfig)
+
+
+def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
+    """What clusters of this machine have in their environments, so that they share it in peace:
+    each has GPUs of its own, and on the CPU no more threads than there are cores.
+
+    Raises:
+        ConfigError: they need more GPUs than there are.
+    """
+    clusters = [c for c in loaded.config.clusters if not is_elsewhere(c)]
+    if len(clusters) < 2:
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    gpus = visible_devices()
+    if gpus is None:
+        gpus = [str(index) for index in range(len(find_gpus().gpus))]
+    for cluster in clusters:
+        if (own := cluster.environment.variables.get(_VISIBLE)) is not None:
+            found[cluster.name] = {_VISIBLE: own}  # the user has dealt them himself
+    rest = [c for c in clusters if c.device != "cpu" and c.name not in found]
+    if gpus and rest:
+        for name, devices in _deal(loaded, rest, gpus).items():
+            found[name] = {_VISIBLE: ",".join(devices)}
+    on_cpu = [c for c in clusters if c.name not in found]
+    ranks = sum(c.max_nodes * (1 if c.gpus_per_node == "auto" else c.gpus_per_node) for c in on_cpu)
+    for cluster in on_cpu:
+        found[cluster.name] = rank_defaults(device="cpu", nproc=ranks, interface=None)
+    return found
+
+
+def _deal(
+    loaded: Loaded, clusters: Sequence[ClusterConfig], gpus: list[str]
+) -> dict[str, list[str]]:
+    """GPUs of this machine for its clusters; those that say auto share what is left."""
+    fixed = {
+        c.name: c.gpus_per_node * c.max_nodes for c in clusters if isinstance(c.gpus_per_node, int)
+    }
+    auto = [c.name for c in clusters if c.name not in fixed]
+    left = len(gpus) - sum(fixed.values())
+    if left < len(auto):
+        needs = [f"{name} {count}" for name, count in fixed.items()]
+        needs += [f"{name} at least 1" for name in auto]
+        raise ConfigError(
+            f"the clusters on this machine need more GPUs than the {len(gpus)} that are visible: "
+            + ", ".join(needs),
+            where=loaded.where("clusters"),
+            fix="lower gpus_per_node, or give a cluster device: cpu",
+        )
+    share, more = divmod(left, len(auto)) if auto else (0, 0)
+    counts = fixed | {name: share + (i < more) for i, name in enumerate(auto)}
+    found, begin = {}, 0
+    for cluster in clusters:
+        end = begin + counts[cluster.name]
+        found[cluster.name] = gpus[begin:end]
+        begin = end
+    return found
+
+
+def meeting_place(loaded: Loaded) -> tuple[str, str]:
+    """Where a rendezvous on this machine listens, and what clusters dial if it is another.
+
+    Raises:
+        ConfigError: at which address they reach this machine cannot be found out.
+    """
+    outer = loaded.config.diloco
+    assert outer is not None
+    public = outer.public or f"{_meeting_address(loaded)}:0"
+    return listen_address(public, ""), outer.public or ""
+
+
+def _meeting_address(loaded: Loaded) -> str:
+    clusters = [c for c in loaded.config.clusters if is_elsewhere(c)]
+    if not clusters:
+        return "127.0.0.1"
+    for cluster in clusters:
+        for host in cluster.hosts:
+            if (address := _own_address(_host_name(host.address or host.ssh))) is not None:
+                return address
+    with suppress(OSError):
+        own = socket.gethostbyname(socket.gethostname())
+        if own in own_addresses() and not own.startswith("127."):
+            return own
+    if (address := _own_address(_NOWHERE[0])) is not None:
+        return address
+    raise ConfigError(
+        "it cannot be found out at which address the clusters reach this machine",
+        where=loaded.where("outer.public", "outer"),
+        fix="say it: outer.public: HOST:PORT",
+    )
+
+
+def _host_name(destination: str) -> str:
+    """What a destination of ssh stands for."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
+        )
+        for line in done.stdout.splitlines():
+            key, _, value = line.partition(" ")
+            if key == "hostname":
+                return value
+    return destination.rpartition("@")[2]
+
+
+def _own_address(host: str) -> str | None:
+    """This machine's address on the way to another one; None: there is no way, or it is this."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if found.startswith("127.") or found == "::1" else found

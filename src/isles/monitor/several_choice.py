@@ -1,0 +1,175 @@
+"""Which run on several clusters a start means, and which of its clusters are to be started."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from isles.config.load import Loaded
+from isles.config.resume import changed_mathematics
+from isles.config.run import RunConfig
+from isles.errors import UserError
+from isles.monitor.collect import RunReport
+from isles.monitor.several_state import ALIVE, cluster_reports
+from isles.rundir.find import numbered_runs, typed_name
+from isles.rundir.several import ClusterRun, SeveralRun, is_several, read_several
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a start will do.
+
+    Args:
+        run: the run, with the clusters of the run file.
+        is_resumed: whether its folder is there.
+        todo: clusters that are started, and the `--resume` of each.
+        running: clusters that run already, and are only followed.
+        note: lines for the user.
+    """
+
+    run: SeveralRun
+    is_resumed: bool
+    todo: dict[str, str]
+    running: tuple[str, ...] = ()
+    note: str = ""
+
+
+def choose(loaded: Loaded, resume: str) -> Choice:
+    """The run to begin, or to go on with.
+
+    Args:
+        loaded: the run file.
+        resume: `auto`, `no`, or the folder of a run on several clusters.
+
+    Raises:
+        UserError: there is no such run, or its values have changed.
+    """
+    output_dir = Path(loaded.config.output_dir).expanduser()
+    numbered = numbered_runs(output_dir, loaded.config.name)
+    number = numbered[-1][0] + 1 if numbered else 1
+    fresh = _fresh(loaded, output_dir / f"{loaded.config.name}-{number}")
+    if resume == "no":
+        return fresh
+    if resume != "auto":
+        return _go_on(loaded, _given(resume, output_dir), may_change=True)
+    old = [run.path for _, run in numbered if is_several(run.path)]
+    last = read_several(old[-1]) if old else None
+    if last is None:
+        return fresh
+    choice = _go_on(loaded, last, may_change=False)
+    if choice.todo or choice.running:
+        return choice
+    return replace(fresh, note=f"{last.name} is finished; this is a new run: {fresh.run.name}")
+
+
+def _fresh(loaded: Loaded, path: Path) -> Choice:
+    now = time.time()
+    clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in loaded.config.clusters)
+    run = SeveralRun(path.absolute(), clusters, now, now, *_config(loaded))
+    return Choice(run, False, {cluster.name: "no" for cluster in clusters})
+
+
+def _config(loaded: Loaded) -> tuple[dict[str, object], str]:
+    outer = loaded.config.diloco
+    assert outer is not None
+    return loaded.config.model_dump(mode="json"), outer.rendezvous or ""
+
+
+def _given(resume: str, output_dir: Path) -> SeveralRun:
+    for path in (Path(resume).expanduser(), output_dir / resume):
+        run = read_several(path)
+        if run is not None:
+            return replace(run, path=path.absolute())
+    raise UserError(
+        f"{resume} is no run on several clusters",
+        where="--resume",
+        fix="give the folder that has clusters.json, or `--resume no` for a new run",
+    )
+
+
+def _go_on(loaded: Loaded, old: SeveralRun, *, may_change: bool) -> Choice:
+    """Which clusters of a run are started again: those that do not run, and are not finished."""
+    reports = cluster_reports(old)
+    known = {cluster.name: cluster for cluster in old.clusters}
+    names = [cluster.name for cluster in loaded.config.clusters]
+    todo, running = _todo(names, known, reports)
+    config, rendezvous = _config(loaded)
+    clusters = tuple(
+        replace(known.get(c.name) or ClusterRun(c.name, ""), launcher=c.launcher.kind)
+        for c in loaded.config.clusters
+    )
+    run = replace(
+        old, path=old.path.absolute(), clusters=clusters, config=config, rendezvous=rendezvous
+    )
+    notes: list[str] = []
+    if todo or running:
+        is_saved = any(report.checkpoint_step is not None for report in reports.values())
+        changes = _changes(loaded, old, may_change=may_change or not is_saved)
+        notes = [*_notes(run, todo, running, reports), *_gone(old, names, reports), *changes]
+    return Choice(run, True, todo, tuple(running), "\n".join(notes))
+
+
+def _todo(
+    names: list[str], known: dict[str, ClusterRun], reports: dict[str, RunReport]
+) -> tuple[dict[str, str], list[str]]:
+    """Clusters to start, each with its `--resume`; and those that run."""
+    states = {name: reports[name].state for name in names if name in reports}
+    if states and all(state == "finished" for state in states.values()):
+        return {}, []  # a new cluster would have nobody to take the weights from
+    todo = {}
+    for name in names:
+        state = states.get(name, "new")
+        if state in ("gone", "new"):
+            todo[name] = "no"
+        elif state not in (*ALIVE, "finished"):
+            todo[name] = known[name].path
+    return todo, [name for name, state in states.items() if state in ALIVE]
+
+
+def _notes(
+    run: SeveralRun, todo: dict[str, str], running: list[str], reports: dict[str, RunReport]
+) -> list[str]:
+    lines = [f"going on with {run.name}"]
+    if running:
+        are = "run" if len(running) > 1 else "runs"
+        lines.append(f"  {', '.join(running)} {are} already: followed, not started")
+    new = [name for name, resume in todo.items() if resume == "no"]
+    if new:
+        lines.append(f"  {', '.join(new)} {'are' if len(new) > 1 else 'is'} new in it")
+    over = [name for name, report in reports.items() if report.state == "finished"]
+    if over:
+        lines.append(f"  {', '.join(over)} {'have' if len(over) > 1 else 'has'} finished")
+    return lines
+
+
+def _gone(old: SeveralRun, names: list[str], reports: dict[str, RunReport]) -> list[str]:
+    """Clusters that the run file no longer has."""
+    lines = []
+    for cluster in old.clusters:
+        if cluster.name not in names:
+            text = f"  {cluster.name} is no longer in the run file, and is not waited for"
+            report = reports.get(cluster.name)
+            if report is not None and report.state in ALIVE:
+                text += f"; it still runs: isles stop {report.name}"
+            lines.append(text)
+    return lines
+
+
+def _changes(loaded: Loaded, old: SeveralRun, *, may_change: bool) -> list[str]:
+    try:
+        before = RunConfig.model_validate(old.config)
+    except ValueError:
+        return [f"  the old values of {old.name}, of another isles, could not be compared"]
+    changes = changed_mathematics(before, loaded.config)
+    lines = [f"    {change.key}: {change.old} -> {change.new}" for change in changes]
+    if not lines:
+        return []
+    if may_change:
+        return ["  with these new values:", *lines]
+    raise UserError(
+        f"{old.name} is not finished, and these values have changed since:\n" + "\n".join(lines),
+        where=str(old.path),
+        fix="put them back to go on with it, or `--resume no` for a new run, or "
+        f"`--resume {typed_name(old)}` to go on with the new values",
+    )

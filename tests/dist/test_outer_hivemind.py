@@ -1,0 +1,144 @@
+"""Engine hivemind with real peers: no rendezvous is started, and whoever hosts it may be killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isles.outer.link_settings import HivemindSettings
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.samples import Samples
+from isles.outer.side.hivemind_copies import Copy
+from tests.outer_trainer import train
+from tests.ranks import Gang, start_ranks
+
+DEADLINE_S = 240.0
+TURNS = 6
+
+
+class Swarm:
+    """Clusters that know of the first one's address, and of nothing else."""
+
+    def __init__(self, folder: Path, **rules: Any) -> None:
+        self.folder, self.rules = folder, rules
+        self.first: tuple[str, ...] = ()
+        self.running: dict[str, Gang] = {}
+
+    def start(self, name: str, secret: Path, **options: Any) -> None:
+        settings = HivemindSettings(
+            run="test", rules=self.rules, initial_peers=self.first, secret_file=str(secret)
+        )
+        link = {"beat_s": 0.5, "timeout_s": 20.0, "up_bytes_per_s": 2e6, "hivemind": settings}
+        given = {
+            "engine": "hivemind",
+            "codec": "int8",
+            "fragments": 1,
+            "turns": TURNS,
+            "join": "not needed",
+            "scale": 32,  # a turn takes long enough to be hit
+            "link": link,
+        }
+        self.running[name] = start_ranks(train, 1, self.folder, name, {**given, **options})
+        if not self.first:
+            place = self.place(name) / "initial_peers"
+            self.until(place.exists, f"the address of {name}")
+            self.first = tuple(place.read_text().split())
+
+    def place(self, name: str) -> Path:
+        return self.folder / f"spool-{name}" / "hivemind"
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            if time.monotonic() > end:
+                logs = [path.read_text()[-3000:] for path in self.folder.glob("*.side.log")]
+                raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s\n" + "\n".join(logs))
+            time.sleep(0.02)
+
+    def hold(self, turn: int) -> None:
+        partial = self.folder / "hold.new"
+        partial.write_text(str(turn))
+        partial.replace(self.folder / "hold")
+
+    def record(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {"version": 0, "is_ready": False}
+
+    def reached(self, turn: int, names: str) -> None:
+        self.until(lambda: all(self.record(n)["version"] >= turn for n in names), f"turn {turn}")
+
+    def host(self) -> str:
+        """Who hosts the rendezvous: nobody has done so in a later term."""
+        found = {
+            int(path.parent.name.partition("-")[2]): name
+            for name in self.running
+            for path in self.place(name).glob("rendezvous-*/port")
+        }
+        return found[max(found)]
+
+    def processes(self, name: str) -> list[int]:
+        """Peer-to-peer daemons of a cluster, wherever they have come to hang."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if f"-id={self.place(name)}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def stop(self) -> None:
+        for gang in self.running.values():
+            gang.kill()
+
+
+def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -> None:
+    secret, wrong = tmp_path / "secret", tmp_path / "wrong"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    wrong.write_text("fedcba9876543210fedcba9876543210")
+    swarm = Swarm(tmp_path, min_clusters=2, dead_after_s=3.0, keep_averages=1)
+    try:
+        swarm.hold(1)
+        swarm.start("a", secret)
+        swarm.start("b", secret)
+        swarm.start("d", wrong)
+        swarm.reached(1, "ab")  # two of them
+        swarm.start("c", secret, seed=1)
+        swarm.until(lambda: swarm.record("c")["is_ready"] or swarm.record("c")["version"], "c")
+        swarm.hold(2)
+        swarm.reached(2, "abc")  # and three
+        lost = swarm.host()
+        side = int(swarm.record(lost)["pid"])
+        daemons = swarm.processes(lost)
+        assert daemons
+        started = swarm.folder / f"spool-{lost}" / "contribution-00000002"
+        swarm.hold(3)
+        swarm.until(started.exists, "its contribution")
+        swarm.running.pop(lost).kill()
+        rest = "abc".replace(lost, "")
+        swarm.reached(3, rest)
+        swarm.until(lambda: not swarm.processes(lost), "the end of its daemon")
+        assert not Path(f"/proc/{side}").exists() and swarm.host() in rest
+        swarm.start(lost, secret)
+        swarm.until(lambda: swarm.record(lost)["version"] >= 3, "the lost one's return")
+        swarm.hold(TURNS)
+        swarm.reached(TURNS, "abc")
+        assert swarm.record("d")["version"] == 0 and not swarm.record("d")["is_ready"]
+        (tmp_path / "end").touch()
+        assert [swarm.running.pop(name).wait() for name in "abc"] == [[0]] * 3
+        records = {name: swarm.record(name) for name in "abc"}
+        copies = [Copy.load(swarm.place(name) / "book") for name in "abc"]
+    finally:
+        swarm.stop()
+    for turn in map(str, range(TURNS)):
+        assert len({r["history"][turn][0] for r in records.values() if turn in r["history"]}) == 1
+    assert all(records[name]["history"]["2"][1:3] == [True, [*rest]] for name in rest)
+    assert records["a"]["anchors"] == records["b"]["anchors"] == records["c"]["anchors"]
+    assert records["a"]["weights"] == records["b"]["weights"] == records["c"]["weights"]
+    newest = max((copy for copy in copies if copy is not None), key=lambda copy: copy.changes)
+    newest.unpack(tmp_path)
+    book = Book(tmp_path / "rendezvous.sqlite")
+    assert newest.turn == TURNS and Samples(book).audit() == []
+    book.close()

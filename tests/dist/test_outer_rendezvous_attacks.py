@@ -1,0 +1,297 @@
+"""The rendezvous against strangers, broken clusters, full disks, and death at any instant."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from isles.outer.average import size
+from isles.outer.blobs import digest_of, hash_chunks
+from isles.outer.client import Client
+from isles.outer.client_http import RendezvousRefusal
+from isles.outer.codec import parse_codec
+from isles.outer.messages import Beat
+from isles.outer.rendezvous import __main__ as rendezvous
+from isles.outer.rendezvous.book import BOOK
+from isles.rundir.join_line import JoinLine
+from tests.dist.test_outer_rendezvous import DEADLINE_S, part, serving
+from tests.outer_deaths import TURNS, open_world
+from tests.outer_member import FRAGMENTS, join, member_id, numbers
+
+ANCHORS = ["0" * 64] * FRAGMENTS
+
+
+# Strangers.
+
+
+async def _ask(line: JoinLine, request: bytes) -> bytes:
+    """What the rendezvous answers to raw bytes; nothing where it hangs up."""
+    context = ssl._create_unverified_context()
+    reader, writer = await asyncio.open_connection(line.host, line.port, ssl=context)
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.read(4096), DEADLINE_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def test_a_flood_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
+    asyncio.run(_flood(tmp_path))
+
+
+async def _flood(folder: Path) -> None:
+    async with serving(folder / "state") as (server, line), Client(line, member_id("a")) as client:
+        await client.join(join("a", 10, 0, ANCHORS), DEADLINE_S)
+        connections = []
+        for _ in range(600):  # they say nothing, not even the beginning of TLS
+            connections.append(
+                await asyncio.open_connection(line.host, line.port, local_addr=("127.0.0.2", 0))
+            )
+        assert len(server._door._strangers) <= 256
+        async with Client(line, member_id("b")) as other:
+            await other.join(join("b", 10, 0, ANCHORS), DEADLINE_S)
+        assert (await client.beat(Beat(id=client.id, step=1, version=0), 5.0)).members == ["a", "b"]
+        for _, writer in connections:
+            writer.close()
+
+
+def test_no_request_without_the_token_costs_anything(tmp_path: Path) -> None:
+    asyncio.run(_without_token(tmp_path))
+
+
+async def _without_token(folder: Path) -> None:
+    async with serving(folder / "state") as (_, line):
+        head = b"PUT /v1/turns/0/parts/x/0 HTTP/1.1\r\nHost: x\r\n"
+        large = head + b"Content-Length: 999999999999\r\n\r\n" + bytes(1 << 20)
+        assert b"401" in (await _ask(line, large)).splitlines()[0]
+        bearer = b"Authorization: Bearer " + b"\xff" * 43 + b"\r\nContent-Length: 0\r\n\r\n"
+        assert b"401" in (await _ask(line, head + bearer)).splitlines()[0]
+        for nonsense in (
+            head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+            b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            head + b"Content-Length: -1\r\n\r\n",
+            head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nabc",
+        ):
+            answer = await _ask(line, nonsense)
+            assert not answer or b" 400 " in answer.splitlines()[0], answer[:200]
+
+
+def test_secrets_stand_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    token = asyncio.run(_secrets(tmp_path))
+    assert token not in caplog.text and member_id("a") not in caplog.text
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.name not in ("token", "join"):
+            assert token.encode() not in path.read_bytes(), path
+
+
+async def _secrets(folder: Path) -> str:
+    async with serving(folder / "state") as (_, line), Client(line, member_id("a")) as client:
+        await client.join(join("a", 10, 0, ANCHORS), DEADLINE_S)
+        headers = {"Authorization": f"Bearer {line.token}"}
+        connector = aiohttp.TCPConnector(ssl=aiohttp.Fingerprint(line.fingerprint))
+        async with aiohttp.ClientSession(line.url, connector=connector, headers=headers) as http:
+            for path in ("/v1/status", "/v1/events", "/v1/turns/0"):
+                async with http.get(path) as answer:
+                    text = await answer.text()
+                    assert answer.status == 200 and member_id("a") not in text
+                    assert line.token not in text
+            async with http.get("/v1/run-file") as answer:
+                assert answer.status == 404
+                assert "without a run file" in (await answer.json())["what"]
+            (folder / "state" / "run.yaml").write_text("name: tiny\n")
+            async with http.get("/v1/run-file") as answer:
+                assert await answer.json() == {"run": "test", "text": "name: tiny\n"}
+        with pytest.raises(RendezvousRefusal) as refusal:
+            async with Client(line, member_id("z")) as unknown:
+                await unknown.beat(Beat(id=unknown.id, step=0, version=0), DEADLINE_S)
+        assert member_id("z") not in str(refusal.value)
+        return line.token
+
+
+# Broken and malicious clusters.
+
+
+def _encoded(codec: str, values: np.ndarray) -> bytearray:
+    out = torch.empty(size(codec, len(values)), dtype=torch.uint8)
+    parse_codec(codec).encode(torch.from_numpy(values), out)
+    return bytearray(out.numpy().tobytes())
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk:0.02"])
+def test_no_bytes_of_a_codec_poison_an_average(tmp_path: Path, codec: str) -> None:
+    asyncio.run(_poison(tmp_path, codec))
+
+
+async def _poison(folder: Path, codec: str) -> None:
+    elements = 8192
+    rules = {"dead_after_s": 600.0}
+    async with (
+        serving(folder / "state", **rules) as (_, line),
+        Client(line, member_id("a")) as good,
+        Client(line, member_id("b")) as bad,
+    ):
+        for client, name in ((good, "a"), (bad, "b")):
+            await client.join(join(name, elements, 0, ANCHORS, codec=codec), DEADLINE_S)
+        honest = _encoded(codec, numbers("a", 0, elements))
+        noise = random.Random(0)
+        for turn in range(5):
+            wrong = _encoded(codec, numbers("b", turn, elements))
+            at = [0, len(wrong) - 4, noise.randrange(len(wrong) // 4) * 4][turn % 3]
+            # Not a number, infinite, or just noise; where scales are (first or last), or anywhere.
+            wrong[at : at + 4] = [b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\x80\x7f\x80\x7f"][
+                turn % 3
+            ]
+            if turn == 3:
+                wrong = bytearray(b"\xff" * len(wrong))
+            if turn == 4:
+                wrong = bytearray(noise.randbytes(len(wrong)))
+            refused = ""
+            try:
+                await part(bad, folder, turn, bytes(wrong), "b")
+            except RendezvousRefusal as error:
+                assert error.kind == "refused" and "b to turn" in error.what
+                refused = error.what
+            await part(good, folder, turn, bytes(honest))
+            answer = await good.wait_turn(turn, DEADLINE_S)
+            assert sorted(answer.weights) == (["a"] if refused else ["a", "b"])
+            if turn == 3:
+                assert refused and answer.refused["b"] in refused
+            target = folder / f"average-{turn}"
+            await good.fetch_average(answer, target, DEADLINE_S)
+            values = _average_of(codec, target.read_bytes(), elements)
+            assert np.isfinite(values).all()
+
+
+def _average_of(codec: str, data: bytes, elements: int) -> np.ndarray:
+    from isles.outer.average import decode_average
+
+    out = torch.empty(elements)
+    decode_average(parse_codec(codec), torch.frombuffer(bytearray(data), dtype=torch.uint8), out)
+    return out.numpy()
+
+
+# A full disk.
+
+
+@contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounts no disk here: only root may")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_gone_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "state", 12 << 20) as disk:
+        asyncio.run(_full(tmp_path, disk))
+    assert "disk" in caplog.text and "Traceback" not in caplog.text
+
+
+async def _full(folder: Path, disk: Path) -> None:
+    elements = 1 << 19  # 2 MiB each
+    async with serving(disk, dead_after_s=600.0) as (_, line), Client(line, member_id("a")) as a:
+        await a.join(join("a", elements, 0, ANCHORS), DEADLINE_S)
+        data = numbers("a", 0, elements).tobytes()
+        await part(a, folder, 0, data)
+        await a.wait_turn(0, DEADLINE_S)
+        for turn, room in ((1, 0), (2, 5 << 19)):  # not even a claim; a part, but no average
+            filler = disk / "filler"
+            _fill(filler, room)
+            sending = asyncio.create_task(part(a, folder, turn, data))
+            claiming = asyncio.create_task(a.claim(8, DEADLINE_S))
+            waiting = asyncio.create_task(a.wait_turn(turn, 3.0))
+            await asyncio.wait({waiting})
+            assert waiting.exception() is not None, "decided on a full disk"
+            filler.unlink()
+            await sending
+            assert len(await claiming) == 1
+            answer = await a.wait_turn(turn, DEADLINE_S)
+            assert answer.weights == {"a": 10}
+            target = folder / f"average-{turn}"
+            await a.fetch_average(answer, target, DEADLINE_S)
+            assert target.read_bytes() == data
+            await a.applied(turn, "1" * 64, DEADLINE_S)
+
+
+def _fill(path: Path, room: int) -> None:
+    """Leave so many bytes free on a disk."""
+    found = os.statvfs(path.parent)
+    with path.open("wb") as stream:
+        stream.write(bytes(found.f_bavail * found.f_bsize - room))
+
+
+# Death at any instant.
+
+
+def test_a_rendezvous_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.outer_deaths", str(tmp_path / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    deaths, longest = map(int, done.stdout.split())
+    assert deaths > 40 and longest == 20, (deaths, longest)
+    world = open_world(tmp_path / "state")
+    assert world.core.samples.audit() == []
+    assert world.core.samples.counts() == {"committed": TURNS * 2 * 3}
+    for turn in range(TURNS):
+        answer = world.core.answer(turn)
+        assert answer.weights == {"a": 1, "b": 2}
+        data = world.core.turns.average_path(turn).read_bytes()
+        one, two = (np.float32(turn + n) * np.float32(n / 3) for n in (1, 2))
+        assert set(np.frombuffer(data, np.float32).tolist()) == {float(one + two)}
+        path = tmp_path / "average"
+        path.write_bytes(data)
+        assert digest_of(hash_chunks(path)) == answer.digest
+
+
+# Told wrongly.
+
+
+def test_what_it_is_told_wrongly_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"wait": "never"}')
+    before = os.umask(0o022)
+    try:
+        for arguments, says in [
+            (("--listen", "nowhere"), "no address"),
+            (("--listen", "203.0.113.1:1"), "cannot listen at 203.0.113.1:1"),
+            (("--settings", str(rules)), "wait"),
+            (("--run-file", str(tmp_path / "none.yaml")), "the run file cannot be read"),
+        ]:
+            assert rendezvous.main([str(state), "--run", "tiny", *arguments]) in (1, 5)
+            said = capsys.readouterr().err
+            assert says in said and "fix:" in said
+        assert (state / "token").stat().st_mode & 0o777 == 0o600
+        assert (state / BOOK).stat().st_mode & 0o777 == 0o600
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / BOOK).write_bytes(b"x" * 5000)
+        assert rendezvous.main([str(other), "--run", "tiny"]) == 1
+        assert "memory is damaged" in capsys.readouterr().err
+    finally:
+        os.umask(before)

@@ -1,0 +1,98 @@
+"""`isles rendezvous` and `isles join` as users type them at two sites, on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from isles.errors import ExitCode
+from isles.rundir.ask import ask_rendezvous
+from isles.rundir.join_line import JoinLine
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+from tests.e2e.test_train import Command, isles
+
+STEPS = 40
+"""Turns are due every ten: one before the kill, and some after it."""
+
+
+def turns(run_dir: RunDir) -> dict[int, dict[str, Any]]:
+    """The turns that a cluster has applied, by number."""
+    return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+
+
+def kill(pid: int) -> None:
+    """As a crash does it: at once."""
+    process = psutil.Process(pid)
+    os.kill(pid, signal.SIGKILL)
+    process.wait(timeout=30)
+
+
+def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load(run_file.read_text())
+    content["outer"] = {"kind": "diloco", "sync_every": 10, "min_clusters": 2, "deadline": "10m"}
+    content["training"]["max_steps"] = STEPS
+    content["data"] = {"sources": [{"type": "fake"}], "seq_length": 32, "validation_fraction": 0}
+    content["model"]["name_or_path"] = "tiny"  # a path within the folder: each site has it
+    del content["tokenizer"]
+    run_file.write_text(yaml.safe_dump(content))
+    opening = ("rendezvous", str(run_file))
+    state = tmp_path / "runs" / "tiny-rendezvous-1"
+    first = Command(*opening, cwd=tmp_path)
+    first.until((state / "join").exists)
+    line = JoinLine.read(state / "join")
+    clusters = {}
+    try:
+        for name, how in (("a", str(state / "join")), ("b", line.secret_text())):
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "tiny").symlink_to(tmp_path / "tiny")
+            clusters[name] = Command("join", how, "--name", name, "device=cpu", cwd=folder)
+        runs = {name: RunDir(tmp_path / name / "runs" / f"tiny-{name}-1") for name in clusters}
+        clusters["b"].until(runs["b"].join_line.exists)
+        # Typed as it is, the line can be seen for an instant only.
+        words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+        assert not [text for text in words if line.token in text]
+
+        clusters["a"].until(lambda: 0 in turns(runs["a"]))
+        kill((read_record(state / "process.json") or {})["pid"])
+        assert first.end() == ExitCode.COMMUNICATION and "it goes on where it was" in first.err
+        assert "a joined" in first.out and "b joined" in first.out
+        again = isles(*opening, "--detach", cwd=tmp_path)
+        assert "goes on at" in again.out and JoinLine.read(state / "join") == line
+
+        for command in clusters.values():
+            assert command.end() == 0, command.out + command.err
+        found = {name: turns(run_dir) for name, run_dir in runs.items()}
+        assert len(found["a"]) == STEPS // 10 and found["a"].keys() == found["b"].keys()
+        for turn, row in found["a"].items():
+            assert row["digest"] == found["b"][turn]["digest"]
+            assert set(row["weights"]) == {"a", "b"}
+        status = ask_rendezvous(line, "/v1/status", 20)
+        assert status["is_over"] and status["turn"] == STEPS // 10
+        for run_dir in runs.values():
+            texts = {p: p.read_bytes() for p in run_dir.path.rglob("*") if p.is_file()}
+            holders = [p for p, text in texts.items() if line.token.encode() in text]
+            assert holders == [run_dir.join_line]
+        # Who comes when all is over finishes as well, with the same weights.
+        words = ("join", str(state / "join"), "--name", "c", "device=cpu", "track=[]")
+        late = isles(*words, cwd=tmp_path)
+        assert "all clusters of tiny have finished" in late.err
+        rows = turns(RunDir(tmp_path / "runs" / "tiny-c-1"))
+        last = STEPS // 10 - 1
+        assert rows[last]["digest"] == found["a"][last]["digest"]
+        assert ask_rendezvous(line, "/v1/status", 20)["is_over"]
+        assert "c        finished" in isles("status", state.name, cwd=tmp_path).out
+    finally:
+        for command in (first, *clusters.values()):
+            if command.process.poll() is None:
+                command.process.kill()
+        Command("stop", "tiny-rendezvous-1", cwd=tmp_path).end()
+        for name, command in clusters.items():
+            if command.process.returncode:
+                Command("stop", f"tiny-{name}-1", "--now", cwd=tmp_path / name).end()

@@ -1,0 +1,151 @@
+"""A rendezvous that dies at every step at which it touches its disk, and is asked on.
+
+Run as `python -m tests.outer_deaths FOLDER`, in a process of its own: it forks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from isles.outer.blobs import Incoming, digest_of, hash_chunks
+from isles.outer.messages import CHUNK_BYTES, Contribution
+from isles.outer.rendezvous.averaging import average, norm_of
+from tests.outer_world import World, member_id
+
+TURNS, NUMBERS = 6, CHUNK_BYTES // 4 + 5
+PIECES = [[NUMBERS]]
+_FILES = ("open", "os.rename", "os.remove", "os.truncate", "os.rmdir")
+
+
+class Plain:
+    """fp32 as it is, without torch."""
+
+    def size(self, codec: str, n: int) -> int:
+        return 4 * n
+
+    def inspect(self, codec: str, n: int, data: bytes) -> float:
+        return float(np.square(np.frombuffer(data, np.float32)).sum())
+
+    def combine(self, codec: str, n: int, parts: Sequence[tuple[bytes, float]]) -> bytes:
+        whole = sum(weight for _, weight in parts)
+        total = np.zeros(n, np.float32)
+        for data, weight in parts:
+            total += np.frombuffer(data, np.float32) * np.float32(weight / whole)
+        return total.tobytes()
+
+
+def open_world(folder: Path) -> World:
+    """The rendezvous, as the disk has it."""
+    return World(folder, dead_after_s=1e9)
+
+
+def requests() -> list[Callable[[World], None]]:
+    """What clusters ask, one after the other; each is asked again until it is answered."""
+
+    def ask(name: str, turn: int) -> list[Callable[[World], None]]:
+        samples: list[tuple[int, int]] = []
+
+        def claim(world: World) -> None:
+            world.claim(name, turn + 1, 3)
+
+        def contribute(world: World) -> None:
+            samples[:] = world.claim(name, turn + 1, 3)
+            number, _, path = world.core.check_part(member_id(name), turn)
+            data = np.full(NUMBERS, turn + number, np.float32).tobytes()
+            source = world.folder.parent / f"{name}.part"
+            source.write_bytes(data)
+            incoming = Incoming(path, len(data))
+            for index, sha256 in enumerate(hash_chunks(source)):
+                chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+                incoming.put(index, chunk, sha256)
+            digest = digest_of(hash_chunks(source))
+            assert not incoming.seal(digest)
+            norm = norm_of(Plain(), "none", PIECES[0], path)
+            part = Contribution(
+                id=member_id(name), tokens=number, steps=1, samples=samples, digest=digest
+            )
+            world.core.complete(turn, part, norm)
+            incoming.close()
+
+        def contribute_once(world: World) -> None:
+            if world.core.counted(member_id(name), turn) is None:
+                contribute(world)
+
+        return [claim, contribute_once]
+
+    def decide(world: World) -> None:
+        job = world.core.close_turn()
+        if job is not None:
+            world.core.commit(job.turn, average(Plain(), "none", PIECES[0], job))
+
+    found: list[Callable[[World], None]] = [
+        lambda world: world.join("a", pieces=PIECES) and None,
+        lambda world: world.join("b", pieces=PIECES) and None,
+    ]
+    for turn in range(TURNS):
+        found += [*ask("a", turn), *ask("b", turn), decide]
+        for name in "ab":
+            found.append(lambda world, n=name, t=turn: world.applied(n, t, f"{t:064x}"))
+    return found
+
+
+def die_again_and_again(folder: Path) -> tuple[int, int]:
+    """Answer all requests by processes that die at their 1st, 2nd, 3rd … step.
+
+    Returns:
+        How many have died, and the most steps that one has made.
+    """
+    folder.mkdir()
+    asked = requests()
+    answered = deaths = steps = longest = 0
+    while answered < len(asked):
+        steps = steps % 20 + 1
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            _work(folder, asked[answered:], steps, writer)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            answered += len(pipe.read())
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            deaths, longest = deaths + 1, max(longest, steps)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+        else:
+            assert os.waitstatus_to_exitcode(status) == 0, "see the log"
+    return deaths, longest
+
+
+def _work(folder: Path, asked: list[Callable[[World], None]], steps: int, writer: int) -> None:
+    left = steps
+
+    def count(step: str) -> None:
+        nonlocal left
+        left -= not step.startswith(("SELECT", "BEGIN", "--"))
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    code = 1
+    try:
+        world = open_world(folder)
+        world.core.book._db.set_trace_callback(count)  # before each statement, COMMIT as well
+        sys.addaudithook(lambda event, _: count(event) if event in _FILES else None)
+        for request in asked:
+            request(world)
+            os.write(writer, b".")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(" ".join(map(str, die_again_and_again(Path(sys.argv[1])))))

@@ -1,0 +1,89 @@
+"""A rendezvous without network, and with a clock that the test turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isles.outer.messages import Applied, Beat, Claim, Contribution, Join
+from isles.outer.rendezvous.averaging import Average
+from isles.outer.rendezvous.core import Core
+from isles.outer.rendezvous.settings import Settings
+from isles.outer.rendezvous.status import events
+
+ZERO = "0" * 64
+
+
+class World:
+    """A rendezvous on a folder, and a clock."""
+
+    def __init__(self, folder: Path, fragments: int = 1, **rules: object) -> None:
+        self.now = 0.0
+        self.folder = folder
+        self.fragments = fragments
+        self.settings = Settings.model_validate(rules)
+        self.core = self._open()
+
+    def _open(self) -> Core:
+        return Core(self.folder, self.settings, lambda: self.now)
+
+    def restart(self) -> None:
+        """As after kill -9: only what is on the disk is left."""
+        self.core.book.close()
+        self.core = self._open()
+
+    def join(
+        self,
+        name: str,
+        version: int = 0,
+        anchors: str | list[str] = ZERO,
+        called: str = "",
+        **more: object,
+    ):
+        values = {
+            "id": member_id(name),
+            "name": called or name,
+            "identity": {"layout": "a"},
+            "codec": "none",
+            "pieces": [[4]] * self.fragments,
+            "version": version,
+            "anchors": [anchors] * self.fragments if isinstance(anchors, str) else anchors,
+        }
+        join = Join.model_validate({**values, **more})
+        return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
+
+    def beat(self, name: str, step: int = 0):
+        return self.core.beat(Beat(id=member_id(name), step=step, version=0))
+
+    def claim(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
+        body = Claim(id=member_id(name), number=number, samples=samples)
+        return list(self.core.claim(body).samples)
+
+    def complete(
+        self, name: str, turn: int, samples=(), tokens: int = 10, norm: float = 1.0, fault=""
+    ) -> int:
+        body = Contribution(
+            id=member_id(name),
+            tokens=tokens,
+            steps=1,
+            samples=list(samples),
+            digest=ZERO,
+        )
+        return self.core.complete(turn, body, norm, fault).repeated
+
+    def close(self) -> list[str] | None:
+        """Who takes part in the turn that is closed now, and commit it; None: it waits."""
+        job = self.core.close_turn()
+        if job is None:
+            return None
+        self.core.commit(job.turn, Average(ZERO, 16) if job.parts else Average("", 0))
+        return sorted(self.core.answer(job.turn).weights)
+
+    def applied(self, name: str, turn: int, anchors: str) -> None:
+        self.core.applied(Applied(id=member_id(name), turn=turn, anchors=anchors))
+
+    def events(self, kind: str) -> list[str]:
+        return [f"{e['member']}: {e['what']}" for e in events(self.core, 0) if e["kind"] == kind]
+
+
+def member_id(name: str) -> str:
+    return name.encode().hex().rjust(32, "0")

