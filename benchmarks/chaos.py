@@ -105,10 +105,9 @@ class Watch:
 
     def is_back(self, cluster: Cluster, since: float) -> bool:
         """Whether it does inner steps, and its updates are in averages again."""
-        if cluster.poll() is not None:
-            assert cluster.poll() == 0, (
-                f"{cluster.name} has ended: {cluster.poll()}\n{self.words()}"
-            )
+        if (code := cluster.poll()) is not None:
+            text = f"{cluster.name} has ended: {code}"
+            assert code == 0 or cluster.came_too_late, f"{text}\n{self.words()}"
             return True
         turns = [row for row in cluster.turns() if row["at"] > since]
         return bool(turns) and cluster.name in turns[-1]["weights"]
@@ -117,6 +116,10 @@ class Watch:
         """Wait until all have ended, as they should."""
         self.wait(self.is_over, "the end")
         self.read()
+        for name, cluster in list(self.run.clusters.items()):
+            if cluster.came_too_late:
+                print(f"  {name} came back when all others had finished")
+                del self.run.clusters[name]
         codes = {name: cluster.poll() for name, cluster in self.run.clusters.items()}
         assert not any(codes.values()), f"exit codes {codes}\n{self.words()}"
 

@@ -172,6 +172,13 @@ class Cluster:
         """The exit code of the start that runs or ran last."""
         return self._child.poll()
 
+    @property
+    def came_too_late(self) -> bool:
+        """Whether it has ended because all others had finished when it came back."""
+        attempt = self.directory.last_attempt()
+        error = None if attempt is None else read_record(attempt.rank_error(0))
+        return error is not None and "have finished this run" in str(error["what"])
+
     def processes(self, what: str) -> list[psutil.Process]:
         """`all`, `ranks`, `last rank`, or the `side` process."""
         assert self.run_dir is not None

@@ -126,7 +126,7 @@ BLOWS: dict[str, Blow] = {
 def plan_faults(rounds: int, seed: int) -> list[tuple[int, str, str]]:
     """Round, kind and cluster of each fault: all kinds in turn, the rendezvous twice."""
     chance = random.Random(seed)
-    places = range(2, rounds - 4, 1 if rounds < 20 else 2)
+    places = range(2, rounds - 6, 1 if rounds < 20 else 2)
     kinds = [list(BLOWS)[index % len(BLOWS)] for index in range(len(places))]
     for index in (len(kinds) // 3, 2 * len(kinds) // 3 + 1):
         kinds[index] = "rendezvous killed"

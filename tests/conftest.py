@@ -25,6 +25,7 @@ _LONGEST = (
     "test_pbs",
     "test_elastic",
     "test_unshared",
+    "test_several_lab",
     "test_fleet",
     "test_anywhere",
     "test_script",

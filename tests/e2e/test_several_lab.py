@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,8 @@ from tests.lab.home import (
     DEADLINE_S,
     HOSTS,
     ISLES,
-    assert_nothing_left,
     isles,
+    left,
     sh,
     until,
     write_inputs,
@@ -26,7 +25,8 @@ from tests.lab.home import (
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import slurm
 
-CLUSTERS = [
+EVERY = ("ctl", *HOSTS)
+CLUSTERS: list[dict[str, Any]] = [
     {
         "name": "office",
         "launcher": {"kind": "ssh", "hosts": ["a1", "a2"]},
@@ -50,14 +50,14 @@ RUN = {
     "tokenizer": {"train_vocab_size": 300},
     "data": {"sources": [{"path": "words.jsonl"}], "seq_length": 32, "packing": False},
     "training": {
-        "max_steps": 300,
+        "max_steps": 240,
         "global_batch_size": 8,
         "learning_rate": 0.001,
         "precision": "32-true",
         "eval_steps": None,
     },
     "balance": "even",
-    "checkpoint": {"every_steps": 10, "every_minutes": None, "keep": 1},
+    "checkpoint": {"every_steps": 20, "every_minutes": None, "keep": 1},
     "track": ["jsonl"],
     "outer": {"kind": "diloco", "sync_every": 20, "deadline": "200s"},
     "clusters": [{**cluster, **SHAPE} for cluster in CLUSTERS],
@@ -86,7 +86,7 @@ def assert_secret_is_kept(lab: Lab, runs: dict[str, RunDir], job_id: str) -> Non
     for run_dir in runs.values():
         assert run_dir.join_line.stat().st_mode & 0o777 == 0o600
         assert token in run_dir.join_line.read_text()
-    for host in ("ctl", *HOSTS):
+    for host in EVERY:
         seen = sh(lab, host, "ps -eo args=; cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'")
         assert "isles" in seen and token not in seen, host
     script = sh(lab, "ctl", f"scontrol write batch_script {job_id} -; scontrol show job {job_id}")
@@ -130,10 +130,6 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
     sh(lab, "a1", f"kill -STOP {rank}")
     first = job_of(runs["campus"])
     assert_secret_is_kept(lab, runs, first)
-    code, text, _ = isles(lab, "status", "far", "--json")
-    assert code == 0, text
-    shown = json.loads(text)["clusters"]
-    assert {c["name"]: c["launcher"] for c in shown} == {"office": "ssh", "campus": "slurm"}
     rows = isles(lab, "status", "far")[1].splitlines()
     assert any("office" in row and "ssh" in row and "running" in row for row in rows), rows
     assert any("campus" in row and "slurm" in row and "running" in row for row in rows), rows
@@ -161,4 +157,4 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
     assert set(last["weights"]) == {"office", "campus"}
     assert digest_of(runs["office"]) == digest_of(runs["campus"])
     assert "far-1 is finished" in log.read_text()
-    assert_nothing_left(lab, ("ctl", *HOSTS))
+    until(lambda: not left(lab, EVERY), lambda: f"nothing left, and there is {left(lab, EVERY)}")

@@ -75,9 +75,9 @@ class Outer:
             orders: list[Order] = []
             is_done, fault = False, None
             if self._chief is not None:
+                self._chief.listen(_LOOK_S)
                 late_s = _STATE_S if self._chief.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
-                self._chief.listen(_LOOK_S)
                 self._chief.restock(self.turns.outlook(), is_late=is_late and not is_new)
                 orders = self._chief.take_orders()
                 fault = self._chief.fault(is_new=is_new)
