@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +18,26 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isles.config.load import load_run_file
+from isles.config.outer import DiLoCoConfig
 from isles.data.build import build_datasets
+from isles.dist.world import join_world, leave_world
+from isles.outer.base import OuterSettings
+from isles.outer.cluster import Cluster
+from isles.outer.codec import parse_codec
+from isles.outer.layout import make_layout
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.samples import Samples
 from isles.rundir.env import RankEnv
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows, write_record
+from isles.train.outer_samples import OwnSamples
+from isles.train.outer_turns import Turns
+from isles.train.progress import Progress
+from isles.train.record import Recorder
 from tests.dist.test_same_mathematics import weights_of
 from tests.outer_member import serve
+from tests.outer_trainer import Numbers
 from tests.ranks import Gang, start_ranks, start_training
 
 DEADLINE_S = 240.0
@@ -264,3 +276,33 @@ def test_a_cluster_without_its_rendezvous_says_whom_it_misses(
     error = read_record(attempt.rank_error(0))
     assert error is not None
     assert "rendezvous has not answered within 2s" in error["what"] and "deadline" in error["fix"]
+
+
+def manifests(env: RankEnv, folder: Path) -> list[str]:
+    """What a checkpoint says before and after a contribution, and what one says that comes then."""
+    os.chdir(folder)  # a contribution without a line is written there
+    world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
+    weights = Numbers(0, {"a": (8,), "b": (8,)})
+    layout = make_layout(weights.trained_shapes(), parse_codec("none"), num_fragments=2)
+    cluster = Cluster(weights, world, layout, OuterSettings())
+    cluster.begin()
+    samples, progress = OwnSamples("ab" * 16), Progress.fresh()
+    samples.deal([(0, 100)])
+    recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
+    config = DiLoCoConfig(sync_every=8, fragments=2, delay=1)
+    turns = Turns(config, "a", cluster, layout, samples, progress, recorder)
+    progress.advance(samples=4, tokens=40, target_tokens=40)
+    turns.steps += 1
+    manifest = turns.manifest()
+    before = json.dumps(manifest)
+    turns.contribute(0)
+    turns.encoded(0)
+    turns.close()
+    leave_world()
+    return [before, json.dumps(manifest), json.dumps(turns.manifest())]
+
+
+def test_a_manifest_stays_as_it_was_while_steps_go_on(tmp_path: Path) -> None:
+    """A checkpoint is written in the background: what it says must not follow the run."""
+    ((before, later, then),) = start_ranks(manifests, 1, tmp_path).wait(DEADLINE_S)
+    assert before == later != then

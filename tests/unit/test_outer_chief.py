@@ -150,7 +150,9 @@ def line_claim(number: int, start: int, stop: int) -> Event:
 def test_a_cluster_that_is_behind_contributes_nothing(tmp_path: Path) -> None:
     chief, line = chief_of(tmp_path)
     due = replace(NEW, steps=3, step=3)
-    line.say(Joined(standing="behind", turn=5, from_turn=5), Behind(why="it is new"))
+    line.say(Joined(standing="behind", turn=5, from_turn=5))
+    assert orders(chief, due) == [] and chief.is_behind
+    line.say(Behind(why="it is new"))
     assert orders(chief, due) == [] and chief.is_behind
     state = StateReady(version=5, paths=(), anchors=(), donor="b")
     line.say(committed(0), state)

@@ -288,7 +288,8 @@ class Chief:
         self._tell(event)
         match event:
             case Joined():
-                self.is_joined = True
+                # Said here already: `Behind`, which tells why, may be heard a moment later.
+                self.is_joined, self.is_behind = True, event.standing == "behind"
             case TurnDue():
                 self._due = event
             case Committed():

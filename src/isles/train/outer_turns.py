@@ -100,8 +100,9 @@ class Turns:
             "version": self.version,
             "steps": self.steps,
             "contributed_at": self._contributed_at,
-            "tokens_at": self._tokens_at,
-            "steps_at": self._steps_at,
+            # Copies: a checkpoint is written while steps go on.
+            "tokens_at": list(self._tokens_at),
+            "steps_at": list(self._steps_at),
             "owed": [list(owed) for owed in self._owed],
             "sent": [self.sent[turn].record() for turn in sorted(self.sent)],
             "samples": self.samples.record(),
