@@ -139,6 +139,10 @@ def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None
     sh(lab, "a1", f"kill -CONT {rank}")
     alone = until(lambda: lonely(runs["office"], before), "a turn without the killed cluster")
     sh(lab, "a1", f"kill -STOP {rank}")
+    until(
+        lambda: not sh(lab, "ctl", f"squeue -h -j {first} 2>/dev/null || true").strip(),
+        "its job's end",
+    )
     log = lab.shared / "again.log"
     command = f"cd /shared && exec {ISLES} train far.yaml >again.log 2>&1"
     again = lab.popen("ctl", ["bash", "-c", command])
