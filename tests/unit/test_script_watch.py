@@ -150,6 +150,18 @@ def test_hosts_without_a_common_disk_carry_questions_and_stacks(tmp_path: Path) 
     assert "step 3 has taken long" in status["notes"][0]
 
 
+def test_on_the_head_no_report_undoes_what_its_ranks_have_written(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path / "x-1").attempt(1)
+    attempt.stalls.mkdir(parents=True)
+    write_record(attempt.nodes, {"nodes": []})  # only the head has it
+    verdict = attempt.stalls / "step-3.json"
+    write_record(verdict, {"text": "step 3 has taken long", "went_on_after_s": None})
+    report = StallsHere(attempt).report((0,))
+    write_record(verdict, {"text": "step 3 has taken long", "went_on_after_s": 9.0})
+    StallsThere(RunDir(tmp_path / "x-1"), attempt).look({0: report}, 100.0)
+    assert (read_record(verdict) or {})["went_on_after_s"] == 9.0
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_an_end_that_cannot_be_put_on_record_is_kept_in_mind(tmp_path: Path, is_gone: bool) -> None:
     attempt = RunDir(tmp_path / "x-1").attempt(1)

@@ -222,18 +222,22 @@ def test_the_list_has_clusters_below_their_run(tmp_path: Path) -> None:
 
 
 def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Path) -> None:
-    loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
-    outers = [{"turn": turn, "last_turn": {"digest": str(turn)}} for turn in (7, 9, 9)]
+    loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}, {name: d}]")
+    outers = [
+        {"turn": turn, "last_turn": {"digest": str(turn)}, "is_averaged": is_averaged}
+        for turn, is_averaged in ((7, True), (9, True), (9, True), (9, False))
+    ]
     clusters = [
         cluster_run(tmp_path, name, "finished", outer=outer)
-        for name, outer in zip("abc", outers, strict=True)
+        for name, outer in zip("abcd", outers, strict=True)
     ]
-    lines, code = end_lines(several(loaded, *clusters), {"a": 0, "b": 0, "c": 0})
+    lines, code = end_lines(several(loaded, *clusters), dict.fromkeys("abcd", 0))
     text = "\n".join(lines)
     assert code == 0 and lines[0] == "t-1 is finished"
     places = [f"{cluster.path}/model" for cluster in clusters]
     assert f"the model   {places[1]}" in text and f"the same weights {places[2]}" in text
     assert f"OTHER weights, of fewer turns {places[0]}" in text
+    assert f"OTHER weights, trained on since the last turn {places[3]}" in text
 
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -81,14 +82,34 @@ def open_rendezvous(
             write_secret(state / "run.yaml", run_file)
         if until_finished:
             command.append("--until-finished")
-        log = state / "rendezvous.log"
-        begin, before = _size(log), _changed_at(state / "join")
-        with log.open("ab") as stream:
-            child = start_detached(command, inherited(), stream, state)
-        record = {**ProcessId.of(child.pid).record(), **asked, "command": command}
-        write_record(state / "process.json", record)
-    _wait(child, state, before, begin)
+    _launch(state, {**asked, "command": command})
     return JoinLine.read(state / "join"), True
+
+
+def reopen_rendezvous(state: Path) -> bool:
+    """Start a rendezvous that has died as it was started last; what lies there is gone on with.
+
+    Returns:
+        Whether it was started; False where it runs, or never did here.
+
+    Raises:
+        UserError: it ends again at once.
+    """
+    record = read_record(state / "process.json") or {}
+    if rendezvous_process(state) is not None or "command" not in record:
+        return False
+    _launch(state, record)
+    return True
+
+
+def _launch(state: Path, record: Mapping[str, Any]) -> None:
+    log = state / "rendezvous.log"
+    begin, before = _size(log), _changed_at(state / "join")
+    with clear_errors(state):
+        with log.open("ab") as stream:
+            child = start_detached(record["command"], inherited(), stream, state)
+        write_record(state / "process.json", {**record, **ProcessId.of(child.pid).record()})
+    _wait(child, state, before, begin)
 
 
 def local_line(state: Path) -> JoinLine:

@@ -82,10 +82,17 @@ def model_lines(run: SeveralRun, reports: Mapping[str, RunReport]) -> list[str]:
     }
     lines = [f"  the model   {places.pop(newest)}"]
     for name, place in places.items():
-        is_same = _version(done[name]) == _version(done[newest])
-        what = "the same weights" if is_same else "OTHER weights, of fewer turns"
-        lines.append(f"  {what:<11} {place}")
+        lines.append(f"  {_compared(done[name], done[newest]):<11} {place}")
     return [*lines, f'  next        isles generate {typed_name(run)} --prompt "Once"']
+
+
+def _compared(report: RunReport, newest: RunReport) -> str:
+    """A cluster's weights beside those of the newest."""
+    if _version(report) != _version(newest):
+        return "OTHER weights, of fewer turns"
+    if all((each.outer or {}).get("is_averaged") for each in (report, newest)):
+        return "the same weights"
+    return "OTHER weights, trained on since the last turn"
 
 
 def _version(report: RunReport) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from isles.errors import ExitCode, UserError
-from isles.launch.meeting import end_rendezvous
+from isles.launch.meeting import end_rendezvous, reopen_rendezvous
 from isles.monitor.foreground import ORDERS
 from isles.monitor.inbox import Inbox
 from isles.monitor.several_child import Child, Said, Word
@@ -149,6 +149,7 @@ class SeveralAttendant:
                 if silent_since is None:
                     silent_since = time.monotonic()
                     self._tell(f"the rendezvous does not answer: {error.what}", "err")
+                    self._reopen()
                 continue
             if silent_since is not None:
                 self._tell(f"the rendezvous is back after {time.monotonic() - silent_since:.0f}s")
@@ -161,6 +162,17 @@ class SeveralAttendant:
                 if event["number"] > seen and event["kind"] not in _SILENT:
                     self._tell(event_text(event))
             seen = max([seen, *(event["number"] for event in events)])
+
+    def _reopen(self) -> None:
+        """Start the run's own rendezvous again, once for each time that it has died."""
+        if self._run.rendezvous:
+            self._tell(f"open it again at {self._run.rendezvous}: isles rendezvous", "err")
+            return
+        try:
+            if reopen_rendezvous(self._run.state):
+                self._tell("it had died, and is started again")
+        except UserError as error:
+            self._tell(f"it does not start again: {error}", "err")
 
     def _first(self, events: list[dict[str, Any]]) -> int:
         """The last event before this start."""

@@ -125,8 +125,12 @@ class Outer:
 
     def finish(self) -> None:
         """After the last inner step: let all clusters end with the same weights."""
-        turns = self.turns
         self._is_ending = True
+        self._end_together()
+        self.turns.record.state(self.turns.outlook(), self._chief, is_last=True)
+
+    def _end_together(self) -> None:
+        turns = self.turns
         for _ in range(2 * turns.num_fragments + len(turns.sent)):
             self._exchange(listens=True)
             turns.finish_move()
@@ -136,7 +140,6 @@ class Outer:
             if not turns.has_learnt or self._is_behind():
                 break
             turns.contribute(turns.version)
-        turns.record.state(turns.outlook(), self._chief, is_last=True)
 
     def close(self, *, leaves: bool) -> None:
         """The cluster ends, or pauses.

@@ -106,6 +106,7 @@ class OuterRecord:
                 "sync_every": chief.sync_every,
                 "steps_since": outlook.steps - outlook.contributed_at,
                 "waits_for_turns": list(outlook.sent),
+                "is_averaged": not outlook.sent and not outlook.has_learnt,
                 "clusters": list(line.members),
                 "is_connected": line.is_connected,
                 "is_behind": chief.is_behind,

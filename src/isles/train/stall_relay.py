@@ -66,7 +66,8 @@ class StallsHere:
 
     def _files(self) -> dict[str, str]:
         folder = self._attempt.stalls
-        if not folder.is_dir():
+        # Where the head has the same folder it needs no copy, and an old one would undo a new file.
+        if not folder.is_dir() or self._attempt.nodes.exists():
             return {}
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
         recent = [p for p in paths if abs(time.time() - p.stat().st_mtime) < _RECENT_S]
