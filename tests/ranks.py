@@ -72,11 +72,15 @@ class Gang:
 
     def kill(self) -> None:
         """SIGKILL to every rank, and wait until the kernel has taken them."""
-        for process in self.processes:
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join(DEADLINE_S)
+
+    def signal(self, number: int) -> None:
+        """A signal to every rank that lives."""
+        for process in self.processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> list[Any]:
         """What each rank returned; fails naming the rank that missed the deadline or died."""

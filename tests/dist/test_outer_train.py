@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from isles.config.load import load_run_file
 from isles.config.outer import DiLoCoConfig
 from isles.data.build import build_datasets
 from isles.dist.world import join_world, leave_world
+from isles.errors import ExitCode
 from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
@@ -243,6 +245,39 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
     for file in (path for path in a.path.rglob("*") if path.is_file() and path.name != "join"):
         assert secret.encode() not in file.read_bytes(), file
     assert a.join_line.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
+    made_up: Path, tmp_path: Path
+) -> None:
+    """It is no end: who goes on from the checkpoint averages, and saves that in its place."""
+    outer = "sync_every: 40, deadline: 200s"
+    options = ("training.max_steps=80",)
+    with rendezvous(tmp_path, min_clusters=2, dead_after_s=200.0):
+        a, _, a_gang = start_cluster(made_up, "a", 1, outer, *options)
+        b, _, b_gang = start_cluster(made_up, "b", 1, outer, *options)
+        until(lambda: turns_of(b), "a turn", a_gang, b_gang)
+        b_gang.signal(signal.SIGSTOP)
+        until(lambda: _phase(a) == "waiting for clusters turn 1", "the last wait", a_gang)
+        a_gang.signal(signal.SIGTERM)
+        assert a_gang.wait(DEADLINE_S) == [int(ExitCode.REQUEUE)]
+        assert [info.step for info in list_checkpoints(a)][-1] == 80
+        own = model_of(a)
+        assert not read_record(a.status)["outer"]["is_averaged"]
+        again, _, a_gang = start_cluster(made_up, "a", 1, outer, *options)
+        assert again.path == a.path
+        b_gang.signal(signal.SIGCONT)
+        for gang in (a_gang, b_gang):
+            assert gang.wait(DEADLINE_S) == [0]
+    assert read_record(a.status)["outer"]["is_averaged"]
+    one, other = model_of(a), model_of(b)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert difference(own, one) > 1e-6
+
+
+def _phase(run_dir: RunDir) -> str:
+    status = read_record(run_dir.status) or {}
+    return f"{status.get('phase')} {status.get('detail')}"
 
 
 def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -> None:

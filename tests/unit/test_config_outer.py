@@ -39,7 +39,11 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
     ("overrides", "what", "fix"),
     [
         (["outer=diloco"], 'outer is "diloco", not a section', "{kind: diloco}"),
-        (["outer=sparseloco"], "not a section", "{kind: diloco, codec: topk}"),
+        (
+            ["outer=sparseloco"],
+            "not a section",
+            "{kind: diloco, codec: topk, lr: 1.0, momentum: 0.0}",
+        ),
         (["outer={sync_every: 5}"], "does not say its kind", "none, diloco"),
         (["outer={kind: none, lr: 1}"], "unknown key lr", "kind: diloco"),
         (["outer={kind: diloco, codec: uniform8bit}"], "uniform8bit", "int8"),
@@ -66,6 +70,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={kind: diloco, wait: {time_boxed: 5s, grace: 5s}}"], "grace", "quorum"),
         (["outer={kind: diloco, min_clusters: 3, wait: {quorum: 2}}"], "min_clusters 3", "lower"),
         (["outer={kind: diloco, codec: {density: 0.1}}"], "nothing to codec int8", "topk"),
+        (["outer={kind: diloco, codec: topk}"], "momentum 0.9 goes badly", "lr: 1"),
         (["outer={kind: diloco, sync_every: auto, wait: {quorum: 2}}"], "auto", "wait: all"),
         (["outer={kind: diloco, alpha: 0.1}"], "nothing to delay 0", "delay"),
         (["outer={kind: diloco, max_sync_overhead: 0.1}"], "sync_every 500", "auto"),
@@ -97,7 +102,10 @@ def test_a_fault_is_told_in_words(
 
 
 def test_values_are_read_as_they_are_meant(tmp_path: Path) -> None:
-    topk = outer(tmp_path, "codec: {kind: topk, density: 0.01}, max_rate: 20MB/s, sync_every: auto")
+    topk = outer(
+        tmp_path,
+        "codec: {kind: topk, density: 0.01}, momentum: 0, max_rate: 20MB/s, sync_every: auto",
+    )
     assert (topk.codec_text, topk.max_bytes_per_s) == ("topk:0.01", 20e6)
     assert outer(tmp_path, "codec: bf16").codec_text == "bf16"
     boxed = outer(tmp_path, "wait: {time_boxed: 2m}, dead_after: 20s").rendezvous_settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
@@ -131,7 +132,7 @@ class CheckpointManager:
         step = int(manifest["step"])
         final = self._run_dir.checkpoints / checkpoint_name(step)
         partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
-        if self._world.main_first(lambda: self._prepare(partial, final)):
+        if self._world.main_first(lambda: self._prepare(partial, final, manifest)):
             self._travel.prepare(partial)
             try:
                 save_rng(self._travel.staging(partial), self._world.rank)
@@ -215,12 +216,13 @@ class CheckpointManager:
             f"step {step} could not be saved: {error.what}", where=error.where, fix=error.fix
         )
 
-    def _prepare(self, partial: Path, final: Path) -> bool:
+    def _prepare(self, partial: Path, final: Path, manifest: dict[str, Any]) -> bool:
         if final.exists():
-            if not verify_checkpoint(final):
+            if verify_checkpoint(final):
+                discard(final)
+            elif _is_same_state(final, manifest):
                 self.last_step, self.last_at = int(final.name.removeprefix("step-")), time.time()
                 return False  # saved already, by an earlier attempt or a moment ago
-            discard(final)
         if partial.exists():
             shutil.rmtree(partial)
         if not self._run_dir.resolved.is_file():
@@ -257,6 +259,12 @@ class CheckpointManager:
     def _moved(self, done: int, total: int) -> None:
         self.moved_at = time.monotonic()
         log.debug("parts done=%d of=%d", done, total)
+
+
+def _is_same_state(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Whether no other cluster's weights have come in at this step since it was saved."""
+    before = (read_record(folder / MANIFEST) or {}).get("outer")
+    return bool(before == json.loads(json.dumps(manifest.get("outer"))))
 
 
 def latest_good(run_dir: RunDir) -> CheckpointInfo | None:

@@ -118,15 +118,23 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
             where=str(partial),
             fix="check the disk (dmesg, smartctl); the previous checkpoint is untouched",
         )
+    doomed = _doomed(final)
+    if final.exists():  # the same step with an average that came after it
+        final.replace(doomed)
     partial.replace(final)
     sync_folder(final.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
     """Remove a checkpoint so that a kill in the middle leaves nothing that looks whole."""
-    doomed = folder.with_name(f"{PARTIAL_PREFIX}removed-{folder.name.lstrip('.')}")
+    doomed = _doomed(folder)
     folder.replace(doomed)
     shutil.rmtree(doomed)
+
+
+def _doomed(folder: Path) -> Path:
+    return folder.with_name(f"{PARTIAL_PREFIX}removed-{folder.name.lstrip('.')}")
 
 
 def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) -> None:

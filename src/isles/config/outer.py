@@ -140,7 +140,7 @@ class DiLoCoConfig(Section):
     """Learning rate of the outer optimizer."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer optimizer."""
+    """Nesterov momentum of the outer optimizer. codec topk: write 0, and lr: 1."""
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the norm of an averaged update to this. null: no clipping."""

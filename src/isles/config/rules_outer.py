@@ -20,6 +20,7 @@ def outer_rules(config: RunConfig) -> Iterator[Violation]:
     if config.diloco is not None and config.training.script is None:
         yield from _turns(config, config.diloco)
         yield from _waits(config.diloco)
+        yield from _momentum(config.diloco)
         yield from _idle_keys(config.diloco)
         yield from _not_together(config)
 
@@ -126,6 +127,17 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Violation]:
             ("outer.wait.quorum", "outer.min_clusters"),
             f"quorum {wait.quorum} is less than min_clusters {outer.min_clusters}",
             "raise the one or lower the other",
+        )
+
+
+def _momentum(outer: DiLoCoConfig) -> Iterator[Violation]:
+    """SparseLoCo (arXiv:2508.15706) has the kept errors in place of a momentum."""
+    if outer.codec_config.kind == "topk" and outer.momentum:
+        yield Violation(
+            ("outer.momentum", "outer.codec"),
+            f"momentum {outer.momentum:g} goes badly with codec topk, which sends a number only "
+            "once it has grown: it would be stepped along again and again until it is sent anew",
+            "write momentum: 0 and lr: 1 beside codec: topk",
         )
 
 

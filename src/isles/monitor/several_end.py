@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from isles.errors import ExitCode
 from isles.monitor.collect import RunReport
-from isles.monitor.several_state import ALIVE, cluster_reports
+from isles.monitor.several_state import ALIVE, cluster_reports, turns_of
 from isles.monitor.table import steps_text
 from isles.rundir.find import typed_name
 from isles.rundir.several import SeveralRun
@@ -98,4 +98,4 @@ def _compared(report: RunReport, newest: RunReport) -> str:
 def _version(report: RunReport) -> tuple[int, str]:
     """How many turns a cluster has taken in, and the digest of the last."""
     outer = report.outer or {}
-    return int(outer.get("turn") or 0), str((outer.get("last_turn") or {}).get("digest"))
+    return turns_of(report), str((outer.get("last_turn") or {}).get("digest"))

@@ -19,6 +19,21 @@ def cluster_reports(run: SeveralRun) -> dict[str, RunReport]:
     return dict(zip(there, reports, strict=True))
 
 
+def furthest(run: SeveralRun) -> str | None:
+    """The cluster that has taken in the most turns, and so what the others have learnt till then.
+
+    None: no cluster is known to have saved anything.
+    """
+    reports = cluster_reports(run)
+    saved = [name for name, report in reports.items() if report.checkpoint_step is not None]
+    return max(saved, key=lambda name: turns_of(reports[name]), default=None)
+
+
+def turns_of(report: RunReport) -> int:
+    """How many turns a cluster has taken in."""
+    return int((report.outer or {}).get("turn") or 0)
+
+
 def place_of(cluster: ClusterRun) -> str:
     """What is typed to mean the run of a cluster, from anywhere on this machine."""
     return f"{cluster.ssh}:{cluster.path}" if cluster.ssh else cluster.path

@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 from isles.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
+    from isles.rundir.paths import RunDir
     from isles.rundir.remote import RemoteRun
 
 checkpoint = App(name="checkpoint", help="List, verify and export checkpoints.")
@@ -235,10 +236,9 @@ def attend(
 def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
     """List the checkpoints of a run."""
     from isles.monitor.checkpoints import checkpoint_lines
-    from isles.rundir.find import find_cluster
     from isles.rundir.remote import RemoteRun
 
-    found = find_cluster(run, output_dir)
+    found = _whose_weights(run, output_dir)
     if isinstance(found, RemoteRun):
         return _pass_on(found, ["checkpoint", "list"], [])
     _say("\n".join(checkpoint_lines(found)))
@@ -253,10 +253,9 @@ def verify(run: Run = None, /, *, step: Step = None, output_dir: RunsDir = _RUNS
         step: Only the checkpoint of this step; left out: all of them.
     """
     from isles.monitor.checkpoints import verify_lines
-    from isles.rundir.find import find_cluster
     from isles.rundir.remote import RemoteRun
 
-    found = find_cluster(run, output_dir)
+    found = _whose_weights(run, output_dir)
     if isinstance(found, RemoteRun):
         options = [f"--step={step}"] if step is not None else []
         return _pass_on(found, ["checkpoint", "verify"], options)
@@ -346,14 +345,28 @@ def _worker_verb(
     verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
 ) -> int:
     from isles.launch.verbs import option_words, run_verb
-    from isles.rundir.find import find_cluster
     from isles.rundir.remote import RemoteRun
 
-    found = find_cluster(run, output_dir)
+    found = _whose_weights(run, output_dir)
     if isinstance(found, RemoteRun):
         words = ["checkpoint", verb] if verb == "export" else [verb]
         return _pass_on(found, words, option_words(options))
     return run_verb(verb, found, options)
+
+
+def _whose_weights(run: str | None, output_dir: Path) -> RunDir | RemoteRun:
+    """The run that is meant; of one on several clusters that of the cluster that is furthest."""
+    from isles.monitor.several_state import furthest
+    from isles.rundir.find import find_any, find_cluster
+    from isles.rundir.several import SeveralRun
+
+    found = find_any(run, output_dir)
+    if not isinstance(found, SeveralRun):
+        return found
+    cluster = furthest(found)
+    if cluster is not None:
+        _note(f"the checkpoints of cluster {cluster}, which has taken in the most turns")
+    return find_cluster(str(found.path), output_dir, cluster)
 
 
 def _end_with_stdin() -> None:

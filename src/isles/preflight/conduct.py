@@ -17,6 +17,7 @@ from isles.preflight.judge_machine import judge_clocks, judge_machines
 from isles.preflight.judge_net import judge_interfaces
 from isles.preflight.judge_versions import judge_duplicates, judge_versions
 from isles.preflight.links import try_links, try_reduce
+from isles.preflight.meeting import try_rendezvous
 from isles.preflight.panel import Asked, Panel, Place
 from isles.preflight.subject import Subject
 
@@ -93,6 +94,8 @@ def _look(course: Course) -> None:
     if course.extent.net and len(panel.places) > 1:
         course.say("trying every link")
         try_links(course)
+    if course.extent.net:
+        try_rendezvous(course)
     answered = files.answers("files.output")
     panel.findings += judge_files(subject, answered, panel.names)
     _shared(course)

@@ -59,6 +59,7 @@ MEANINGS = {
     "net.mtu": "packets of full size arrive",
     "net.latency": "round trips and lost packets",
     "net.bandwidth": "bytes a second between each two hosts",
+    "net.rendezvous": "the cluster's head reaches the rendezvous of the clusters",
     "reduce.works": "a real all-reduce over all ranks",
     "reduce.speed": "bandwidth of the all-reduce",
     # Training

@@ -16,7 +16,7 @@ from isles.launch.node import Operation, operations, serve
 from isles.preflight.node_files import files, hub, probe_read, probe_remove, probe_write
 from isles.preflight.node_gpus import gpus
 from isles.preflight.node_machine import clock, machine
-from isles.preflight.node_net import Listener, bandwidth, reach, resolve
+from isles.preflight.node_net import Listener, bandwidth, dial, reach, resolve
 from isles.preflight.node_ranks import Ranks
 from isles.preflight.node_smoke import smoke
 
@@ -36,6 +36,7 @@ def check_operations(ranks: Ranks) -> dict[str, Operation]:
         "probe_write": probe_write,
         "probe_read": probe_read,
         "probe_remove": probe_remove,
+        "dial": dial,
         "resolve": resolve,
         "listen": listener.listen,
         "unlisten": listener.unlisten,

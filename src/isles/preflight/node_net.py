@@ -96,6 +96,20 @@ def reach(args: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def dial(args: dict[str, Any]) -> dict[str, Any]:
+    """Whether something listens at an address.
+
+    Args:
+        args: `address`, `port`, `timeout_s`.
+
+    Returns:
+        state: as in `reach`; seconds: what it took.
+    """
+    begin = time.perf_counter()
+    found = _connect(args["address"], int(args["port"]), float(args["timeout_s"]))
+    return {"state": found["state"], "seconds": time.perf_counter() - begin}
+
+
 def bandwidth(args: dict[str, Any]) -> dict[str, Any]:
     """Bytes a second to one peer, as it has received them.
 

@@ -32,6 +32,7 @@ from isles.preflight.conduct import check_hosts
 from isles.preflight.course import Extent
 from isles.preflight.finding import Finding, exit_code, record
 from isles.preflight.login import check_login
+from isles.preflight.meeting import rendezvous_stand_in
 from isles.preflight.panel import fault_finding
 from isles.preflight.queue_pbs import check_pbs
 from isles.preflight.queue_slurm import check_slurm
@@ -91,14 +92,15 @@ def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
             fix="check them without a run file, or leave them out",
         )
     codes, records = [], {}
-    for cluster in loaded.config.clusters:
-        own = named_cluster(loaded, cluster.name)
-        code, text, records[cluster.name] = _check_one(
-            Subject.of(own), replace(options, overrides=())
-        )
-        codes.append(code)
-        if not options.as_json:
-            write(f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n{text}\n")
+    with rendezvous_stand_in(loaded) as meeting:
+        for cluster in loaded.config.clusters:
+            own = named_cluster(meeting, cluster.name)
+            code, text, records[cluster.name] = _check_one(
+                Subject.of(own), replace(options, overrides=())
+            )
+            codes.append(code)
+            if not options.as_json:
+                write(f"=== cluster {cluster.name} ({cluster.launcher.kind}) ===\n{text}\n")
     if options.as_json:
         write(json.dumps({"clusters": records}, indent=1))
     return max(codes)

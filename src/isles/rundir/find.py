@@ -113,7 +113,7 @@ def find_cluster(
 
     Args:
         given, output_dir: as in `find_any`.
-        cluster: its name; None: the first that was started. All hold the same weights.
+        cluster: its name; None: the first that was started.
 
     Raises:
         UserError: as in `find_any`, or there is no such cluster, or it has no run yet.

@@ -49,11 +49,11 @@ def train(parts: Parts) -> ExitCode:
 
         # The outer step, between clusters.
         decision = parts.agreement.decide()
-        outer_step(parts, decision)
+        stop = outer_step(parts, decision) or decision.stop
 
         parts.rebalance()
         evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
-        saves = decision.save or decision.stop or parts.is_due(parts.config.checkpoint.every_steps)
+        saves = decision.save or stop or parts.is_due(parts.config.checkpoint.every_steps)
         if is_recorded or evaluates or saves or parts.checks_every_step:
             check_finite(parts)
         if is_recorded:
@@ -61,10 +61,10 @@ def train(parts: Parts) -> ExitCode:
         if evaluates:
             parts.evaluate()
         if saves:
-            parts.save(wait=bool(decision.stop))
-        if decision.stop and decision.stop != TIME_IS_UP:
-            return ExitCode(decision.stop)
-        if decision.stop == TIME_IS_UP:
+            parts.save(wait=bool(stop))
+        if stop and stop != TIME_IS_UP:
+            return ExitCode(stop)
+        if stop == TIME_IS_UP:
             break
 
     parts.evaluate()

@@ -61,6 +61,7 @@ class Outer:
         self._waited: set[int] = set()
         self._paused_s = 0.0
         self._is_ending = False
+        self._stop = 0
 
     def begin(self, *, is_new: bool) -> None:
         """Join the other clusters; what was sent before a restart is sent once more.
@@ -123,23 +124,33 @@ class Outer:
         turns.record.state(turns.outlook(), self._chief)
         self._paused_s += time.perf_counter() - began
 
-    def finish(self) -> None:
-        """After the last inner step: let all clusters end with the same weights."""
-        self._is_ending = True
-        self._end_together()
-        self.turns.record.state(self.turns.outlook(), self._chief, is_last=True)
+    def finish(self) -> int:
+        """After the last inner step: let all clusters end with the same weights.
 
-    def _end_together(self) -> None:
+        Returns:
+            What a rank wanted while the others were waited for, an exit code or NOW: this cluster
+            has not ended, and is to go on from a checkpoint; 0: it has ended.
+        """
+        self._is_ending, self._stop = True, 0
+        if self._end_together():
+            self._stop = 0
+        self._is_ending = not self._stop
+        self.turns.record.state(self.turns.outlook(), self._chief, is_last=self._is_ending)
+        return self._stop
+
+    def _end_together(self) -> bool:
+        """Average until nothing is left that others lack; False: a turn was not decided."""
         turns = self.turns
         for _ in range(2 * turns.num_fragments + len(turns.sent)):
             self._exchange(listens=True)
             turns.finish_move()
             for turn in sorted(turns.sent):
                 if not self._await(turn, _LAST_WAIT_S, "this cluster ends with its own weights"):
-                    return
+                    return False
             if not turns.has_learnt or self._is_behind():
                 break
             turns.contribute(turns.version)
+        return True
 
     def close(self, *, leaves: bool) -> None:
         """The cluster ends, or pauses.
@@ -151,6 +162,7 @@ class Outer:
         if self._chief is not None:
             # One that has come after the last turn makes no step of its own.
             is_over = self._is_ending or self._progress.step == self._total_steps
+            is_over = is_over and not self._stop
             self._chief.line.close(leaves=leaves, has_finished=is_over)
 
     # What is decided.
@@ -248,7 +260,8 @@ class Outer:
             is_over = told[0][1]
             for order in told[0][0]:
                 self._obey(order)
-            if is_over or any(wish for _, _, wish in told):
+            self._stop = max(wish for _, _, wish in told)
+            if is_over or self._stop:
                 break
         if rounds > 1:
             self._recorder.phase("training")

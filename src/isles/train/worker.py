@@ -37,6 +37,7 @@ from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.job import ending_record
 from isles.train.loop import train
+from isles.train.outer_step import go_on_ending
 from isles.train.parts import Parts
 from isles.train.quiet import hush_libraries
 from isles.train.record import Recorder
@@ -152,7 +153,7 @@ def _train(
 
 def _loop(parts: Parts) -> ExitCode:
     try:
-        code = train(parts)
+        code = ExitCode(go_on_ending(parts)) or train(parts)
     except BaseException:
         parts.close(is_over=False)
         raise

@@ -1,0 +1,80 @@
+"""Whether clusters will reach the rendezvous of their run: real sockets of this machine."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isles.config.load import Loaded, load_run_file
+from isles.preflight.meeting import judge_rendezvous, rendezvous_stand_in
+from isles.preflight.node_net import dial
+
+CLUSTERS = [{"name": "here"}, {"name": "far", "launcher": {"kind": "ssh", "hosts": ["a1"]}}]
+
+
+def loaded_with(folder: Path, clusters: list[dict[str, Any]], **outer: Any) -> Loaded:
+    content = {
+        "name": "x",
+        "model": {"name_or_path": "llama-2m", "init": "scratch"},
+        "data": {"sources": [{"type": "fake"}], "seq_length": 32, "validation_fraction": 0},
+        "training": {"max_steps": 10, "eval_steps": None},
+        "outer": {"kind": "diloco", "sync_every": 5, **outer},
+        "clusters": clusters,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return load_run_file(path)
+
+
+def dialled(loaded: Loaded) -> dict[str, Any]:
+    outer = loaded.config.diloco
+    assert outer is not None and outer.rendezvous is not None
+    host, _, port = outer.rendezvous.rpartition(":")
+    return dial({"address": host, "port": port, "timeout_s": 2.0})
+
+
+def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None:
+    with rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:0")) as loaded:
+        assert dialled(loaded)["state"] == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = f"127.0.0.1:{port}"
+        with rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
+            assert dialled(loaded)["state"] == "ok", "who listens there is the rendezvous"
+    with rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
+        answer = dialled(loaded)
+        outer = loaded.config.diloco
+        assert outer is not None
+        finding = judge_rendezvous("a1", outer, answer)
+        assert (finding.level, finding.where) == ("ok", "a1") and place in finding.text
+    finding = judge_rendezvous("a1", outer, dialled(loaded))
+    assert finding.level == "error" and "nothing listens there" in finding.text
+    assert f"open port {port} on this machine" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("clusters", "outer"),
+    [
+        ([{"name": "a"}, {"name": "b"}], {}),
+        (CLUSTERS, {"rendezvous": "hub.example.org:29400"}),
+    ],
+)
+def test_nothing_listens_where_nobody_would_come(
+    tmp_path: Path, clusters: list[dict[str, Any]], outer: dict[str, Any]
+) -> None:
+    given = loaded_with(tmp_path, clusters, **outer)
+    with rendezvous_stand_in(given) as loaded:
+        assert loaded is given
+
+
+def test_a_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
+    loaded = loaded_with(tmp_path, CLUSTERS, rendezvous="nowhere.invalid:29400")
+    outer = loaded.config.diloco
+    assert outer is not None
+    finding = judge_rendezvous("a1", outer, dialled(loaded))
+    assert finding.level == "error" and "nowhere.invalid:29400" in finding.text
+    assert "name" in finding.text.lower() and "on nowhere.invalid" in finding.fix
