@@ -247,6 +247,41 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
     assert a.join_line.stat().st_mode & 0o777 == 0o600
 
 
+def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_path: Path) -> None:
+    """Two are stopped and the rendezvous ends; one of them goes on, with two that are new."""
+    outer = "sync_every: 10, fragments: 2, delay: 2, codec: int8, deadline: 200s"
+    options = ("training.max_steps=60",)
+    rules = {"min_clusters": 2, "dead_after_s": 20.0}
+    with rendezvous(tmp_path, **rules):
+        started = [start_cluster(made_up, name, 1, outer, *options) for name in "ab"]
+        gangs = [gang for _, _, gang in started]
+        until(lambda: len(turns_of(started[1][0])) >= 2, "two turns", *gangs)
+        for gang in gangs:
+            gang.signal(signal.SIGTERM)
+        for gang in gangs:
+            assert gang.wait(DEADLINE_S) == [int(ExitCode.REQUEUE)]
+    before = turns_of(started[0][0])
+    fsdp = ("strategy={kind: fsdp}", "training.global_batch_size=6")
+    with rendezvous(tmp_path, **rules) as state:
+        a, _, a_gang = start_cluster(made_up, "a", 1, outer, *options)
+        others = [
+            start_cluster(made_up, "c", 1, outer, *options),
+            start_cluster(made_up, "d", 2, outer, *options, *fsdp),
+        ]
+        assert a_gang.wait(DEADLINE_S) == [0]
+        assert [set(gang.wait(DEADLINE_S)) for _, _, gang in others] == [{0}, {0}]
+        samples = Samples(Book(state / "rendezvous.sqlite"))
+        assert samples.audit() == []
+    rows = turns_of(a)
+    assert before.items() <= rows.items(), "what was averaged stays so"
+    assert {"a", "c", "d"} == set().union(*(row["weights"] for row in rows.values())) - {"b"}
+    last = max(rows)
+    for run_dir, _, _ in others:
+        assert turns_of(run_dir)[last]["digest"] == rows[last]["digest"]
+        own, weights = model_of(a), model_of(run_dir)
+        assert all(torch.equal(own[name], weights[name]) for name in own)
+
+
 def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
     made_up: Path, tmp_path: Path
 ) -> None:

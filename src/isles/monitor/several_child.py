@@ -13,11 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Literal
 
+from isles.launch.passing import STARTED
 from isles.rundir.env import inherited
 
 _PATIENCE_S = 30.0
 """Whom one waits for is told so often."""
 
+_SHOWN = 100
 _END_S = 30.0
 """How long a command may take to end once it was interrupted."""
 
@@ -119,6 +121,12 @@ class Ended:
     code: int = 0
     out: list[str] = field(default_factory=list)
     err: list[str] = field(default_factory=list)
+    last: str = ""
+
+    @property
+    def lately(self) -> str:
+        """Its last words, for who waits for it."""
+        return f" (it said: {self.last[:_SHOWN].strip()})" if self.last else ""
 
 
 def run_all(
@@ -159,7 +167,8 @@ def run_all(
                 left -= {word.cluster} if word.kind == "end" else set()
             if left and time.monotonic() - told_at > _PATIENCE_S:
                 told_at = time.monotonic()
-                say(f"{doing}: waiting for {', '.join(sorted(left))}")
+                who = ", ".join(name + found[name].lately for name in sorted(left))
+                say(f"{doing}: waiting for {who}")
     except KeyboardInterrupt:
         _end(children, left, said, found, hear)
         raise
@@ -174,6 +183,8 @@ def _next(said: Said, timeout_s: float) -> Word | None:
 
 
 def _keep(ended: Ended, word: Word) -> None:
+    if not word.text.startswith(STARTED):  # that is for us
+        ended.last = word.text or ended.last
     match word.kind:
         case "out":
             ended.out.append(word.text)
