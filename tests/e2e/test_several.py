@@ -127,6 +127,10 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
         command = Command(two, "second.log")
         command.until(lambda: {"a", "b"} <= averaged(command), "turns after a stop")
         assert "going on with t-1" in command.text
+        process = rendezvous_process(run.state)
+        assert process is not None
+        kill_now(process)
+        command.until(lambda: "and is started again" in command.text, "a new rendezvous")
         kill_all(run, command)
 
         command = Command(two, "third.log")
@@ -158,6 +162,8 @@ def _assert_finished(run: SeveralRun, command: Command, secret: str) -> None:
         ["t-a-1", "finished"],
         ["t-b-1", "finished"],
     ]
+    saved = isles("checkpoint", "list", "t", f"--output-dir={output_dir}")
+    assert "step-00000032" in saved
     logs = isles("logs", "t", "-n", "1", f"--output-dir={output_dir}")
     assert {line.partition(" | ")[0] for line in logs.splitlines()} == {"a", "b"}
     for file in (path for path in output_dir.rglob("*") if path.is_file()):
