@@ -23,6 +23,7 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.config.shared import shared_text
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.join_cluster import Site, joining_run, read_join_line
+from isles.launch.join_cluster import _warn as warn_of
 from isles.launch.login import copied_file_script, place_there
 from isles.launch.meeting import end_rendezvous, listen_address, local_line, open_rendezvous
 from isles.launch.node import READY
@@ -124,6 +125,19 @@ def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
     assert found.origins["clusters.0.nodes"] == "command line"
     again = load_run_file(Path("again.yaml"), text=found.text)
     assert again.config == config
+
+
+def test_a_name_that_lives_already_is_told_before_the_queue(line: JoinLine, tmp_path: Path) -> None:
+    found = joining_run(line, Site(None, (f"output_dir={tmp_path}",), "home"))
+    said: list[str] = []
+    answer = {"members": [{"name": "home", "state": "living"}, {"name": "b", "state": "left"}]}
+    warn_of(answer, line, found, "b", said.append)
+    assert not said
+    warn_of(answer, line, found, "home", said.append)
+    assert len(said) == 1 and "home takes part already" in said[0] and "--name" in said[0]
+    (tmp_path / "tiny-home-1").mkdir()
+    warn_of(answer, line, found, "home", said.append)
+    assert len(said) == 1, "it may be this one that goes on"
 
 
 def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path: Path) -> None:

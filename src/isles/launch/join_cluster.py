@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
+from typing import Any
 
 from isles import __version__
 from isles.config.cluster import ClusterConfig
@@ -24,6 +25,7 @@ from isles.config.yaml import scan_yaml
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.text import printable
 from isles.rundir.ask import ask_rendezvous
+from isles.rundir.find import numbered_runs
 from isles.rundir.join_line import JoinLine
 
 _ASK_S = 20.0
@@ -103,9 +105,28 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
         )
     if faults:
         raise ConfigErrors(faults)
-    if ask_rendezvous(line, "/v1/status", _ASK_S).get("is_over"):
+    mine = named_cluster(loaded, loaded.config.clusters[index].name)
+    _warn(ask_rendezvous(line, "/v1/status", _ASK_S), line, mine, own, warn)
+    return mine
+
+
+def _warn(
+    answer: dict[str, Any], line: JoinLine, mine: Loaded, own: str, warn: Callable[[str], object]
+) -> None:
+    """What may be wrong with joining now; hours in a queue may lie before anybody else says so."""
+    if answer.get("is_over"):
         warn(f"all clusters of {line.run} have finished: there may be nothing left to train")
-    return named_cluster(loaded, loaded.config.clusters[index].name)
+    living = {
+        str(each.get("name"))
+        for each in answer.get("members") or ()
+        if each.get("state") == "living"
+    }
+    output_dir = Path(mine.config.output_dir).expanduser()
+    if own in living and not numbered_runs(output_dir, mine.config.name):
+        warn(
+            f"a cluster called {own} takes part already, and two of one name cannot: "
+            "unless it is this one, type --name and another"
+        )
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:
