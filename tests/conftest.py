@@ -26,12 +26,23 @@ _LONGEST = (
     "test_elastic",
     "test_unshared",
     "test_several_lab",
+    "test_example_multicluster",
+    "test_several",
     "test_fleet",
     "test_anywhere",
     "test_script",
     "test_ssh_faults",
     "test_ssh",
+    "test_example_finetune",
+    "test_example_slurm_ddp",
+    "test_example_home_lab",
+    "test_example_cluster_train",
     "test_check",
+    "test_outer_hivemind",
+    "test_outer_train",
+    "test_outer_codecs",
+    "test_outer",
+    "test_join",
 )
 
 

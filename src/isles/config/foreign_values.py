@@ -131,7 +131,6 @@ VALUES_NOT_YET: dict[str, frozenset[str]] = {
     "training.method": frozenset(("kto", "orpo", "simpo", "ipo", "ppo", "grpo", "rm", "reward")),
     "adapter.type": frozenset(("ia3", "oft", "vera", "llama-adapter", "freeze", "prompt_tuning")),
     "track": frozenset(("comet", "comet_ml", "swanlab", "clearml", "neptune", "trackio")),
-    "clusters.0.launcher.kind": frozenset(("ssh", "slurm", "pbs", "manual")),
     "outer.engine": frozenset(("torchft",)),
 }
 """By key: values that people know from other tools or from isles' plans, and isles lacks."""

@@ -332,7 +332,8 @@ class Chief:
             case Reset():
                 note(f"this cluster goes back to the last average: {event.why}")
             case RendezvousLost():
-                note(f"the rendezvous is away, training goes on: {event.why}")
+                meanwhile = "training goes on" if self.is_joined else "this cluster waits for it"
+                note(f"the rendezvous is away, {meanwhile}: {event.why}")
             case RendezvousFound():
                 note(f"the rendezvous is back after {format_duration(event.away_s)}")
             case Refused():

@@ -1,0 +1,198 @@
+"""examples/finetune: what the guide's command lines write really trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+from tests.e2e.test_render import free_port
+from tests.finetune_example import DEEPSPEED, FSDP, SETUP, copy_programs
+from tests.lab.home import sh, until, write_inputs
+from tests.lab.hosts import Lab, hosts
+from tests.lab.slurm import job_fields, slurm
+
+DEADLINE_S = 300.0
+STEPS, ACCUMULATED = 3, 4
+ZERO_2 = f"{DEEPSPEED} --gradient_accumulation_steps {ACCUMULATED}"
+DISTRIBUTED = {
+    "deepspeed": {"use_deepspeed": True, "deepspeed_config": "config/ds_config.json"},
+    "fsdp": {"use_fsdp": True, "fsdp_config": "config/fsdp_config.json", "use_deepspeed": False},
+}
+ENVIRON = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+
+
+def make_project(folder: Path, strategy: str) -> None:
+    """A project with the example's programs, a tiny model, a text, and a config.yaml for it."""
+    copy_programs(folder)
+    write_inputs(folder)
+    config = {
+        "name": "tiny",
+        "model": {"name_or_path": "./tiny", "init": "scratch"},
+        "tokenizer": {"train_vocab_size": 300},
+        "data": {
+            "sources": [{"path": "words.jsonl"}],
+            "seq_length": 32,
+            "packing": False,
+            "validation_fraction": 0,
+        },
+        "training": {
+            "max_steps": STEPS,
+            "micro_batch_size": 2,
+            "learning_rate": 0.01,
+            "max_grad_norm": 0.3,
+            "mixed_precision": "bf16",
+            "gradient_checkpointing": True,
+            "logging_steps": 1,
+            "eval_steps": None,
+        },
+        "report_to": "tensorboard",
+        "balance": "even",
+        "checkpoint": {"every_steps": None, "every_minutes": None, "export_on_finish": False},
+        "distributed": DISTRIBUTED[strategy] | {"gradient_accumulation_steps": ACCUMULATED},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+def setup(folder: Path, words: str) -> None:
+    """`python scripts/distributed_setup.py` with these words."""
+    done = subprocess.run(
+        [sys.executable, SETUP, *words.split()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_scripts(folder: Path, *scripts: str) -> None:
+    """`bash SCRIPT` for all of them at the same time."""
+    environ = {**os.environ, **ENVIRON, "XDG_CACHE_HOME": str(folder / "cache")}
+    started = [
+        subprocess.Popen(
+            ["bash", script],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for script in scripts
+    ]
+    try:
+        for node in started:
+            said, _ = node.communicate(timeout=DEADLINE_S)
+            assert node.returncode == 0, said
+    finally:
+        for node in started:
+            node.kill()
+
+
+def losses_of(folder: Path, strategy: str) -> list[float]:
+    """The losses of a run on two ranks, once it has been found to be what was asked for."""
+    run_dir = RunDir(folder / "runs" / "tiny-1")
+    attempt = run_dir.attempt(1)
+    assert (read_record(attempt.outcome) or {})["state"] == "finished"
+    assert (read_record(attempt.launch) or {})["world_size"] == 2
+    resolved = yaml.safe_load(run_dir.resolved.read_text())
+    assert resolved["derived"]["strategy"] == strategy
+    assert resolved["config"]["training"]["global_batch_size"] == 2 * ACCUMULATED * 2
+    assert list((run_dir.path / "logs" / "runs").glob("**/events.*")), "no curves for TensorBoard"
+    losses = [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 0.05
+    return losses
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses under FSDP, started as the guide starts it on one machine: S1-46, S1-47."""
+    folder = tmp_path_factory.mktemp("fsdp") / "project"
+    make_project(folder, "fsdp")
+    setup(folder, f"fsdp {FSDP}")
+    port = free_port()
+    setup(folder, f"launcher --config config.yaml --num_gpus_per_node 2 --master_port {port}")
+    run_scripts(folder, "scripts/run_training.sh")
+    return losses_of(folder, "fsdp")
+
+
+def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[float]) -> None:
+    """S1-41 … S1-48, with DeepSpeed; the same mathematics as FSDP on one node."""
+    folder = tmp_path / "project"
+    make_project(folder, "deepspeed")
+    setup(folder, f"deepspeed {ZERO_2}")
+    port = free_port()
+    for node in (0, 1):
+        setup(
+            folder,
+            "launcher --config config.yaml --num_nodes 2 --num_gpus_per_node 1 --use_deepspeed "
+            f"--master_addr 127.0.0.1 --master_port {port} --node_rank {node}",
+        )
+        # Two machines would have a folder each.
+        (folder / "scripts/run_training.sh").rename(folder / f"node-{node}.sh")
+    run_scripts(folder, "node-1.sh", "node-0.sh")
+    assert losses_of(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
+
+
+def test_a_fault_is_told_once_by_two_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    make_project(folder, "fsdp")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("bf16", "bf8"))
+    words = ("--standalone", "--nproc_per_node=2", "src/train.py", "--config", "config.yaml")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    for what in ("mixed_precision is 'bf8'", "there is no FSDP file"):
+        assert done.stderr.count(what) == 1, done.stderr
+
+
+@pytest.fixture(scope="module")
+def slurm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with hosts(tmp_path_factory.mktemp("slurm"), 2) as lab, slurm(lab):
+        yield lab
+
+
+def test_the_job_script_trains_by_sbatch(slurm_lab: Lab, sharded: list[float]) -> None:
+    """S1-67 … S1-95: two nodes, one task and one rank on each."""
+    folder = slurm_lab.shared / "project"
+    make_project(folder, "deepspeed")
+    options = (
+        "--partition main --gres none --mem_per_gpu none --cpus_per_task 1 --modules "
+        "--conda_env none"
+    )
+    slurm_line = (
+        "slurm --config config.yaml --num_nodes 2 --num_gpus_per_node 1 --use_deepspeed "
+        f"--time_limit 00:20:00 {options}"
+    )
+    for words in (f"deepspeed {ZERO_2}", slurm_line):
+        sh(slurm_lab, "ctl", f"cd /shared/project && {sys.executable} {SETUP} {words}")
+    exports = " ".join(f"{name}={value}" for name, value in ENVIRON.items())
+    line = f"cd /shared/project && env {exports} sbatch --parsable scripts/slurm_job.sh"
+    job_id = sh(slurm_lab, "ctl", line).strip()
+
+    def state() -> str | None:
+        found = job_fields(slurm_lab, job_id)["JobState"]
+        return found if found in ENDED else None
+
+    log = folder / f"slurm-{job_id}.out"
+    assert until(state, "the job is over", DEADLINE_S) == "COMPLETED", log.read_text()
+    assert losses_of(folder, "deepspeed") == pytest.approx(sharded, abs=0.03)
+    attempt = RunDir(folder / "runs" / "tiny-1").attempt(1)
+    ranks = [read_record(attempt.rank_record(rank)) or {} for rank in (0, 1)]
+    assert [record["host"] for record in ranks] == ["a1", "a2"]

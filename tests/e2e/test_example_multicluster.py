@@ -1,0 +1,332 @@
+"""The commands of the multi-cluster document, word for word, with real ranks and a real DHT."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from isles.rundir.manifest import list_checkpoints
+from isles.rundir.paths import RunDir
+from isles.rundir.records import read_record, read_rows
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "multicluster"
+SCRIPT = EXAMPLE / "run_training.sh"
+PEER = "/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"
+DEADLINE_S = 240.0
+SMALL = "--seq-length 64"
+"""The only change to the document's lines besides addresses: 1024 tokens take a CPU too long."""
+OF_A_TURN = ("num_clusters", "weights", "inner_steps", "samples")
+SMALLER = f"{SMALL} --set checkpoint.export_on_finish=false"
+
+
+def blocks(heading: str) -> list[str]:
+    """The shell blocks below a heading of the document, as they stand."""
+    text = (ROOT / "tests" / "seeds" / "S0.md").read_text(encoding="utf-8")
+    part = re.split(r"^#{2,3} ", text.partition(f" {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    return re.findall(r"```bash\n(.*?)```", part, flags=re.S)
+
+
+class Shell:
+    """A block of the document in bash, as somebody types it."""
+
+    def __init__(self, folder: Path, block: str, log: str) -> None:
+        self.log = folder / log
+        block = block.replace("/path/to/Distributed-Multicluster", str(folder))
+        with self.log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                ["bash", "-ec", block],
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONUNBUFFERED": "1",
+                },
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def ended(self) -> int:
+        """Its exit code; fails, with what it has said, at the deadline."""
+        try:
+            return self.process.wait(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.text[-6000:]) from None
+
+    def kill(self) -> None:
+        """End what is left of it: it is a session of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def typed(folder: Path, *typed_blocks: str) -> Iterator[list[Shell]]:
+    """Blocks that are typed at the same time, each in a terminal of its own."""
+    shells = []
+    try:
+        for number, block in enumerate(typed_blocks):
+            shells.append(Shell(folder, block, f"terminal-{number}.log"))
+        yield shells
+    finally:
+        for shell in shells:
+            shell.kill()
+
+
+def with_flags(block: str, flags: str) -> str:
+    """The block with further flags behind the last one of its command."""
+    assert "train_fsdp.py" in block
+    return f"{block.rstrip()} {flags}\n"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example as a folder of its own, with the document's model beside it."""
+    place = tmp_path_factory.mktemp("work") / "multicluster"
+    shutil.copytree(EXAMPLE, place, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    subprocess.run([sys.executable, "make_llama_2m.py"], cwd=place, check=True, timeout=DEADLINE_S)
+    assert (place.parent / "tests" / "models" / "llama-2m-fresh" / "model.safetensors").is_file()
+    return place
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> RunDir:
+    """What the document's first command leaves: two ranks, five steps, made-up tokens."""
+    (block,) = blocks("2. Basic Torch Distributed Training")
+    with typed(folder, with_flags(block, SMALL)) as (shell,):
+        assert shell.ended() == 0, shell.text[-6000:]
+        assert "a new run: runs/multicluster-1" in shell.text
+        assert "Traceback" not in shell.text and "note:" not in shell.text
+    return RunDir(folder / "runs" / "multicluster-1")
+
+
+def rows_of(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run_dir.metrics) if row["kind"] == kind]
+
+
+def test_two_ranks_train_five_steps(trained: RunDir) -> None:
+    rows = rows_of(trained, "train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(8 < row["loss"] < 10 for row in rows), "random tokens of 8192: ln 8192 is 9.01"
+    assert [row["tokens"] for row in rows] == [16 * 64 * step for step in range(1, 6)]
+    assert rows[0]["learning_rate"] == 1e-2
+    for name in ("tokens_per_second", "elapsed_s", "grad_norm"):
+        assert all(row[name] > 0 for row in rows)
+    resolved = yaml.safe_load(trained.resolved.read_text())
+    assert resolved["derived"]["world_size"] == 2 and resolved["derived"]["grad_accum_steps"] == 2
+    assert resolved["origins"]["training.learning_rate"] == "--lr"
+    assert (read_record(trained.summary) or {})["steps"] == 5
+    assert (trained.model / "model.safetensors").is_file()
+
+
+def test_every_figure_of_the_document_is_recorded(trained: RunDir) -> None:
+    """By the names that the example's README gives for them."""
+    text = (EXAMPLE / "README.md").read_text(encoding="utf-8").partition("## The figures")[2]
+    there = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.M)
+    names = "Loss step lr Perplexity effective_step total_samples time_taken tokens_per_second"
+    assert [name for name, _ in there] == [*names.split(), "outer_lr", "num_peers"]
+    recorded = {*rows_of(trained, "train")[0], *OF_A_TURN, "perplexity"}
+    for name, here in there:
+        if name != "outer_lr":
+            assert recorded & set(re.findall(r"`(\w+)`", here)), name
+
+
+def test_two_nodes_train_on_text(folder: Path, words: Path) -> None:
+    """The command for several nodes, on text, with the tokenizer in the model's folder."""
+    export, node = blocks("5. Multi-Node Training")[0].split("# On master node")
+    master, worker = node.split("# On worker node")
+    assert master.split() == worker.split(), "the same command on both"
+    place = export.replace("<master_node_ip>", "127.0.0.1").replace("29500", str(free_port()))
+    text = f"--no-fake-data --dataset_name_or_path {words} --precision bf16-mixed --num-workers 4"
+    text += f" --metric-logger-type wandb --ckpt.path two-nodes --ckpt.interval 2 {SMALLER}"
+    line = with_flags(master.replace("--nproc_per_node=2", "--nproc_per_node=1"), text)
+    with typed(folder, *[f"export WANDB_MODE=disabled\n{place}{line}"] * 2) as shells:
+        codes = [shell.ended() for shell in shells]
+        said = "\n".join(shell.text[-4000:] for shell in shells)
+        assert codes == [0, 0], said
+    assert said.count("note: --num-workers 4: Does nothing") == 1, "rank 0 says it, on its node"
+    (run,) = (folder / "two-nodes").iterdir()
+    rows = rows_of(RunDir(run), "train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(0 < row["loss"] < 12 for row in rows)
+    assert [info.step for info in list_checkpoints(RunDir(run))] == [2, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def peer(folder: Path) -> Iterator[str]:
+    """The document's DHT, on the loopback; the address that it prints."""
+    (block,) = [b for b in blocks("3. Multi-Machine Hivemind Training") if "hivemind-dht" in b]
+    there = f"/ip4/127.0.0.1/tcp/{free_port()}"
+    block = block.replace("/ip4/0.0.0.0/tcp/30001", there)
+    with typed(folder, f"exec {block.partition(chr(10))[2].strip()}") as (shell,):
+        end = time.monotonic() + DEADLINE_S
+        while not (found := re.search(rf"--initial_peers ({there}/p2p/\w+)", shell.text)):
+            assert shell.process.poll() is None and time.monotonic() < end, shell.text
+            with suppress(subprocess.TimeoutExpired):
+                shell.process.wait(0.05)
+        assert (folder / "fixed_private_key.pem").is_file()
+        yield found[1]
+        shell.process.terminate()
+        assert shell.ended() == 0, shell.text
+
+
+def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
+    """Its ranks share the weights, which is what the document's trainer cannot do there."""
+    (block,) = blocks("2. Basic Hivemind Training")
+    block = re.sub(r"/ip4/127\.0\.0\.1/tcp/30001/p2p/\w+", peer, block)
+    with typed(folder, with_flags(block, f"{SMALLER} --sharding-strategy FULL_SHARD")) as (shell,):
+        assert shell.ended() == 0, shell.text[-6000:]
+        assert "note:" not in shell.text, "all addresses are on the loopback"
+    run_dir = RunDir(folder / "runs" / "multicluster-worker-0-1")
+    assert [row["step"] for row in rows_of(run_dir, "train")] == [1, 2, 3, 4, 5]
+    rows = rows_of(run_dir, "outer")
+    assert [row["step"] for row in rows] == [2, 4, 5]
+    assert all(row["weights"].keys() == {"worker-0"} for row in rows)
+    assert all(name in row for row in rows for name in OF_A_TURN)
+    status = read_record(run_dir.status) or {}
+    assert status["world_size"] == 2 and status["outer"]["turn"] == 3
+
+
+def test_a_coordinator_and_two_workers(folder: Path, peer: str) -> None:
+    """Three machines of the document as three groups of processes; a rank for each worker."""
+    found = [b for b in blocks("3. Multi-Machine Hivemind Training") if "train_fsdp.py" in b]
+    lines = [
+        with_flags(
+            block.replace("/ip4/MACHINE1_IP/tcp/30001/p2p/PEER_ID", peer).replace(
+                "--nproc_per_node=2", "--nproc_per_node=1"
+            ),
+            f"{SMALLER} --ckpt.path three",
+        )
+        for block in found
+    ]
+    assert len(lines) == 2 and all(f"export PEER_ADDRESS={peer}" in line for line in lines)
+    with typed(folder, *lines) as shells:
+        codes = [shell.ended() for shell in shells]
+        assert codes == [0, 0], "\n".join(shell.text[-4000:] for shell in shells)
+    turns = []
+    for rank in range(2):
+        run_dir = RunDir(folder / "three" / f"multicluster-worker-{rank}-1")
+        assert [row["step"] for row in rows_of(run_dir, "train")] == [1, 2, 3, 4, 5]
+        turns.append(rows_of(run_dir, "outer"))
+    for one, other in zip(*turns, strict=True):
+        assert one["num_clusters"] == 2
+        assert one["weights"] == other["weights"] and one["weights"].keys() == {
+            "worker-0",
+            "worker-1",
+        }
+        assert one["digest"] == other["digest"], "the same weights, bit for bit"
+    assert [row["step"] for row in turns[0]] == [2, 4, 5]
+    first, second = ([tuple(span) for row in rows for span in row["samples"]] for rows in turns)
+    assert not set(first) & set(second), "no sample is trained on twice"
+
+
+FAKE_TORCHRUN = """#!/usr/bin/env bash
+echo "GPUS=$CUDA_VISIBLE_DEVICES" "$@"
+case "$*" in
+*--fail*"world-rank 1") exit 7 ;;
+*--fail*) exec sleep 300 ;;
+esac
+"""
+FAKE_DHT = """#!/usr/bin/env bash
+echo $$ >dht.pid
+echo "use --initial_peers /ip4/127.0.0.1/tcp/4711/p2p/QmFake" >&2
+exec sleep 300
+"""
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path) -> Path:
+    """torchrun and hivemind-dht that tell what they were given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("torchrun", FAKE_TORCHRUN), ("hivemind-dht", FAKE_DHT)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def script(bin_folder: Path, *words: str, gpus: str | None = None) -> tuple[int, str, list[str]]:
+    """Run run_training.sh; its exit code, what it said of faults, and the workers' logs."""
+    environment = {"PATH": f"{bin_folder}:/usr/bin:/bin"}
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *words],
+        cwd=bin_folder.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    logs = [path.read_text() for path in sorted(bin_folder.parent.glob("worker-*.log"))]
+    return done.returncode, done.stderr, logs
+
+
+def test_the_script_gives_each_worker_its_rank_and_its_gpus(bin_folder: Path) -> None:
+    code, said, logs = script(bin_folder, "2", "2", PEER, "--lr", "1", gpus="4,5,6,7")
+    assert (code, said, len(logs)) == (0, "", 2)
+    for rank, (log, gpus) in enumerate(zip(logs, ("4,5", "6,7"), strict=True)):
+        assert log.startswith(f"GPUS={gpus} --standalone --nproc_per_node=2 {EXAMPLE}")
+        assert f"--lr 1 --hv.initial-peers {PEER} --hv.galaxy-size 2 --hv.world-rank {rank}" in log
+    assert script(bin_folder, "2", "1", PEER)[2][1].startswith("GPUS=1 ")
+    assert script(bin_folder, "2", "1", PEER, gpus="")[2][1].startswith("GPUS= ")
+
+
+def test_the_script_starts_and_ends_a_first_peer(bin_folder: Path) -> None:
+    (bin_folder.parent / "dht.log").write_text("--initial_peers /ip4/127.0.0.1/tcp/1/p2p/QmOld\n")
+    code, said, logs = script(bin_folder, "2", "1", "auto")
+    assert (code, said) == (0, "")
+    assert all("--hv.initial-peers /ip4/127.0.0.1/tcp/4711/p2p/QmFake" in log for log in logs)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int((bin_folder.parent / "dht.pid").read_text())).wait(DEADLINE_S)
+
+
+def test_the_script_stops_the_others_when_a_worker_fails(bin_folder: Path) -> None:
+    code, said, _ = script(bin_folder, "2", "1", PEER, "--fail")
+    assert code == 7 and "a worker has ended with 7" in said and "worker-*.log" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ((), "0 arguments"),
+        (("0", "1", "auto"), "'0' is not a number of workers"),
+        (("2", "1", "10.0.0.1"), "'10.0.0.1' is neither auto nor"),
+        (("2", "2", PEER), "2 x 2 GPUs, and CUDA_VISIBLE_DEVICES is 4,5,6"),
+    ],
+)
+def test_the_script_says_what_is_wrong(
+    bin_folder: Path, words: tuple[str, ...], wanted: str
+) -> None:
+    code, said, logs = script(bin_folder, *words, gpus="4,5,6")
+    assert code == 1 and wanted in said and "fix: " in said and logs == []
+
+
+def test_the_script_is_executable() -> None:
+    assert os.access(SCRIPT, os.X_OK)

@@ -1,0 +1,202 @@
+"""examples/home_lab and the pages around it: the guide's settings, its lines, and every finding."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.errors import ExitCode
+from isles.preflight.ids import MEANINGS
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "home_lab"
+GUIDE = (ROOT / "tests" / "seeds" / "S4.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "home-lab.md").read_text(encoding="utf-8")
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+NOT_OURS = {
+    "connect() call failed",
+    "no kernel image is available",
+    "telnet HOST 29500",
+    "Too many open files",
+}
+"""Messages on the page that other programs say."""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """train_distributed.py as a module."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.delenv("CONDA_DEFAULT_ENV", raising=False)
+    monkeypatch.delitem(sys.modules, "train_distributed", raising=False)
+    import train_distributed  # type: ignore[import-not-found,unused-ignore]
+
+    module: ModuleType = train_distributed
+    return module
+
+
+def test_the_settings_are_those_of_the_guide(script: ModuleType) -> None:
+    (block,) = re.findall(r"^```python\n(# Edit these.*?)^```", GUIDE, re.M | re.S)
+    wanted = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in ast.parse(block).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert len(wanted) == 6
+    assert {name: getattr(script, name) for name in wanted} == wanted
+
+
+def test_each_setting_reaches_the_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_run_file(EXAMPLE / "home_lab.yaml").config
+    same = load_run_file(EXAMPLE / "home_lab.yaml", script.settings(3)).config
+    assert same == plain  # the file says what the script does
+    for name, value in {
+        "MODEL_NAME": "a/b",
+        "DATASET_NAME": "data/x y: *.jsonl",
+        "DATASET_CONFIG": None,
+        "EPOCHS": 7,
+        "LEARNING_RATE": 1e-5,
+        "BATCH_SIZE": 2,
+        "GRADIENT_ACCUMULATION": 16,
+    }.items():
+        monkeypatch.setattr(script, name, value)
+    config = load_run_file(EXAMPLE / "home_lab.yaml", script.settings(4)).config
+    assert config.model.name_or_path == "a/b"
+    assert [(s.path, s.subset) for s in config.data.sources] == [("data/x y: *.jsonl", None)]
+    training = config.training
+    assert (training.num_train_epochs, training.learning_rate) == (7, 1e-5)
+    assert (training.micro_batch_size, training.global_batch_size) == (2, 2 * 16 * 4)
+
+
+def test_hosts_become_a_cluster(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ("user@192.168.1.100", "user@192.168.1.101", "user@192.168.1.102")
+    monkeypatch.setattr(script, "PROJECT", Path.home() / "some where/ai-cluster")
+    monkeypatch.setenv("CONDA_DEFAULT_ENV", "dist-train")
+    values = [*script.settings(3), *script.clusters(hosts)]
+    loaded = load_run_file(EXAMPLE / "home_lab.yaml", values)
+    resolved = resolve(loaded, num_gpus=0)
+    (cluster,) = resolved.config.clusters
+    assert cluster.launcher.kind == "ssh"
+    assert list(cluster.launcher.hosts) == list(hosts)
+    assert cluster.workdir == "~/some where/ai-cluster"
+    assert cluster.environment.conda == "dist-train"
+    assert resolved.world_size == 3
+
+
+def test_without_torchrun_it_is_isles_train(tmp_path: Path) -> None:
+    """On this machine alone; under torchrun the hosts are torchrun's matter."""
+    command = [sys.executable, str(EXAMPLE / "train_distributed.py")]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+    def run(*args: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *args],
+            cwd=tmp_path,
+            env=environ | more,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    done = run("--dry-run", "name=alone")
+    assert done.returncode == 0, done.stderr
+    assert f"isles.train.agent {tmp_path}/logs/runs/alone-1" in done.stdout
+    assert re.search(r"global_batch_size: 8 +# command line", done.stdout)
+    done = run("training.max_stepz=4")
+    assert done.returncode == ExitCode.USER and "did you mean max_steps?" in done.stderr
+    done = run("--hosts", "a", TORCHELASTIC_RUN_ID="100")
+    assert done.returncode == ExitCode.USER and "not with torchrun" in done.stderr
+
+
+def test_gemma_on_three_unequal_cards() -> None:
+    resolved = resolve(load_run_file(EXAMPLE / "gemma_qlora.yaml"), num_gpus=0)
+    config = resolved.config
+    assert resolved.world_size == 3
+    assert config.adapter.type == "qlora" and config.model.name_or_path.startswith("google/gemma")
+    # What makes unequal cards equal in time, each with the rows that fit on it.
+    assert (config.balance, config.training.micro_batch_size) == ("auto", "auto")
+    assert config.training.gradient_checkpointing == "full"
+
+
+def launch(tmp_path: Path, *args: str, check: int = 0) -> tuple[int, list[str], str]:
+    """Run launch_cluster.sh with a Python that only writes down what it was asked to run."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\n[ "$2" != --check ] || exit {check}\n'
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        [str(EXAMPLE / "launch_cluster.sh"), *args],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    calls = (tmp_path / "calls").read_text().replace(f"{EXAMPLE}/train_distributed.py ", "")
+    return done.returncode, calls.splitlines(), done.stderr
+
+
+def test_the_launcher_takes_the_three_machines_of_the_guide(tmp_path: Path) -> None:
+    values = "training.num_train_epochs=1"
+    code, calls, _ = launch(tmp_path, "--", values, "--dry-run")
+    three = "--hosts 192.168.1.100 192.168.1.101 192.168.1.102"
+    assert (code, calls) == (0, [f"--check {values} {three}", f"{values} --dry-run {three}"])
+
+
+def test_the_launcher_starts_nothing_where_the_check_fails(tmp_path: Path) -> None:
+    code, calls, said = launch(tmp_path, "a@one", "a@two", check=2)
+    assert (code, calls) == (2, ["--check --hosts a@one a@two"])
+    assert "not started" in said
+
+
+def test_the_page_has_the_lines_of_the_guide() -> None:
+    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.M | re.S)
+    (torchrun,) = [text for text in blocks if "torchrun \\" in text and "--node_rank=0 " in text]
+    assert torchrun in PAGE
+    for line in (
+        'ssh-keygen -t ed25519 -f ~/.ssh/id_ed25519 -N ""',
+        "ssh-copy-id -i ~/.ssh/id_ed25519.pub user@192.168.1.101",
+        'ssh user@192.168.1.101 "echo OK"',
+        "conda create -n dist-train python=3.11 -y",
+        "mkdir -p ~/Development/Projects/ai-ml-pipeline/ai-cluster/{scripts,data,checkpoints,logs}",
+        "tensorboard --logdir ~/Development/Projects/ai-ml-pipeline/ai-cluster/logs/runs/",
+        "python train_single_test.py",
+    ):
+        assert any(line in text for text in blocks), line
+        assert line in PAGE, line
+
+
+def test_every_finding_and_exit_code_leads_to_a_paragraph() -> None:
+    leads = "\n".join(re.findall(r"^(?:\*\*.*?\*\*|- .*|\| \d+ .*)", TROUBLE, re.M | re.S))
+    assert [name for name in MEANINGS if f"`{name}`" not in leads] == []
+    named = re.findall(r"`([a-z]+\.[a-z]+)`", TROUBLE)
+    ids = {name for name in named if name.split(".")[0] in {key.split(".")[0] for key in MEANINGS}}
+    assert ids <= set(MEANINGS), ids - set(MEANINGS)
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", TROUBLE, re.M)}
+    assert codes == {int(code) for code in ExitCode} - {0}
+
+
+def test_messages_on_the_page_are_said_somewhere() -> None:
+    """What stands between backticks in the head of a paragraph, but for values in it."""
+    words = "\n".join(
+        node.value
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    heads = re.findall(r"^\*\*(.*?)\*\*", TROUBLE, re.M | re.S)
+    messages = {m for head in heads for m in re.findall(r"`([^`]* [^`]*)`", head)} - NOT_OURS
+    assert len(messages) >= 45
+    for message in messages:
+        for piece in re.split(r"…|\d[\d.]*", message):
+            assert piece.strip() in words, message
