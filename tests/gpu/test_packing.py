@@ -23,15 +23,19 @@ def test_the_kernel_keeps_documents_apart_and_waits_for_nothing(tiny_model: Path
     """CPU twin: tests/dist/test_packing.py, test_packed_training_is_unpacked_training."""
     config = ModelConfig(name_or_path=str(tiny_model), init="scratch")
     model: Any = build_model(config, device=CUDA, dtype=torch.bfloat16, seed=0, vocab_size=None)
-    assert use_maskless_attention(model, device=CUDA, dtype=torch.bfloat16)
-    assert model.config._attn_implementation == VARLEN
     lengths = [(40, 50, 38), (1, 100, 27)]
     positions = torch.tensor([[i for n in row for i in range(n)] for row in lengths], device=CUDA)
     ids = torch.randint(0, 512, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
     ends = cu_seqlens(positions)
     grads = {}
-    for name in (VARLEN, MASKED):
-        model.set_attn_implementation(name)
+    places: dict[str, dict[str, Any]] = {
+        VARLEN: {"device": CUDA, "dtype": torch.bfloat16},
+        MASKED: {},
+    }
+    for name, place in places.items():
+        model.set_attn_implementation("sdpa")
+        assert use_maskless_attention(model, **place)
+        assert model.config._attn_implementation == name
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -33,17 +33,37 @@ def test_every_number_is_there_once_and_in_order() -> None:
 
 
 def test_every_row_says_what_and_how_and_by_which_test() -> None:
-    for row in rows():
-        assert len(row) == 4, row
-        number, what, how, test = row
-        assert what and how, number
-        named, _, reasons = test.partition("; ")
-        if test.startswith("not "):
-            named, reasons = "", test
-        rest = _TEST.sub("", named).replace(",", "").strip()
-        assert not rest and (named or reasons), f"{number}: neither tests nor a reason: {test}"
-        for reason in filter(None, reasons.split("; ")):
-            assert _REASON.fullmatch(reason), f"{number}: {reason}"
+    assert all(len(row) == 4 and row[1] and row[2] for row in rows())
+    faults = [f"{row[0]}: {fault}" for row in rows() for fault in faults_of(row[3])]
+    assert not faults, "\n".join(faults)
+
+
+def faults_of(cell: str) -> list[str]:
+    """What in the last cell is neither a test nor a reason: tests, and reasons behind `; `."""
+    named, *reasons = cell.split("; ")
+    if not cell:
+        return ["nothing"]
+    if named.startswith("not "):
+        named, reasons = "", [named, *reasons]
+    rest = _TEST.sub("", named).replace(",", "").strip()
+    faults = [rest] if rest else []
+    return faults + [reason for reason in reasons if not _REASON.fullmatch(reason)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "num_faults"),
+    [
+        ("`unit/test_a.py::test_b`, `unit/test_a.py::test_c`", 0),
+        ("`unit/test_a.py::test_b`; not done: the other half of it", 0),
+        ("not done, because nobody has a GPU", 0),
+        ("", 1),
+        ("test_b", 1),
+        ("not done", 1),
+        ("`unit/test_a.py::test_b`; later", 1),
+    ],
+)
+def test_a_row_without_test_and_reason_is_noticed(cell: str, num_faults: int) -> None:
+    assert len(faults_of(cell)) == num_faults
 
 
 def test_every_named_test_is_there() -> None:
