@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from isles.config.load import Loaded, load_run_file
+from isles.errors import ConfigError
 from isles.preflight.meeting import judge_rendezvous, rendezvous_stand_in
 from isles.preflight.node_net import dial
 
@@ -71,10 +72,29 @@ def test_nothing_listens_where_nobody_would_come(
         assert loaded is given
 
 
+def test_a_place_where_nothing_can_listen_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As port 80 is for everybody but root; here this test is root."""
+
+    def refused(*_: Any, **__: Any) -> socket.socket:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refused)
+    with (
+        pytest.raises(
+            ConfigError, match=r"cannot listen at .* port 80: Permission denied"
+        ) as caught,
+        rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:80")),
+    ):
+        pass
+    assert "outer.public" in caught.value.where and "HOST:PORT" in caught.value.fix
+
+
 def test_a_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     loaded = loaded_with(tmp_path, CLUSTERS, rendezvous="nowhere.invalid:29400")
     outer = loaded.config.diloco
     assert outer is not None
     finding = judge_rendezvous("a1", outer, dialled(loaded))
     assert finding.level == "error" and "nowhere.invalid:29400" in finding.text
-    assert "name" in finding.text.lower() and "on nowhere.invalid" in finding.fix
+    assert "name" in finding.text.lower() and "is nowhere.invalid its name" in finding.fix

@@ -12,6 +12,7 @@ from typing import Any
 
 from isles.config.load import Loaded
 from isles.config.outer import DiLoCoConfig
+from isles.errors import ConfigError
 from isles.launch.meeting import own_addresses, split_address
 from isles.launch.several import is_elsewhere, meeting_place
 from isles.preflight.course import QUICK_S, Course
@@ -37,8 +38,9 @@ def rendezvous_stand_in(loaded: Loaded) -> Iterator[Loaded]:
         yield loaded
         return
     listen, public = meeting_place(loaded)
-    host, port = split_address(listen, loaded.where("outer.public", "outer"))
-    with _listening(host, port) as opened:
+    where = loaded.where("outer.public", "outer")
+    host, port = split_address(listen, where)
+    with _listening(host, port, where) as opened:
         address = f"{(public or listen).rpartition(':')[0]}:{opened}"
         update = {"rendezvous": address, "public": None}
         config = loaded.config.model_copy(update={"outer": outer.model_copy(update=update)})
@@ -46,13 +48,18 @@ def rendezvous_stand_in(loaded: Loaded) -> Iterator[Loaded]:
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[int]:
+def _listening(host: str, port: int, where: str) -> Iterator[int]:
     """Let whoever comes in; the port. Where somebody listens already it is the rendezvous."""
     try:
         server = socket.create_server((host, port), family=_family(host))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise
+            raise ConfigError(
+                f"the rendezvous cannot listen at {host} port {port}: {error.strerror or error}",
+                where=where,
+                fix="outer.public: HOST:PORT, with an address that leads here and a port from "
+                "1024 on",
+            ) from None
         yield port
         return
     threading.Thread(target=_let_in, args=(server,), daemon=True).start()
@@ -103,16 +110,16 @@ def judge_rendezvous(head: str, outer: DiLoCoConfig, answer: dict[str, Any]) -> 
         return Finding("net.rendezvous", "ok", head, text, measured=taken)
     host, _, port = address.rpartition(":")
     is_here = host.strip("[]") in own_addresses()
+    place = "this machine" if is_here else host
+    open_it = f"open port {port} on {place} for it, such as sudo ufw allow {port}/tcp"
     if state == "refused":
         why = "nothing listens there, or a firewall refuses"
-        fix = "is it running (`isles rendezvous`)? "
+        fix = f"is it running (`isles rendezvous`)? {open_it}"
     elif state == "dropped":
         why = f"no answer within {_CONNECT_S:.0f} s: packets are dropped, as by a firewall"
-        fix = ""
+        fix = open_it
     else:
-        why, fix = state, ""
-    fix += f"open port {port} on {'this machine' if is_here else host} for it"
-    fix += ", such as sudo ufw allow " + f"{port}/tcp"
+        why, fix = state, f"is {host} its name or address, and is there a way to it?"
     if outer.engine == "hub":
         fix += "; or name an address that it reaches: outer.public, or a rendezvous elsewhere"
     text = f"it does not reach the rendezvous at {address}: {why}"
