@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,8 +46,12 @@ def version(package: str) -> str | None:
 def code_files() -> list[tuple[str, bytes]]:
     """Every file of the package, by its path inside it."""
     root = Path(isles.__file__).parent
-    paths = sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    return [(p.relative_to(root).as_posix(), p.read_bytes()) for p in paths]
+    paths = []
+    for folder, inner, names in os.walk(root):
+        # Not entered at all: another process may write or remove it at this moment.
+        inner[:] = [name for name in inner if name != "__pycache__"]
+        paths += [Path(folder, name) for name in names]
+    return [(p.relative_to(root).as_posix(), p.read_bytes()) for p in sorted(paths)]
 
 
 def code_digest() -> str:
