@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +185,58 @@ def test_a_cluster_that_cannot_be_started_stops_the_start(two: Path) -> None:
     assert command.ended() == 0
     assert "the others go on" in command.text and "=== cluster a" in command.text
     assert not (two.parent / "runs").exists()
+
+
+@pytest.fixture
+def first_peer(tmp_path: Path) -> Iterator[str]:
+    """The address of a `hivemind-dht` on the loopback."""
+    log = tmp_path / "dht.log"
+    words = ["--identity_path", str(tmp_path / "dht.pem"), "--host_maddrs", "/ip4/127.0.0.1/tcp/0"]
+    program = Path(sys.executable).with_name("hivemind-dht")
+    with log.open("wb") as stream:
+        process = subprocess.Popen([program, *words], stdout=stream, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while not (found := re.search(r"--initial_peers (/ip4/\S+)", log.read_text())):
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_S)
+
+
+def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_peer: str) -> None:
+    """They find one another by an address in the run file; no rendezvous is started."""
+    content = yaml.safe_load(two.read_text())
+    content["outer"] |= {"engine": "hivemind", "min_clusters": 2}
+    content["outer"]["hivemind"] = {"initial_peers": [first_peer]}
+    content["training"]["max_steps"] = 16
+    two.write_text(yaml.safe_dump(content))
+    output_dir = two.parent / "runs"
+    here = f"--output-dir={output_dir}"
+    command = Command(two, "peers.log")
+    try:
+        command.until(lambda: {"a", "b"} <= averaged(command), "a turn of both")
+        run = find_any("t", output_dir)
+        assert isinstance(run, SeveralRun) and not run.meets and not run.state.exists()
+        shown = isles("status", "t", here)
+        assert "without a rendezvous" in shown and "does not reach" not in shown
+        command.process.send_signal(signal.SIGINT)
+        assert command.ended() == 130, command.text
+        assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
+        command = Command(two, "peers-again.log")
+        assert command.ended() == 0, command.text
+    finally:
+        command.process.kill()
+        for cluster in find_any("t", output_dir).clusters:
+            end_here(RunDir(Path(cluster.path)), say=lambda _: None)
+    assert "going on with t-1" in command.text and "the same weights" in command.text
+    assert not run.state.exists()
+    runs = [find_cluster("t", output_dir, name) for name in "ab"]
+    one, other = (load_file(found.path / "model" / "model.safetensors") for found in runs)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert all(
+        row["weights"].keys() == {"a", "b"} for found in runs for row in turns_of(found).values()
+    )

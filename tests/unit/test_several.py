@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from isles.config.load import Loaded, load_run_file
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
-from isles.launch.several import local_environs, meeting_place
+from isles.launch.several import local_environs, meeting_place, refuse_peers
 from isles.monitor.everywhere import reports_of_all
 from isles.monitor.several_choice import choose
 from isles.monitor.several_end import end_lines, worst
@@ -255,3 +256,38 @@ def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Pa
         roster.touch(number)
         least.append(roster.least)
     assert least == [2, 1, 2, 1]
+
+
+PEER = "/ip4/127.0.0.1/tcp/30001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+TWO_SITES = "[{name: a}, {name: b, launcher: {kind: ssh, hosts: [me@b]}, workdir: /w}]"
+
+
+@pytest.mark.parametrize(
+    ("clusters", "hivemind", "words"),
+    [
+        ("[{name: a}, {name: b}]", "{}", "there is none"),
+        (TWO_SITES, f"{{initial_peers: [{PEER}]}}", "b would listen there on other machines"),
+        (
+            "[{name: a}, {name: b}]",
+            f"{{initial_peers: [{PEER}], host_maddrs: [/ip4/0.0.0.0/tcp/30002]}}",
+            "a, b are on this machine and would share /ip4/0.0.0.0/tcp/30002",
+        ),
+        (
+            "[{name: a}, {name: b}]",
+            f"{{initial_peers: [{PEER}], identity_path: key.pem}}",
+            "would share identity_path key.pem",
+        ),
+    ],
+)
+def test_peers_that_cannot_find_one_another(
+    tmp_path: Path, clusters: str, hivemind: str, words: str
+) -> None:
+    """Engine hivemind from one run file."""
+    loaded = load(tmp_path, clusters, "outer.engine=hivemind", f"outer.hivemind={hivemind}")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        refuse_peers(loaded)
+
+
+def test_peers_that_find_one_another(tmp_path: Path) -> None:
+    there = f"{{initial_peers: [{PEER}], host_maddrs: [/ip4/0.0.0.0/tcp/30002]}}"
+    refuse_peers(load(tmp_path, TWO_SITES, "outer.engine=hivemind", f"outer.hivemind={there}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from contextlib import suppress
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import LocalLauncherConfig
 from isles.config.load import Loaded
+from isles.config.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
 from isles.launch.meeting import listen_address, own_addresses
 from isles.rundir.env import rank_defaults, visible_devices
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns[46]?/localhost/")
 _NOWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737): asking for the way to it sends nothing."""
 
@@ -70,6 +73,7 @@ def _deal(
             + ", ".join(needs),
             where=loaded.where("clusters"),
             fix="lower gpus_per_node, or give a cluster device: cpu",
+            id="gpu.count",
         )
     share, more = divmod(left, len(auto)) if auto else (0, 0)
     counts = fixed | {name: share + (i < more) for i, name in enumerate(auto)}
@@ -79,6 +83,43 @@ def _deal(
         found[cluster.name] = gpus[begin:end]
         begin = end
     return found
+
+
+def refuse_peers(loaded: Loaded) -> None:
+    """Look whether clusters of engine hivemind that one run file starts can find one another.
+
+    Raises:
+        ConfigError: they cannot, with these addresses.
+    """
+    outer = loaded.config.diloco
+    if outer is None or outer.engine != "hivemind":
+        return
+    found = outer.hivemind or HivemindConfig()
+    here = [c.name for c in loaded.config.clusters if not is_elsewhere(c)]
+    elsewhere = [c.name for c in loaded.config.clusters if is_elsewhere(c)]
+    if not found.initial_peers:
+        raise ConfigError(
+            "clusters of engine hivemind need an address to find one another by, and there is none",
+            where=loaded.where("outer.hivemind.initial_peers", "outer.engine"),
+            fix="start `hivemind-dht` on a machine that all reach, and write the address that it "
+            "prints into outer.hivemind.initial_peers; or use engine: hub",
+        )
+    if elsewhere and all(_LOOPBACK.match(address) for address in found.host_maddrs):
+        raise ConfigError(
+            f"{', '.join(found.host_maddrs)} is reached from its own machine only, and "
+            f"{', '.join(elsewhere)} would listen there on other machines",
+            where=loaded.where("outer.hivemind.host_maddrs", "outer.engine"),
+            fix="host_maddrs: [/ip4/0.0.0.0/tcp/0], or with a port that firewalls let through",
+        )
+    fixed = [address for address in found.host_maddrs if not address.endswith("/0")]
+    if found.identity_path is not None:
+        fixed.append(f"identity_path {found.identity_path}")
+    if len(here) > 1 and fixed:
+        raise ConfigError(
+            f"{', '.join(here)} are on this machine and would share {', '.join(fixed)}",
+            where=loaded.where("outer.hivemind.host_maddrs", "outer.hivemind"),
+            fix="leave out identity_path, and take port 0: each finds one of its own",
+        )
 
 
 def meeting_place(loaded: Loaded) -> tuple[str, str]:
@@ -111,6 +152,7 @@ def _meeting_address(loaded: Loaded) -> str:
         "it cannot be found out at which address the clusters reach this machine",
         where=loaded.where("outer.public", "outer"),
         fix="say it: outer.public: HOST:PORT",
+        id="rendezvous.address",
     )
 
 

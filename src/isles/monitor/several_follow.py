@@ -64,7 +64,8 @@ class SeveralAttendant:
 
     def attend(self) -> int:
         """Follow to the end; the worst exit code, or 0 where the terminal was closed."""
-        threading.Thread(target=self._ask, daemon=True).start()
+        if self._run.meets:
+            threading.Thread(target=self._ask, daemon=True).start()
         left = set(self._children)
         try:
             while left:
@@ -126,7 +127,7 @@ class SeveralAttendant:
             for name, report in cluster_reports(self._run).items()
             if report.state in ("running", "queued")
         ]
-        if not is_alive and not self._run.rendezvous:
+        if not is_alive and self._run.meets and not self._run.rendezvous:
             end_rendezvous(self._run.state)
         lines, code = end_lines(self._run, self._codes)
         for line in lines:

@@ -72,6 +72,8 @@ def several_report(run: SeveralRun) -> SeveralReport:
 
 
 def _ask(run: SeveralRun) -> tuple[dict[str, Any] | None, str]:
+    if not run.meets:
+        return None, ""
     if not run.rendezvous and rendezvous_process(run.state) is None:
         return None, "it does not run"
     try:
@@ -100,6 +102,8 @@ def several_lines(report: SeveralReport) -> list[str]:
 
 
 def _meeting_lines(report: SeveralReport) -> list[str]:
+    if not report.run.meets:
+        return ["  meeting    without a rendezvous: engine hivemind"]
     place = report.run.rendezvous
     if not place:
         try:
@@ -211,7 +215,8 @@ def _remarks(report: SeveralReport) -> list[str]:
         if found.state != "running":
             continue
         if outer and not outer.get("is_connected", True):
-            lines.append(f"{name} does not reach the rendezvous, and trains on alone")
+            whom = "the rendezvous" if report.run.meets else "the others"
+            lines.append(f"{name} does not reach {whom}, and trains on alone")
         elif outer.get("is_behind") or (member and member["is_behind"]):
             lines.append(f"{name} is behind, and takes the weights of another")
         elif member and member["state"] not in ("living", "finished"):

@@ -16,10 +16,10 @@ from isles.config.load import Loaded
 from isles.config.outer import DiLoCoConfig
 from isles.config.shared import shared_text
 from isles.config.show import named_cluster
-from isles.errors import ConfigError, ExitCode, UserError
+from isles.errors import ExitCode, UserError
 from isles.launch.meeting import end_rendezvous, open_rendezvous, rendezvous_process
 from isles.launch.passing import STARTED
-from isles.launch.several import is_elsewhere, local_environs, meeting_place
+from isles.launch.several import is_elsewhere, local_environs, meeting_place, refuse_peers
 from isles.launch.ssh import interruptible
 from isles.launch.start import StartOptions
 from isles.monitor.several_child import Ended, Word, run_all
@@ -67,7 +67,7 @@ class SeveralStart:
         Raises:
             UserError: the run cannot be begun, or clusters cannot be started: all of them.
         """
-        self._refuse_engine()
+        refuse_peers(self.loaded)
         for cluster in self.loaded.config.clusters:
             named_cluster(self.loaded, cluster.name)  # its name may be too long
         self.environs = local_environs(self.loaded)
@@ -81,16 +81,6 @@ class SeveralStart:
         self._part_with({name: end for name, end in ended.items() if end.code}, "cannot be started")
         return {name: "\n".join(end.out) for name, end in ended.items() if not end.code}
 
-    def _refuse_engine(self) -> None:
-        outer = self.loaded.config.diloco
-        if outer is not None and outer.engine == "hivemind":
-            raise ConfigError(
-                "clusters of engine hivemind have no rendezvous that could be started here",
-                where=self.loaded.where("outer.engine"),
-                fix="start each where it is, with a run file of one cluster and the same name; "
-                "docs/hivemind.md. Or use engine: hub",
-            )
-
     def start(self) -> SeveralRun:
         """Start what is to be started; all of it, or nothing is left running of it.
 
@@ -103,13 +93,13 @@ class SeveralStart:
         with interruptible() as hand_back:
             try:
                 self._make_folder()
-                line = self._open()
+                line = self._open() if self.run.meets else None
                 ended = run_all(
                     {name: self._words(name, "--announce") for name in self.choice.todo},
                     doing="starting",
                     say=say,
                     hear=self._hear,
-                    given=line.secret_text(),
+                    given=line.secret_text() if line is not None else "",
                     environs=self.environs,
                 )
                 hand_back()
@@ -147,7 +137,8 @@ class SeveralStart:
         options = self.options
         words = ["train", str(options.path), *options.overrides, "--cluster", name]
         words += [f"--resume={self.choice.todo[name]}", how]
-        return words + (["--join-file=/dev/stdin"] if how == "--announce" else [])
+        has_line = how == "--announce" and self.run.meets
+        return words + (["--join-file=/dev/stdin"] if has_line else [])
 
     def _make_folder(self) -> None:
         path = self.run.path
@@ -206,6 +197,10 @@ class SeveralStart:
         """Where the clusters would meet."""
         outer = self.loaded.config.diloco
         assert outer is not None
+        if outer.hivemind is not None:
+            return (
+                f"the clusters would find one another by {', '.join(outer.hivemind.initial_peers)}"
+            )
         if outer.rendezvous is not None:
             return f"the clusters would meet at {outer.rendezvous}"
         listen, announce = meeting_place(self.loaded)

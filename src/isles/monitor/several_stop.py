@@ -45,8 +45,10 @@ def stop_several(
         hear=hear,
     )
     code = max((end.code for end in ended.values()), default=ExitCode.OK)
-    if code:
+    if code and run.meets:
         say("the rendezvous goes on for those that run")
-    elif not run.rendezvous and end_rendezvous(run.state):
+    elif run.meets and not run.rendezvous and end_rendezvous(run.state):
         say(f"{run.name} has stopped, and its rendezvous has ended")
+    elif not code:
+        say(f"{run.name} has stopped")
     return code

@@ -42,7 +42,8 @@ class SeveralRun:
         begun_at: its first start, seconds since the epoch.
         started_at: its last start.
         config: every value of the run file at its last start.
-        rendezvous: HOST:PORT of one that was started by itself; empty: it belongs to this run.
+        rendezvous: HOST:PORT of one that was started by itself; empty: it belongs to this run, or
+            there is none (`meets`).
     """
 
     path: Path
@@ -66,6 +67,11 @@ class SeveralRun:
     def state(self) -> Path:
         """The state directory of the rendezvous that belongs to it."""
         return self.path / "rendezvous"
+
+    @property
+    def meets(self) -> bool:
+        """Whether its clusters have a rendezvous; those of engine hivemind find one another."""
+        return dict(self.config.get("outer") or {}).get("engine") != "hivemind"
 
     @property
     def join_file(self) -> Path:

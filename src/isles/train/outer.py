@@ -269,7 +269,7 @@ class Outer:
 
     def _others(self) -> str:
         if self._chief is None or not self._chief.line.is_connected:
-            return "the rendezvous is away"
+            return "the others are not reached"
         return f"taking part: {', '.join(self._chief.line.members) or 'nobody'}"
 
     @property

@@ -223,7 +223,7 @@ class Chief:
             self._orders.append(UseReserve(self._wanted(outlook)))
             if not self.uses_reserve:
                 self._recorder.note(
-                    "no samples are dealt: until the rendezvous is back this cluster reads samples "
+                    f"no samples are dealt: until {self._they_are} back this cluster reads samples "
                     "that others may have"
                 )
             self.uses_reserve = True
@@ -318,6 +318,12 @@ class Chief:
             case _:
                 assert_never(event)
 
+    @property
+    def _they_are(self) -> str:
+        """Whom this cluster misses where it reaches nobody."""
+        is_hivemind = self._config.engine == "hivemind"
+        return "the other clusters are" if is_hivemind else "the rendezvous is"
+
     def _tell(self, event: Event) -> None:
         """What people should know of an event."""
         note = self._recorder.note
@@ -332,10 +338,10 @@ class Chief:
             case Reset():
                 note(f"this cluster goes back to the last average: {event.why}")
             case RendezvousLost():
-                meanwhile = "training goes on" if self.is_joined else "this cluster waits for it"
-                note(f"the rendezvous is away, {meanwhile}: {event.why}")
+                meanwhile = "training goes on" if self.is_joined else "this cluster waits"
+                note(f"{self._they_are} away, {meanwhile}: {event.why}")
             case RendezvousFound():
-                note(f"the rendezvous is back after {format_duration(event.away_s)}")
+                note(f"{self._they_are} back after {format_duration(event.away_s)}")
             case Refused():
                 note(f"the rendezvous does not let this cluster in: {event.what}; {event.fix}")
             case Note(is_warning=True):
