@@ -461,3 +461,23 @@ async def _gloo(folder: Path) -> None:
         await c.fetch_average(answer, folder / "c", DEADLINE_S)
         assert await pair == [[300.0] * 3] * 2
         assert (folder / "c").read_bytes() == (folder / "a").read_bytes()
+
+
+def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:
+    asyncio.run(_left_alone(tmp_path))
+
+
+async def _left_alone(folder: Path) -> None:
+    async with (
+        serving(folder / "state") as (server, line),
+        Client(line, member_id("a")) as a,
+        Client(line, member_id("b")) as b,
+    ):
+        await a.join(join("a", 100, 0, ["0" * 64] * 2), DEADLINE_S)
+        await b.join(join("b", 100, 0, ["0" * 64] * 2), DEADLINE_S)
+        await b.leave(DEADLINE_S)
+        ending = asyncio.create_task(server.finished(DEADLINE_S, alone_s=0.2))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(ending), 1.0)  # a may still train
+        await a.leave(DEADLINE_S, has_finished=True)
+        await asyncio.wait_for(ending, DEADLINE_S)

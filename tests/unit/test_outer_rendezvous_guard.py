@@ -262,6 +262,17 @@ def test_it_is_over_when_all_have_finished(tmp_path: Path) -> None:
     assert not world.core.is_over()
 
 
+def test_it_is_left_alone_when_some_have_finished_and_nobody_is_heard(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.join("a"), world.join("b")
+    world.core.leave(member_id("b"))  # stopped: both may come back
+    assert not world.core.is_left_alone()
+    world.core.leave(member_id("a"), has_finished=True)
+    assert world.core.is_left_alone() and not world.core.is_over()
+    world.join("b")
+    assert not world.core.is_left_alone()
+
+
 def test_status_says_who_is_waited_for_and_why(tmp_path: Path) -> None:
     world = World(tmp_path, dead_after_s=100.0)
     for name in "abc":

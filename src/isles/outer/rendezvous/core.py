@@ -179,6 +179,12 @@ class Core:
         members = self.roster.latest()
         return bool(members) and all(m["state"] == "left" and m["has_finished"] for m in members)
 
+    def is_left_alone(self) -> bool:
+        """Whether some clusters have finished, and of the others none is heard."""
+        members = self.roster.latest()
+        is_any_done = any(m["has_finished"] for m in members)
+        return is_any_done and all(m["state"] != "living" for m in members)
+
     def claim(self, claim: Claim) -> ClaimAnswer:
         """A cluster needs samples."""
         member = self.heard(claim.id)

@@ -38,6 +38,8 @@ T = TypeVar("T")
 _TICK_S = 0.1
 _RETRY_S = 2.0
 _LOOK_S = 1.0
+_ALONE_S = 3600.0
+"""A cluster that was stopped, or waits in a queue once more, may still come back."""
 _STILL_S = 1.0
 """This process itself stood still (SIGSTOP, a machine that slept): it could hear nobody."""
 _JSON_BYTES = 16 * 2**20
@@ -141,17 +143,28 @@ class Server:
                 )
         write_secret(path, line.secret_text())
 
-    async def finished(self, grace_s: float) -> None:
-        """Return when all clusters have finished and left, and none has joined for a while."""
-        since: float | None = None
-        while since is None or time.monotonic() - since < grace_s:
-            changed = self.changed
-            if not await self.look(self.core.is_over):
-                since = None
-            elif since is None:
-                since = time.monotonic()
+    async def finished(self, grace_s: float, *, alone_s: float = _ALONE_S) -> None:
+        """Return when all clusters have finished and left, and none has joined for a while.
+
+        Args:
+            grace_s: the while.
+            alone_s: so long it waits for a cluster that is not heard, or was stopped, once others
+                have finished and nobody is left.
+        """
+        over_since = alone_since = None
+        while True:
+            now, changed = time.monotonic(), self.changed
+            is_over = await self.look(self.core.is_over)
+            is_alone = await self.look(self.core.is_left_alone)
+            over_since = (over_since or now) if is_over else None
+            alone_since = (alone_since or now) if is_alone else None
+            if over_since is not None and now - over_since >= grace_s:
+                return
+            if alone_since is not None and now - alone_since >= alone_s:
+                log.warning("nobody is heard, and some clusters have not finished: this ends here")
+                return
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(grace_s, _LOOK_S))
+                await asyncio.wait_for(changed.wait(), min(grace_s, alone_s, _LOOK_S))
 
     async def stop(self) -> None:
         """Take no more requests, and close the files."""
