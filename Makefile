@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # Processes that run tests side by side, a module at a time; many tests mostly wait. 0: one by one.
 WORKERS ?= 3
 
+# Else every command that tests type compiles all of isles anew, where this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test check docs format clean
 
 quickstart: $(STAMP)
