@@ -32,6 +32,7 @@ _LONGEST = (
     "test_script",
     "test_ssh_faults",
     "test_ssh",
+    "test_doc_blocks",
     "test_example_finetune",
     "test_example_slurm_ddp",
     "test_example_home_lab",

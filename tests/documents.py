@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ EXAMPLES = tuple(path for path in sorted((ROOT / "examples").iterdir()) if path.
 EXAMPLE_PAGES = tuple(page for folder in EXAMPLES for page in sorted(folder.glob("*.md")))
 SHELLS = ("sh", "bash", "console")
 _FENCE = re.compile(r"^(\s*)(`{3,})(\w*)\s*$")
-_MARK = re.compile(r"<!-- (needs|not isles): (\S.*?) -->")
+_MARK = re.compile(r"^<!-- (needs|seen|not isles): (\S.*?) -->$")
 _HEADING = re.compile(r"^(#{1,6}) (.*)$", re.M)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^()\s]+)\)")
 
@@ -34,13 +35,29 @@ class Block:
         line: that of its fence, from 1.
         language: as the fence names it; empty: not named.
         text: what stands in it, without the indentation of the fence.
-        mark: what an HTML comment before it says: what it needs, or whose it is.
+        mark: what an HTML comment before it says: `needs: …` that is not here, `seen: …` by these
+            tests, or `not isles: …`, whose it is.
     """
 
     line: int
     language: str
     text: str
     mark: str
+
+    @property
+    def kind(self) -> str:
+        """`needs`, `seen`, `not isles`, or nothing."""
+        return self.mark.partition(": ")[0]
+
+    @property
+    def reason(self) -> str:
+        """What the mark says."""
+        return self.mark.partition(": ")[2]
+
+    @property
+    def lines(self) -> list[str]:
+        """What is typed in it."""
+        return commands(self.text, prompts=self.language == "console")
 
 
 @cache
@@ -51,15 +68,22 @@ def blocks(path: Path) -> tuple[Block, ...]:
 
 def _blocks(lines: list[str]) -> Iterator[Block]:
     start, fence, mark, body = 0, None, "", list[str]()
+    comment = ""
     for number, line in enumerate(lines, start=1):
         match = _FENCE.match(line)
         if fence is None:
+            # A comment may go over several lines.
+            is_comment = comment or line.lstrip().startswith("<!-- ")
+            comment = f"{comment} {line.strip()}".strip() if is_comment else ""
+            if comment and "-->" not in comment:
+                continue
             if match:
                 start, fence, body = number, match, []
-            elif found := _MARK.search(line):
+            elif found := _MARK.search(comment):
                 mark = f"{found[1]}: {found[2]}"
             elif line.strip():
                 mark = ""
+            comment = ""
         elif match and match[2] == fence[2] and not match[3]:
             yield Block(start, fence[3], "\n".join(body) + "\n", mark)
             fence, mark = None, ""
@@ -90,6 +114,26 @@ def commands(text: str, *, prompts: bool = False) -> list[str]:
         is_open = line.endswith("\\")
         found[-1] = f"{found[-1]} {line.removesuffix(chr(92)).strip()}".strip()
     return found
+
+
+def typed_lines(block: Block) -> list[str]:
+    """The lines of a shell block as a shell takes them: a loop, or an open quotation, is one."""
+    prefix = "$ " if block.language == "console" else ""
+    found: list[str] = []
+    is_open = False
+    for line in block.text.splitlines():
+        if is_open:
+            found[-1] = f"{found[-1]}\n{line}"
+        elif line.startswith(prefix) and line.strip() and not line.startswith("#"):
+            found.append(line.removeprefix(prefix))
+        else:
+            continue
+        is_open = found[-1].endswith("\\") or not _is_whole(found[-1])
+    return found
+
+
+def _is_whole(text: str) -> bool:
+    return subprocess.run(["bash", "-nc", text], check=False, capture_output=True).returncode == 0
 
 
 def simple_commands(line: str) -> list[list[str]]:

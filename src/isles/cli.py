@@ -4,8 +4,10 @@
 # where torch is not installed, up to the moment that it starts ranks.
 from __future__ import annotations
 
+import difflib
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +17,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from isles import __version__
-from isles.errors import ConfigErrors, ExitCode, UserError
+from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.launch.arguments import normalise_overrides
 from isles.launch.file_verbs import config, data
 from isles.launch.render_verb import render
@@ -61,7 +63,10 @@ def init(
     text = template_text(template)
     if output.exists() and not force:
         raise UserError(
-            "the file is there already", where=str(output), fix="give --output or --force"
+            "the file is there already",
+            where=str(output),
+            fix="give --output or --force",
+            id="file.exists",
         )
     try:
         write_text_atomic(output, text)
@@ -113,6 +118,31 @@ def train(
 
 
 @app.command
+def explain(id: str = "", /) -> int:
+    """Say what an error or a finding means, and what to do about it.
+
+    Args:
+        id: As its last line names it, such as data.rows; or an exit code. Left out: list all.
+    """
+    from isles.facts import troubleshooting as page
+
+    width = min(100, shutil.get_terminal_size().columns)
+    if not id:
+        print(page.list_text(width))
+    elif id in page.exit_codes():
+        print(page.exit_code_text(id, width))
+    elif id in page.by_id():
+        print(page.by_id()[id].text(width))
+    else:
+        known = sorted(page.by_id())
+        near = [name for name in known if name.startswith(f"{id}.")]
+        near = near or difflib.get_close_matches(id, known, n=3, cutoff=0.5)
+        meant = f"did you mean {', '.join(near)}? " if near else ""
+        raise UserError(f"there is no id {id!r}", fix=f"{meant}`isles explain` lists them all")
+    return ExitCode.OK
+
+
+@app.command
 def version() -> int:
     """Print the versions of isles and of what it builds on."""
     from isles.launch.verbs import version_lines
@@ -136,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception) -> int:
     """Print an error as far as the user needs it, and give its exit code."""
-    code = ExitCode.USER
+    code, ids = ExitCode.USER, tuple[str, ...]()
     match error:
         case OSError(errno=errno.EPIPE | errno.EIO):
             # The reader (head, less) has seen enough, or the terminal is closed. Python flushes
@@ -145,10 +175,11 @@ def _report(error: Exception) -> int:
             return ExitCode.OK
         case CycloptsError():
             text = f"error: {error}\n  fix: `isles --help` shows what there is"
+            ids = (UserError.id,)
         case ConfigErrors():
-            text = "\n".join(f"error: {fault}" for fault in error.faults)
+            text, ids = "\n".join(f"error: {fault}" for fault in error.faults), error.ids
         case UserError():
-            text, code = f"error: {error}", error.exit_code
+            text, code, ids = f"error: {error}", error.exit_code, error.ids
         case _:
             import traceback
 
@@ -157,7 +188,7 @@ def _report(error: Exception) -> int:
             )
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+    print("\n".join([text, *more_lines(ids, text)]), file=sys.stderr, flush=True)
     return code
 
 

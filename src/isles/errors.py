@@ -1,9 +1,14 @@
-"""Errors that a user can mend, and the exit codes of every isles command."""
+"""Errors that a user can mend, their ids, and the exit codes of every isles command."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+
+MORE = "  more: isles explain "
+"""Begins the last line of an error that is printed; its id follows."""
+_ID = re.compile(r"[a-z]+(?:\.[a-z]+)*")
 
 
 class ExitCode(IntEnum):
@@ -30,15 +35,22 @@ class UserError(Exception):
         what: what is wrong, with the value.
         where: file:line, key, host or rank.
         fix: what to do about it.
+        id: of its paragraph in docs/troubleshooting.md, which `isles explain` prints; None: that
+            of its kind; empty: it has none.
     """
 
     exit_code = ExitCode.USER
+    id = "usage"
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "", id: str | None = None) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.fix = fix
+        if id is not None:
+            self.id = id
+        self.ids: tuple[str, ...] = (self.id,)
+        """More than one where it is several errors in one."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
@@ -48,43 +60,81 @@ class UserError(Exception):
 class ConfigError(UserError):
     """One fault in a run file or in an override."""
 
+    id = "config"
+
 
 class ConfigErrors(UserError):
     """Every fault found in a run file, together."""
+
+    id = "config"
 
     def __init__(self, faults: Sequence[ConfigError]) -> None:
         assert faults
         super().__init__("\n".join(str(fault) for fault in faults))
         self.faults = tuple(faults)
+        self.ids = ids_of(faults)
 
 
 class DataError(UserError):
     """A data source cannot be read or holds nothing to train on."""
 
+    id = "data"
+
 
 class MissingDependencyError(UserError):
     """A package that this command needs is not installed."""
+
+    id = "packages.missing"
 
 
 class PreflightError(UserError):
     """A machine is not fit for the run."""
 
     exit_code = ExitCode.PREFLIGHT
+    id = "machine"
 
 
 class TrainingError(UserError):
     """Training cannot go on: a loss that is not finite, a checkpoint that is not whole."""
 
     exit_code = ExitCode.TRAINING
+    id = "training"
 
 
 class OutOfMemoryError(UserError):
     """A GPU or the machine has too little memory."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
+    id = "memory"
 
 
 class CommunicationError(UserError):
     """Ranks or machines cannot reach one another in time."""
 
     exit_code = ExitCode.COMMUNICATION
+    id = "communication"
+
+
+def ids_of(errors: Iterable[UserError]) -> tuple[str, ...]:
+    """The ids of several errors, each once."""
+    return tuple(dict.fromkeys(id for error in errors for id in error.ids))
+
+
+def more_lines(ids: Iterable[object], said: str = "") -> list[str]:
+    """What an error that is printed ends with: the command that says more of it, a line an id.
+
+    Args:
+        ids: of the error; what is no id (none, or what another machine has sent) has no line.
+        said: what is printed before it; it may hold such a line of another isles already.
+    """
+    if MORE.strip() in said:
+        return []
+    return [f"{MORE}{id}" for id in dict.fromkeys(ids) if isinstance(id, str) and _ID.fullmatch(id)]
+
+
+def cut_more(text: str) -> tuple[str, str]:
+    """What another isles has printed: without its last lines of this kind; and the first's id."""
+    mark = MORE.strip()
+    lines = text.splitlines()
+    ids = [line.partition(mark)[2].strip() for line in lines if mark in line]
+    return "\n".join(line for line in lines if mark not in line), ids[0] if ids else ""

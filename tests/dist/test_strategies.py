@@ -185,9 +185,7 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_other_architectures(
-    run_file: Path, one_process: OneProcess, name: str
-) -> None:
+def test_other_architectures(run_file: Path, one_process: OneProcess, name: str) -> None:
     """Blocks are found from the model; tensor parallel follows the model's plan or is refused."""
     model_with(run_file, **ARCHITECTURES[name])
     reference = one_process()

@@ -1,7 +1,7 @@
 """Each command and run file that the pages show is understood here, or says what it needs.
 
-A block that nothing here understands needs a comment right before it: `<!-- needs: GPUs -->`, or
-`<!-- not isles: Axolotl -->` for the files and commands of other tools.
+Files and commands of other tools have a comment right before them: `<!-- not isles: Axolotl -->`.
+That a block was run, or why not: tests/e2e/test_doc_blocks.py and tests/unit/test_doc_marks.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ from tests.documents import (
     Block,
     blocks,
     broken_links,
-    commands,
     isles_fault,
     named_in_text,
     simple_commands,
@@ -76,11 +76,22 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(named) == [page.name for page in PAGES[1:]]
 
 
+def is_said(text: str, unknown: str) -> bool:
+    """Whether it is no command, but begins as a message of isles does."""
+    return not unknown.startswith("-") and " ".join(text.split()[:3]) in source()
+
+
+@cache
+def source() -> str:
+    """The program's text."""
+    files = sorted((ROOT / "src" / "isles").rglob("*.py"))
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
 @pytest.mark.parametrize("page", ALL, ids=IDS)
 def test_commands_between_backticks_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    # A message that an error of isles begins with is no command.
-    unknown = [named for named in named_in_text(text) if not named[0].startswith("isles is ")]
+    unknown = [named for named in named_in_text(text) if not is_said(*named)]
     assert not unknown, unknown
 
 
@@ -89,8 +100,9 @@ def test_commands_of_blocks_are_understood(page: Path) -> None:
     faults = [
         f"{page.name}:{block.line}: {line}: {fault}"
         for block in blocks(page)
-        if (block.language in SHELLS or is_shell_all_the_same(block)) and not block.mark
-        for line in commands(block.text, prompts=block.language == "console")
+        if block.language in SHELLS or is_shell_all_the_same(block)
+        if block.kind != "not isles"
+        for line in block.lines
         if (fault := line_fault(line, block))
     ]
     assert not faults, "\n".join(faults)
@@ -214,7 +226,17 @@ def script_fault(words: list[str]) -> str:
         text, what, rest = module_text(words[1]), f"module {words[1]}", words[2:]
     else:
         text, what, rest = file_text(words[0]), f"file {words[0]}", words[1:]
-    return flags_fault(text, rest) if text else f"there is no {what}"
+    if not text:
+        return f"there is no {what}"
+    return flags_fault(text + flags_beside(words[0]), rest)
+
+
+def flags_beside(name: str) -> str:
+    """The flags of an example's script that a table in another module of its folder has."""
+    paths = [path for e in EXAMPLES if (e / name).is_file() for path in e.glob("*_flags.py")]
+    texts = "".join(path.read_text(encoding="utf-8") for path in paths)
+    names = re.findall(r'^ +(?:Flag\()?"([a-z][\w.-]+)",', texts, re.M)
+    return "".join(f" --{name} --no-{name}" for name in names)
 
 
 def file_fault(words: list[str]) -> str:

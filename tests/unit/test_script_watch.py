@@ -172,8 +172,8 @@ def test_an_end_that_cannot_be_put_on_record_is_kept_in_mind(tmp_path: Path, is_
     if is_gone:
         ending.close()
         attempt.path.rmdir()
-    ending.fail(trouble("the switch burns", "call somebody", ExitCode.PREFLIGHT), 3)
-    ending.fail(trouble("and so does the house", "run"), 3)
+    ending.fail(trouble("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine"), 3)
+    ending.fail(trouble("and so does the house", "run", id="machine"), 3)
     assert ending.read()["exit_code"] == ExitCode.PREFLIGHT
     assert ending.word()["reason"] == "the switch burns"
     assert attempt.outcome.exists() == (not is_gone)

@@ -43,7 +43,10 @@ def rank_shares(
             found.append(1.0)
     if not any(found):
         raise ConfigError(
-            "every rank has share 0", where="balance", fix="give at least one rank a share above 0"
+            "every rank has share 0",
+            where="balance",
+            fix="give at least one rank a share above 0",
+            id="config.batch",
         )
     return found
 

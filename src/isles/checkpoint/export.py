@@ -115,6 +115,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             "this is a file" if is_file else "this folder is not empty and not a model",
             where=str(folder),
             fix="give another folder with --output",
+            id="file.exists",
         )
     folder = folder.absolute()  # `.` has no name
     partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")

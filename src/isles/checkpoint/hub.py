@@ -46,17 +46,20 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
             "HF_HUB_OFFLINE is set, so nothing can be uploaded",
             where=where,
             fix=f"unset it, {later}",
+            id="hub.upload",
         )
     if get_token() is None:
-        raise UserError("there is no token for the hub", where=where, fix=f"{_LOGIN}; {later}")
+        raise UserError(
+            "there is no token for the hub", where=where, fix=f"{_LOGIN}; {later}", id="hub.upload"
+        )
     api = HfApi()
     try:
         who = _within(timeout_s, api.whoami, f"{constants.ENDPOINT} to say whose the token is")
     except Exception as error:
         what = f"the hub does not take the token: {_text(error)}"
-        raise UserError(what, where=where, fix=f"{_LOGIN}; {later}") from None
+        raise UserError(what, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload") from None
     if (fault := _refusal(repo, who)) is not None:
-        raise UserError(fault, where=where, fix=f"{_LOGIN}; {later}")
+        raise UserError(fault, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
 
 
 def push(folder: Path, repo: str, *, message: str) -> str:
@@ -78,7 +81,7 @@ def push(folder: Path, repo: str, *, message: str) -> str:
 
     where = f"{repo} on {constants.ENDPOINT}"
     if constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set", where=where, fix="unset it")
+        raise UserError("HF_HUB_OFFLINE is set", where=where, fix="unset it", id="hub.upload")
     disable_progress_bars()
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     api = HfApi()
@@ -103,7 +106,10 @@ def push(folder: Path, repo: str, *, message: str) -> str:
         _within(limit_s, upload, f"{constants.ENDPOINT} to take {format_bytes(size)}")
     except Exception as error:
         raise UserError(
-            f"the upload failed: {_text(error)}", where=where, fix=f"try again, or {_LOGIN}"
+            f"the upload failed: {_text(error)}",
+            where=where,
+            fix=f"try again, or {_LOGIN}",
+            id="hub.upload",
         ) from None
     log.info("uploaded folder=%s repository=%s bytes=%d", folder, repo, size)
     return str(url)

@@ -181,6 +181,7 @@ class CheckpointManager:
                     where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on "
                     f"{self._world.host}",
                     fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
+                    id="checkpoint.slow",
                 )
             wait_for([pending], timeout=left_s)
         # Not `result(left_s)`: a disk of the network fails with a TimeoutError of its own.
@@ -213,7 +214,10 @@ class CheckpointManager:
         if not isinstance(error, UserError):
             error = disk_fault(error, self._run_dir.checkpoints, rank)
         return TrainingError(
-            f"step {step} could not be saved: {error.what}", where=error.where, fix=error.fix
+            f"step {step} could not be saved: {error.what}",
+            where=error.where,
+            fix=error.fix,
+            id="checkpoint.unsaved",
         )
 
     def _prepare(self, partial: Path, final: Path, manifest: dict[str, Any]) -> bool:
@@ -230,6 +234,7 @@ class CheckpointManager:
                 "the run directory is gone",
                 where=str(self._run_dir.path),
                 fix="put it back, or start a new run with `isles train`",
+                id="checkpoint.unsaved",
             )
         partial.mkdir()
         return True
@@ -290,5 +295,6 @@ def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
             f"all {len(folders)} checkpoints of this run are broken",
             where=str(run_dir.checkpoints),
             fix="see `isles checkpoint verify`; `--resume no` starts a new run",
+            id="checkpoint.broken",
         )
     return None

@@ -98,6 +98,7 @@ def disk_fault(error: BaseException, folder: Path, rank: int) -> TrainingError:
         where=f"{folder}, rank {rank} on {socket.gethostname()}",
         fix="free some space there, lower checkpoint.keep or set another output_dir; "
         "`isles train` again goes on from the last whole checkpoint, which is untouched",
+        id="checkpoint.unsaved",
     )
 
 
@@ -117,6 +118,7 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
             f"a checkpoint reads back differently than it was written: {'; '.join(faults)}",
             where=str(partial),
             fix="check the disk (dmesg, smartctl); the previous checkpoint is untouched",
+            id="checkpoint.unsaved",
         )
     doomed = _doomed(final)
     if final.exists():  # the same step with an average that came after it
@@ -159,6 +161,7 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
                 f"the checkpoint could not be read: {root_cause(error)}",
                 where=str(folder),
                 fix="check the disk, or take another one from `isles checkpoint list`",
+                id="checkpoint.broken",
             ) from error
 
 
@@ -194,6 +197,7 @@ def _check(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:
             f"the checkpoint lacks {len(missing)} tensors, the first {missing[0]!r}",
             where=str(folder),
             fix="resume with the model and the optimizer that the run was started with",
+            id="checkpoint.unlike",
         )
     for name, value in state.items():
         saved = tuple(getattr(known[name], "size", ()))
@@ -202,6 +206,7 @@ def _check(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:
                 f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
                 where=str(folder),
                 fix="resume with the model, tokenizer and adapter that the run was started with",
+                id="checkpoint.unlike",
             )
 
 
@@ -244,6 +249,7 @@ class SafeReader(FileSystemReader):
                 f"the checkpoint's index cannot be read: {error}",
                 where=str(path),
                 fix="take another checkpoint: `isles checkpoint list`",
+                id="checkpoint.broken",
             ) from error
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

@@ -248,5 +248,6 @@ def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
             where=f"{run_dir.path}, rank {world.rank} on {world.host}",
             fix=f"to go on with it, name {world.host} as the first host; else set another `name` "
             "or output_dir, or move that folder away",
+            id="run.elsewhere",
         )
     raise_first(world.gather(fault))

@@ -110,6 +110,7 @@ def check_accumulation(config: RunConfig, strategy: object, world_size: int) -> 
             where=file.where("gradient_accumulation_steps"),
             fix=f'write "auto" there, or global_batch_size: {wanted * micro * world_size} in the '
             "run file",
+            id="config.batch",
         )
 
 

@@ -40,14 +40,16 @@ def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
 
 def data_faults(loaded: Loaded) -> list[ConfigError]:
     """Every script, model, source or chat template that is not here, nor can be on the hub."""
+    found = {
+        "files.script": _missing_script(loaded),
+        "files.model": _missing_model(loaded),
+        "files.data": _missing_sources(loaded),
+        "data.template": _missing_template(loaded),
+    }
     return [
-        ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix)
-        for v in (
-            *_missing_script(loaded),
-            *_missing_model(loaded),
-            *_missing_sources(loaded),
-            *_missing_template(loaded),
-        )
+        ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix, id=id)
+        for id, violations in found.items()
+        for v in violations
     ]
 
 

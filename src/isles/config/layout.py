@@ -102,6 +102,7 @@ def _data_parallel(strategy: DDPStrategyConfig | FSDPStrategyConfig, world_size:
         where=f"strategy.{keys[0]}",
         fix=f"give it {unit} ranks or a multiple (gpus_per_node), or use "
         + (f"sizes whose product divides {world_size}" if world_size > 1 else "sizes of 1"),
+        id="strategy.sizes",
     )
 
 
@@ -120,5 +121,6 @@ def _shard_size(strategy: FSDPStrategyConfig, dp: int, local_world_size: int) ->
                     f"{given} {wanted} does not divide the {dp} data-parallel ranks",
                     where="strategy.shard_size",
                     fix=f"use a divisor of {dp}, or sharding_strategy: FULL_SHARD",
+                    id="strategy.sizes",
                 )
             return wanted

@@ -242,17 +242,26 @@ def read_text(path: Path) -> str:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         fix = "check the path; isles init writes a run file to start from"
-        raise ConfigError("there is no such file", where=str(path), fix=fix) from None
+        raise ConfigError(
+            "there is no such file", where=str(path), fix=fix, id="config.file"
+        ) from None
     except IsADirectoryError:
         fix = "name the run file inside it"
-        raise ConfigError("this is a folder, not a run file", where=str(path), fix=fix) from None
+        raise ConfigError(
+            "this is a folder, not a run file", where=str(path), fix=fix, id="config.file"
+        ) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         fix = "check the path and the permissions"
-        raise ConfigError(f"cannot be read: {reason}", where=str(path), fix=fix) from None
+        raise ConfigError(
+            f"cannot be read: {reason}", where=str(path), fix=fix, id="config.file"
+        ) from None
     if len(content) > _MAX_BYTES:
         raise ConfigError(
-            "larger than 1 MiB: this is no run file", where=f"{path}:1", fix="check the path"
+            "larger than 1 MiB: this is no run file",
+            where=f"{path}:1",
+            fix="check the path",
+            id="config.file",
         )
     try:
         return content.decode("utf-8-sig")
@@ -262,4 +271,5 @@ def read_text(path: Path) -> str:
             f"the byte 0x{content[error.start]:02x} is not UTF-8",
             where=f"{path}:{line}",
             fix="save the file as UTF-8 text",
+            id="config.file",
         ) from None

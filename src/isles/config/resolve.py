@@ -86,7 +86,9 @@ def resolve(
     try:
         layout = _layout(config, ranks, nproc, is_planned=world_size is None)
     except ConfigError as error:
-        raise ConfigError(error.what, where=loaded.where(error.where), fix=error.fix) from None
+        raise ConfigError(
+            error.what, where=loaded.where(error.where), fix=error.fix, id=error.id
+        ) from None
     _check_rows(loaded, layout)
     _check_shares(loaded, ranks)
     rows = -(-config.training.global_batch_size // layout.dp_size)
@@ -182,6 +184,7 @@ def _device(loaded: Loaded, num_gpus: int) -> tuple[Literal["cuda", "cpu"], str]
             "device: cuda, and no GPU is visible on this machine",
             where=loaded.where("clusters.0.device"),
             fix="see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device: auto",
+            id="gpu.visible",
         )
     if asked == "cpu":
         return "cpu", "cluster.device"
@@ -210,6 +213,7 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
             f"{nodes} nodes on this machine need a GPU each, and {num_gpus} are visible",
             where=loaded.where("clusters.0.nodes"),
             fix=f"use at most {num_gpus} nodes, or CUDA_VISIBLE_DEVICES= to train on the CPU",
+            id="gpu.count",
         )
     if per_node == "auto":
         how = f"{num_gpus} visible GPUs" if num_gpus else "no GPU: one process" + times
@@ -220,6 +224,7 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
             f" GPU{'s' if num_gpus > 1 else ''}",
             where=loaded.where(key),
             fix=f"use {num_gpus // nodes} or auto; CUDA_VISIBLE_DEVICES may hide others",
+            id="gpu.count",
         )
     return per_node * nodes, "gpus_per_node" + (" x nodes" if nodes > 1 else "")
 
@@ -246,6 +251,7 @@ def _check_shares(loaded: Loaded, ranks: int) -> None:
             f"every one of the {ranks} ranks has a share of 0, so none would have rows",
             where=loaded.where("balance"),
             fix="give a rank a share above 0, or use balance: even",
+            id="config.batch",
         )
 
 
@@ -287,6 +293,7 @@ def _check_rows(loaded: Loaded, layout: Layout) -> None:
             f"global_batch_size {rows} is less than one sequence for each of {ranks} {words}",
             where=loaded.where(*keys),
             fix=f"use {ranks} or more",
+            id="config.batch",
         )
     is_even = loaded.config.balance == "even"
     if not isinstance(micro, int) or not is_even or rows % (micro * ranks) == 0:
@@ -297,4 +304,5 @@ def _check_rows(loaded: Loaded, layout: Layout) -> None:
         f" = {unit}",
         where=loaded.where(*keys),
         fix=f"use {nearest_multiples(rows, unit)}, or balance: auto",
+        id="config.batch",
     )

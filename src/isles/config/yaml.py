@@ -104,6 +104,7 @@ def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
             "the file is empty",
             where=f"{name}:1",
             fix="isles init writes a run file to start from",
+            id="config.syntax",
         )
     if root.kind != "map":
         what = "a list" if root.kind == "list" else "a single value"
@@ -111,6 +112,7 @@ def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
             f"the file holds {what}, not sections such as model:, data: and training:",
             where=f"{name}:{root.line}",
             fix="isles init writes a run file to start from",
+            id="config.syntax",
         )
     builder = _Builder(name)
     value = builder.build(root, (), 0)
@@ -170,19 +172,23 @@ def _compose(text: str, name: str) -> _Node | None:
             f"the character U+{ord(odd[0]):04X} does not belong in YAML",
             where=f"{name}:{before.count(chr(10)) + 1}:{odd.start() - before.rfind(chr(10))}",
             fix="delete it, and save the file as UTF-8 text",
+            id="config.syntax",
         )
     loader = yaml.SafeLoader(text)
     try:
         return _compose_events(loader, name)
     except yaml.MarkedYAMLError as error:
         what, fix, mark = explain_syntax(error)
-        raise ConfigError(what, where=_at(name, mark or loader.get_mark()), fix=fix) from None
+        raise ConfigError(
+            what, where=_at(name, mark or loader.get_mark()), fix=fix, id="config.syntax"
+        ) from None
     except (ValueError, OverflowError, IndexError):
         # PyYAML leaves "\UFFFFFFFF" and "%YAML 1.<5000 digits>" to chr() and int().
         raise ConfigError(
             "a backslash escape or a %YAML line names something that does not exist",
             where=_at(name, loader.get_mark()),
             fix="write the character itself, or the text in single quotes",
+            id="config.syntax",
         ) from None
     finally:
         loader.dispose()
@@ -204,6 +210,7 @@ def _compose_events(loader: yaml.SafeLoader, name: str) -> _Node | None:
                     "a second document begins here",
                     where=_at(name, event.start_mark),
                     fix="one run a file: delete the line ---, or split the file",
+                    id="config.syntax",
                 )
             continue
         num_nodes += 1
@@ -230,6 +237,7 @@ def _node_from_event(event: events.NodeEvent, anchors: dict[str, _Node], name: s
                 f"the alias *{shorten(event.anchor)} {problem}",
                 where=_at(name, event.start_mark),
                 fix="write the value out, or put text that begins with * in quotes",
+                id="config.syntax",
             )
         return replace(known, line=line)
     if isinstance(event, events.ScalarEvent):
@@ -332,7 +340,7 @@ class _Builder:
 
     def _fault(self, node: _Node, path: KeyPath, what: str, fix: str) -> None:
         where = f"{self.name}:{node.line} {dotted(path)}".rstrip()
-        self.faults.append(ConfigError(what, where=where, fix=fix))
+        self.faults.append(ConfigError(what, where=where, fix=fix, id="config.syntax"))
 
 
 def dotted(path: KeyPath) -> str:

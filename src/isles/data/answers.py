@@ -120,6 +120,7 @@ class InstructParser:
                 f"column {name!r} holds messages, and the tokenizer has no chat template",
                 where=row.where,
                 fix="set tokenizer.chat_template: chatml, or to a Jinja file",
+                id="data.template",
             )
         messages = read_messages(row.columns[name], name, row.where)
         if system.strip() and messages[0]["role"] != "system":
@@ -171,6 +172,7 @@ class PreferenceParser:
                 "the answers are conversations, and the tokenizer has no chat template",
                 where=row.where,
                 fix="set tokenizer.chat_template: chatml, or to a Jinja file",
+                id="data.template",
             )
         before_messages = self._before(prompt, system, row)
         one, other = (self._conversation(before_messages, said, row) for said in answers)

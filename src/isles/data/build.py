@@ -206,6 +206,7 @@ def documents_for_tokenizer(data: DataConfig) -> Iterator[str]:
             fix="take it out: fake sources need no tokenizer"
             if data.sources[0].type == "fake"
             else "name the tokenizer that the token ids belong to in tokenizer.name_or_path",
+            id="data.untrained",
         )
     for texts in zip_longest(*(_texts(source, data) for source in sources)):
         yield from (text for text in texts if text is not None)

@@ -109,6 +109,7 @@ def _check_text(data: DataConfig, store: TokenStore, ranges: Ranges, train: Samp
             fix=f"set data.seq_length to {num_tokens - 1} or less, or give it more text"
             if num_tokens > 2
             else "give it more text",
+            id="data.short",
         )
 
 
@@ -122,11 +123,13 @@ def _nothing_left(data: DataConfig, store: TokenStore, counts: SampleCounts) -> 
             f"and {counts.untrained} others hold nothing to train",
             where="data.seq_length, data.too_long: drop",
             fix="raise data.seq_length, or use data.too_long: truncate",
+            id="data.untrained",
         )
     return DataError(
         f"{what}: no token that is trained lies in the first {data.seq_length} tokens",
         where="data.seq_length",
         fix="raise data.seq_length, or look at the data with `isles data show`",
+        id="data.untrained",
     )
 
 

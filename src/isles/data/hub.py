@@ -66,6 +66,7 @@ class DatasetSource:
                 f"the dataset is damaged (near row {number}): {str(error)[:300]}",
                 where=self.name,
                 fix="fetch it or save it again",
+                id="data.damaged",
             ) from error
 
 
@@ -91,6 +92,7 @@ def open_saved(folder: Path, split: str) -> DatasetSource:
                 f"there is no split {split!r}; there are: {', '.join(loaded)}",
                 where=str(folder),
                 fix=f"set data.sources.split to {near[0] if near else 'one of them'}",
+                id="hub.access",
             )
         loaded = loaded[split]
     return DatasetSource(str(folder), loaded)
@@ -128,4 +130,4 @@ def _load(load: Callable[[], Any], name: str, fix: str) -> Any:
         return load()
     except (OSError, ValueError, DatasetsError, pa.ArrowException) as error:
         what = f"cannot be loaded: {type(error).__name__}: {str(error)[:500]}"
-        raise DataError(what, where=name, fix=fix) from error
+        raise DataError(what, where=name, fix=fix, id="hub.access") from error

@@ -107,6 +107,7 @@ def work_together(
                 f"last of each was: {who}",
                 where=f"rank {min(running)}",
                 fix="look at the logs of these ranks",
+                id="data.waiting",
             )
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _BEAT_S)

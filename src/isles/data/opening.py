@@ -30,6 +30,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             f"the gzip file is damaged: {error}",
             where=str(path),
             fix=f"fetch it again; gzip -t {path} tests it",
+            id="data.damaged",
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
@@ -74,7 +75,12 @@ def unreadable(path: Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     if not isinstance(error, PermissionError):
         fix = "look at the disk or the network that it lies on"
-        return DataError(f"cannot be read: {error.strerror or error}", where=str(path), fix=fix)
+        return DataError(
+            f"cannot be read: {error.strerror or error}",
+            where=str(path),
+            fix=fix,
+            id="data.damaged",
+        )
     try:
         status = path.stat()
         rights = f"{stat.filemode(status.st_mode)}, owner uid {status.st_uid}"
@@ -84,4 +90,5 @@ def unreadable(path: Path, error: OSError) -> DataError:
         f"no read permission ({rights}; this process runs as uid {os.geteuid()})",
         where=str(path),
         fix=f"chmod a+r {path}, or run as its owner",
+        id="data.damaged",
     )

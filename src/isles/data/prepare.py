@@ -161,6 +161,7 @@ def _prepare_anew(
                     "changed while it was read",
                     where=name,
                     fix="start again when nothing writes to it any more",
+                    id="data.changed",
                 )
             tally.judge()
             if not writer.num_documents:
@@ -182,4 +183,5 @@ def no_documents(name: str, kind: str) -> DataError:
         f"the source is empty: no {what}",
         where=name,
         fix="give it some, or take it out of data.sources",
+        id="data.short",
     )

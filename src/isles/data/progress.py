@@ -68,7 +68,7 @@ class Reporter:
         if not isinstance(error, UserError):
             fix = "look at the log of the process that prepared it"
             error = DataError(f"{type(error).__name__}: {error}", where=self._name, fix=fix)
-        record = {"message": error.what, "where": error.where, "fix": error.fix}
+        record = {"message": error.what, "where": error.where, "fix": error.fix, "id": error.id}
         self._write({"state": "failed", **record})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class Watch:
 
     def _failure(self, record: dict[str, Any]) -> DataError:
         where = f"{record['where']} (on {record['host']}, process {record['pid']})"
-        return DataError(record["message"], where=where, fix=record["fix"])
+        return DataError(record["message"], where=where, fix=record["fix"], id=record.get("id"))
 
     def _silence(self, who: str) -> CommunicationError:
         waited_s = self._clock() - self._since
@@ -147,6 +147,7 @@ class Watch:
             f"{who} prepare the tokens that are waited for: {waited_s:.0f} s without a sign",
             where=str(self._path),
             fix="look at that process' log; every rank must see the same data.cache_dir",
+            id="data.waiting",
         )
 
 

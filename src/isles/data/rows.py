@@ -156,7 +156,7 @@ def judge_bad_rows(
         return
     if num_bad == 1 and is_all:
         where, what, fix = first[0]
-        raise DataError(what, where=where, fix=fix)
+        raise DataError(what, where=where, fix=fix, id="data.rows")
     lines = "".join(f"\n    {where}: {what}" for where, what, _ in first)
     more = num_bad - len(first)
     takes = f"; it takes {_enough(num_bad, num_rows)} here" if is_all else ""
@@ -166,6 +166,7 @@ def judge_bad_rows(
         where=name,
         fix=f"{_common_fix(first)}; or leave bad rows out with data.max_bad_fraction (now "
         f"{limit:g}{takes})",
+        id="data.rows",
     )
 
 
@@ -202,6 +203,7 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
             f"this is plain text, without a column {column!r}",
             where=where,
             fix="give it as JSON lines, JSON, Parquet or CSV, or set type: text",
+            id="data.column",
         )
     choice = near(column, names) or "one of them"
     if key == "text_column":
@@ -211,7 +213,12 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
     else:
         fix = f"set data.sources.columns: {{{key}: {choice}}}"
     listed = ", ".join(map(str, names)) or "none"
-    return DataError(f"there is no column {column!r}; there are: {listed}", where=where, fix=fix)
+    return DataError(
+        f"there is no column {column!r}; there are: {listed}",
+        where=where,
+        fix=fix,
+        id="data.column",
+    )
 
 
 def wrong_type(value: object, name: str, expected: str, where: str, fix: str = "") -> DataError:

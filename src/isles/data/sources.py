@@ -114,12 +114,15 @@ def _open_folder(path: Path, source: SourceConfig) -> Source:
     # Not read as it is: a folder of data also holds readmes, archives and caches.
     endings = Counter(file.suffix for file in path.rglob("*") if file.is_file())
     if not endings:
-        raise DataError("the folder holds no files", where=str(path), fix="name one that does")
+        raise DataError(
+            "the folder holds no files", where=str(path), fix="name one that does", id="files.data"
+        )
     ending, count = endings.most_common(1)[0]
     raise DataError(
         "is a folder, and not one that save_to_disk of the datasets library wrote",
         where=str(path),
         fix=f"name its files with a glob: {path}/**/*{ending} ({count} files)",
+        id="files.data",
     )
 
 
@@ -132,9 +135,12 @@ def _expand(pattern: Path) -> tuple[Path, ...]:
             f"the glob {str(pattern)!r} matches no file",
             where=f"from the folder {Path.cwd()}",
             fix="try it with ls; ** stands for folders of any depth, and * skips hidden files",
+            id="files.data",
         )
     return files
 
 
 def _missing(path: Path) -> DataError:
-    return DataError("there is no such file", where=str(path.absolute()), fix=how_to_find(path))
+    return DataError(
+        "there is no such file", where=str(path.absolute()), fix=how_to_find(path), id="files.data"
+    )

@@ -85,6 +85,7 @@ class TokenStore:
                 f"the prepared tokens are not whole: {fault}",
                 where=str(folder),
                 fix="start again: they are prepared anew",
+                id="data.damaged",
             )
         manifest = cast("dict[str, Any]", read_record(folder / MANIFEST))
         tokens = np.memmap(folder / TOKENS, dtype=manifest["dtype"], mode="r")
@@ -140,4 +141,5 @@ class TokenStore:
                     f"{name} has changed since it was prepared",
                     where=str(self.folder),
                     fix=f"rm -r {self.folder}: it is prepared anew at the next start",
+                    id="data.changed",
                 )

@@ -185,6 +185,7 @@ def _agree(
                 f"{found[0][0]} and {place} hold different data: {difference(first, other)}",
                 where="data.sources",
                 fix="copy it from one to the other",
+                id="data.changed",
             )
     return first
 

@@ -123,7 +123,9 @@ class Feed:
             wait_until(is_there, watch, failure_counts=True)
         except DataError as error:
             if training:
-                raise TrainingError(error.what, where=error.where, fix=error.fix) from error
+                raise TrainingError(
+                    error.what, where=error.where, fix=error.fix, id=error.id
+                ) from error
             raise
         waited_s = time.monotonic() - began
         if training and waited_s > _SLOW_S:

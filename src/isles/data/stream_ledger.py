@@ -50,6 +50,7 @@ class Ledger:
                 f"{difference(before, self._identity)}",
                 where="data.sources",
                 fix="put it back to go on exactly, or start a new run with `--resume no`",
+                id="data.changed",
             )
 
     def before(self, sample: int) -> SegmentRecord | None:
@@ -82,6 +83,7 @@ class Ledger:
                     f"{segment.first_sample + segment.num_samples - 1}) is made of other tokens",
                     where="data.sources",
                     fix="put it back to go on exactly, or start a new run with `--resume no`",
+                    id="data.changed",
                 )
             return
         assert segment.number == len(self._segments), "a start begins with a segment on record"

@@ -151,6 +151,7 @@ class Preparer:
                 "changed while it was read",
                 where=name,
                 fix="put it back to go on exactly from the last checkpoint",
+                id="data.changed",
             )
         ledger = self._ledgers[source]
         if ledger is not None:

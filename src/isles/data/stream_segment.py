@@ -163,6 +163,7 @@ def make_segment(
             f"{counts.untrained} nothing within that length is trained",
             where=stream.rows.describe(),
             fix="raise data.seq_length, or look at the data with `isles data show`",
+            id="data.untrained",
         )
     if stream.is_cut:
         used = begin.tokens + num_samples * stream.seq_length
@@ -180,7 +181,10 @@ def make_segment(
 def nothing_to_train(name: str) -> DataError:
     """The error for a source without a document that is trained on."""
     return DataError(
-        "holds no document to train on", where=name, fix="give it more, or take it out of the run"
+        "holds no document to train on",
+        where=name,
+        fix="give it more, or take it out of the run",
+        id="data.untrained",
     )
 
 

@@ -210,6 +210,7 @@ def read_parquet(path: Path, columns: Columns, *, first: int = 0) -> Rows:
             f"the Parquet file is damaged (near row {row}): {str(error).splitlines()[0]}",
             where=str(path),
             fix="fetch it again, or leave it out",
+            id="data.damaged",
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error

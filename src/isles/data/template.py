@@ -183,6 +183,7 @@ def no_template() -> DataError:
         "the tokenizer has no chat template, which makes text of messages",
         where="tokenizer.chat_template",
         fix="set tokenizer.chat_template: chatml, or to a Jinja file",
+        id="data.template",
     )
 
 
@@ -202,6 +203,7 @@ def check_template(text: str, name: str) -> None:
             f"the chat template is no Jinja: {error.message}",
             where=f"{name}:{error.lineno}",
             fix="repair it there, or use tokenizer.chat_template: chatml",
+            id="data.template",
         ) from error
 
 

@@ -44,6 +44,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
                 "would never stop",
                 where="tokenizer.chat_template",
                 fix="set eos_token in its tokenizer_config.json",
+                id="data.template",
             )
         entry = resources.files("isles.data") / "templates" / file
         tokenizer.chat_template = entry.read_text(encoding="utf-8")
@@ -76,10 +77,13 @@ def _read_template(path: Path) -> str:
             f"there is no chat template {path}",
             where="tokenizer.chat_template",
             fix="did you mean chatml?" if near else f"{how_to_find(path)}; or use chatml",
+            id="data.template",
         )
     with opened(path) as stream:
         text = decode(stream.read(), path, 0, 1)
     if not text.strip():
-        raise DataError("the chat template is empty", where=str(path), fix="use chatml")
+        raise DataError(
+            "the chat template is empty", where=str(path), fix="use chatml", id="data.template"
+        )
     check_template(text, str(path))
     return text

@@ -61,10 +61,14 @@ def load_tokenizer(
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if not any((path / name).is_file() for name in _LOCAL_FILES):
-            raise DataError("the folder holds no tokenizer", where=str(path), fix=_FIX)
+            raise DataError(
+                "the folder holds no tokenizer", where=str(path), fix=_FIX, id="data.tokenizer"
+            )
         name_or_path = str(path)
     elif name_or_path.startswith(("/", ".", "~")):
-        raise DataError("there is no such folder", where=name_or_path, fix=_FIX)
+        raise DataError(
+            "there is no such folder", where=name_or_path, fix=_FIX, id="data.tokenizer"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     # Tokenizer classes let whatever their files provoke pass through.
@@ -73,10 +77,13 @@ def load_tokenizer(
             f"the tokenizer cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             where=name_or_path,
             fix=_FIX,
+            id="data.tokenizer",
         ) from error
     # A model type without tokenizer files yields an empty vocabulary instead of an error.
     if not encode(tokenizer, ["The quick brown fox."])[0]:
-        raise DataError("the tokenizer knows no tokens", where=name_or_path, fix=_FIX)
+        raise DataError(
+            "the tokenizer knows no tokens", where=name_or_path, fix=_FIX, id="data.tokenizer"
+        )
     return tokenizer
 
 
@@ -163,6 +170,7 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
             where=str(tokenizer.name_or_path or type(tokenizer).__name__),
             fix="set eos_token in its tokenizer_config.json, or train a tokenizer on the data with "
             "tokenizer.train_vocab_size",
+            id="data.tokenizer",
         )
     return int(tokenizer.eos_token_id)
 

@@ -172,7 +172,10 @@ def _files(source: SourceConfig) -> tuple[tuple[str, int], ...]:
 def _nowhere(error: DataError, places: Sequence[Place]) -> DataError:
     hosts = ", ".join(map(str, places))
     return DataError(
-        f"{error.what} on any of the machines {hosts}", where=error.where, fix=error.fix
+        f"{error.what} on any of the machines {hosts}",
+        where=error.where,
+        fix=error.fix,
+        id=error.id,
     )
 
 
@@ -192,6 +195,7 @@ def _check_equal(
                 where=f"data.sources: {source.path}",
                 fix="copy it from one to the other, or leave it on one of them alone: its tokens "
                 "are sent to the others",
+                id="data.changed",
             )
 
 

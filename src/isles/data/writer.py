@@ -50,12 +50,14 @@ def disk_faults(cache_dir: Path, needed_bytes: Callable[[], int] = lambda: 0) ->
                 f"{usage.free} of {usage.total} are free",
                 where=str(cache_dir),
                 fix="free some space, or set data.cache_dir to a folder on a larger disk",
+                id="disk.free",
             ) from error
         if error.errno in _CLOSED:
             raise DataError(
                 f"the cache folder cannot be written: {error.strerror}",
                 where=str(error.filename or cache_dir),
                 fix="set data.cache_dir to a folder of yours",
+                id="files.output",
             ) from error
         raise
 

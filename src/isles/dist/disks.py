@@ -199,6 +199,7 @@ def _await_files(
                 "this disk, which they share",
                 where=f"{folder}, rank {world.rank} on {world.host}",
                 fix="look after the network and the server of this file system",
+                id="files.shared",
             )
         time.sleep(_LOOK_EVERY_S)
 
@@ -225,6 +226,7 @@ def _disk_fault(error: OSError, folder: Path, world: World) -> TrainingError:
         f"this disk fails: {error.strerror or error}",
         where=f"{folder}, rank {world.rank} on {world.host}",
         fix="free some space there, look after the disk (dmesg), or set another output_dir",
+        id="checkpoint.unsaved",
     )
 
 

@@ -62,5 +62,6 @@ def _answer_all(store: Store, token: str, missing: set[int], timeout: timedelta)
                 f"these ranks did not come within {timeout.total_seconds():.0f} s: {names}",
                 where="rank 0",
                 fix="look at what torchrun printed on their hosts",
+                id="start.timeout",
             )
         time.sleep(_LOOK_S)

@@ -309,6 +309,7 @@ class _Ends:
                 "free on it",
                 where=self._where(),
                 fix="free some space there, or set another output_dir",
+                id="disk.free",
             )
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
@@ -326,6 +327,7 @@ class _Ends:
                 f"{name or 'the disk'}: {error.strerror or error}{free}",
                 where=self._where(),
                 fix="free some space there, or look after the disk (dmesg)",
+                id="checkpoint.unsaved",
             )
 
     def _changed(self, parcel: Parcel, sent_right: bool) -> TrainingError:
@@ -335,6 +337,7 @@ class _Ends:
             where=f"{self._where()}, sent by rank {parcel.sender}",
             fix="start again; if it comes again, look after the network card, the memory and the "
             "disk of both machines",
+            id="checkpoint.broken",
         )
 
     def _where(self) -> str:

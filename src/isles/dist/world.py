@@ -153,6 +153,7 @@ def join_world(
             f"rank {env.rank} of {env.world_size} could not join the others: {error}",
             where=f"rank {env.rank} on {socket.gethostname()}",
             fix="look at the logs of the ranks that are missing: `isles logs`",
+            id="rank.others",
         ) from error
     return World(
         rank=env.rank,
@@ -195,6 +196,7 @@ def _device(env: RankEnv, kind: str) -> torch.device:
             fix="compare `nvidia-smi` with `python -c 'import torch; print(torch.cuda."
             "is_available())'`: a CPU build of torch or an older driver hides GPUs; or set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU",
+            id="gpu.count",
         )
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)

@@ -80,6 +80,7 @@ def _reach(
             f"there is no interface {network.interface} with an IPv4 address; there are: {there}",
             where=f"host {name}",
             fix="correct clusters[0].network.interface, or leave it out",
+            id="net.interface",
         )
     for reach in usable:
         if common is not None and reach.network == common:
@@ -92,6 +93,7 @@ def _reach(
         f"it is not clear at which address the other hosts reach it; it has: {there}",
         where=f"host {name}",
         fix=f"write it into clusters[0].launcher.hosts: {{ssh: {name}, address: 192.168.1.100}}",
+        id="net.interface",
     )
 
 
@@ -107,6 +109,7 @@ def _resolve(given: str, name: str) -> str:
             f"no IPv4 address is known for {given}",
             where=f"host {name}, clusters[0].launcher.hosts",
             fix="write its address in numbers, such as 192.168.1.100",
+            id="net.names",
         ) from None
 
 

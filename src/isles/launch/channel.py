@@ -107,6 +107,7 @@ class Channel:
             f"no answer to `{op}` within {timeout_s:.0f} s",
             where=f"host {self.name}",
             fix="is it overloaded, or the connection cut? try again, or leave the host out",
+            id="host.answers",
         )
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ class Channel:
 
     def _named(self, error: dict[str, Any]) -> UserError:
         where = f"host {self.name}" + (f": {error['where']}" if error["where"] else "")
-        fault = UserError(error["what"], where=where, fix=error["fix"])
+        fault = UserError(error["what"], where=where, fix=error["fix"], id=error.get("id", ""))
         fault.exit_code = error["exit_code"]
         return fault
 
@@ -168,6 +169,7 @@ class Channel:
                 f"the process that answered there has ended (exit status {code})",
                 where=where,
                 fix="somebody killed it, or the machine ran out of memory: see dmesg | tail",
+                id="host.answers",
             )
         if "No module named" in noise and "isles" in noise:
             return PreflightError(
@@ -175,6 +177,7 @@ class Channel:
                 where=where,
                 fix="isles setup run.yaml installs it; or name the right Python in "
                 "clusters[0].environment (venv, conda or python)",
+                id="isles.installed",
             )
         if match := _NO_FOLDER.search(noise):
             return PreflightError(
@@ -182,6 +185,7 @@ class Channel:
                 where=where,
                 fix="make it there, name another in clusters[0].workdir, or let isles copy this "
                 "one: clusters[0].sync",
+                id="files.workdir",
             )
         words = noise.strip().splitlines() or [f"exit status {code}"]
         if code not in (_CANNOT_RUN, _NOT_FOUND):
@@ -190,9 +194,11 @@ class Channel:
                 where=where,
                 fix="correct setup, modules, venv or conda in clusters[0].environment; by hand: "
                 f"ssh {self.shell.destination}",
+                id="python.runs",
             )
         return PreflightError(
             f"{self._python} cannot be run there: {words[-1]}",
             where=where,
             fix="name the right Python in clusters[0].environment (venv, conda or python)",
+            id="python.runs",
         )

@@ -51,7 +51,9 @@ def code_files() -> list[tuple[str, bytes]]:
         # Not entered at all: another process may write or remove it at this moment.
         inner[:] = [name for name in inner if name != "__pycache__"]
         paths += [Path(folder, name) for name in names]
-    return [(p.relative_to(root).as_posix(), p.read_bytes()) for p in sorted(paths)]
+    # A copy of this folder alone holds a link to a page that is not there.
+    there = (path for path in sorted(paths) if path.is_file())
+    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in there]
 
 
 def code_digest() -> str:

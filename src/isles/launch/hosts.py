@@ -13,7 +13,7 @@ from typing import Any, Literal
 from isles import __version__
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import HostConfig
-from isles.errors import PreflightError, UserError
+from isles.errors import PreflightError, UserError, ids_of
 from isles.launch.addresses import Reach, choose_addresses
 from isles.launch.channel import Channel
 from isles.launch.fingerprint import code_digest
@@ -107,7 +107,7 @@ def refuse(faults: Sequence[UserError], num_hosts: int) -> None:
         raise faults[0]
     text = "\n".join(f"  {fault}".replace("\n", "\n  ") for fault in faults)
     error = PreflightError(f"{len(faults)} faults on {num_hosts} hosts:\n{text}")
-    error.exit_code = faults[0].exit_code
+    error.exit_code, error.ids = faults[0].exit_code, ids_of(faults)
     raise error
 
 
@@ -192,6 +192,7 @@ def settle_ranks(
             where=f"host {without[0].name}",
             fix="see nvidia-smi there; leave the host out of the list; or train on the CPUs of "
             "all: clusters.0.device=cpu",
+            id="gpu.count",
         )
     ranks, faults = [], []
     for host in hosts:
@@ -205,6 +206,7 @@ def settle_ranks(
                     where=f"host {host.name}",
                     fix="give this host a number of its own in clusters[0].launcher.hosts: "
                     f"{{ssh: {host.name}, gpus: {host.facts['gpus']}}}",
+                    id="gpu.count",
                 )
             )
     refuse(faults, len(hosts))
@@ -222,6 +224,7 @@ def _duplicates(hosts: Sequence[Host]) -> list[PreflightError]:
                     f"{other.name} and {host.name} are one machine, {host.facts['host']}",
                     where=f"host {host.name}",
                     fix="name it once; gpus says how many ranks it has",
+                    id="host.duplicate",
                 )
             )
     return faults
@@ -239,6 +242,7 @@ def _missing(hosts: Sequence[Host], needed: Sequence[str]) -> list[PreflightErro
                     where=f"host {host.name}",
                     fix="isles setup run.yaml installs them; or name the right Python in "
                     "clusters[0].environment",
+                    id="packages.missing",
                 )
             )
     return faults
@@ -268,6 +272,7 @@ def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
         f"it has {what} {value}, and there is {usual}",
         where=f"host {host.name}",
         fix="make the hosts equal: isles setup run.yaml",
+        id=f"version.{what.lower()}",
     )
 
 

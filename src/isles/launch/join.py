@@ -69,6 +69,7 @@ def join(
             f"has {__version__}",
             where=f"host {socket.gethostname()}",
             fix=f"install the same isles on both; here, in {sys.executable}",
+            id="version.isles",
         )
     fleet = _checked(files, target, digest)
     if not 0 < node < len(fleet.nodes):
@@ -115,6 +116,7 @@ def _checked(files: dict[str, Any], target: str, digest: str) -> Fleet:
             f"what {target} has sent is not the run whose digest begins with {digest}",
             where=f"host {socket.gethostname()}",
             fix="type the command again as `isles train` has printed it",
+            id="start.refused",
         )
     return fleet
 
@@ -146,6 +148,7 @@ def _fetch(target: str, digest: str, timeout_s: float, say: Any) -> dict[str, An
         f"the first node has not answered at {target} within {timeout_s:.0f} s: {last}",
         where=f"host {socket.gethostname()}",
         fix=f"type its command there, and see that its port is open: nc -vz {address} {port}",
+        id="net.connect",
     )
 
 

@@ -67,6 +67,7 @@ def read_join_line(given: str) -> JoinLine:
             f"{given} is no join line, and there is no such file",
             where="isles join",
             fix="name the file that `isles rendezvous` has written, or type - and paste the line",
+            id="join.line",
         )
     return JoinLine.read(path)
 
@@ -140,6 +141,7 @@ def _theirs(line: JoinLine, name: str) -> Loaded:
             + printable(str(error)),
             where=str(line),
             fix="install the same version of isles there and here",
+            id="version.isles",
         ) from None
     if found.config.diloco is None or found.config.training.script is not None:
         raise PreflightError(
@@ -201,6 +203,7 @@ def _differences(theirs: Loaded, mine: Loaded) -> list[ConfigError]:
             f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
             where=mine.where(change.key),
             fix="leave it out: the run's own value is taken then",
+            id="join.unlike",
         )
         for change in unlike(theirs.config, mine.config)
     ]
@@ -219,6 +222,7 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
                     f"the others have {_shown(value)}, a path of their own",
                     where=f"{name} {key}",
                     fix=f"say where it is here: {key}=PATH (what it holds must be the same)",
+                    id="join.trust",
                 )
             )
         if key == "model.trust_remote_code" and value is True:
@@ -227,6 +231,7 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
                     "the model brings Python code with it, which the others have let run",
                     where=f"{name} {key}",
                     fix="read that code; if you trust it, add model.trust_remote_code=true",
+                    id="join.trust",
                 )
             )
     return faults

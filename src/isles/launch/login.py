@@ -72,6 +72,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
             "isles there ended well, and has not said which run it started",
             where=f"host {launcher.login}",
             fix=f"install the same isles there as here ({__version__})",
+            id="host.login",
         )
     if begun["version"] != __version__:
         options.warn(f"isles is {begun['version']} on {launcher.login}, and {__version__} here")
@@ -205,6 +206,7 @@ class _Said:
                 f"isles there has not started the run within {_START_S:.0f} s",
                 where=f"host {self._shell.name}",
                 fix=f"try it by hand: ssh {self._shell.name}",
+                id="host.login",
             )
         alarm.cancel()
         if not code:
@@ -227,6 +229,7 @@ class _Said:
                 where=f"host {self._shell.name}",
                 fix="correct workdir and environment in clusters[0]; by hand: "
                 f"ssh {self._shell.name}",
+                id="host.login",
             )
         error = LoginError(text.removeprefix("error: "))
         error.exit_code = code  # type: ignore[assignment]

@@ -172,13 +172,17 @@ def _address(loaded: Loaded, index: int) -> str:
         address = socket.gethostbyname(host)
     except OSError:
         raise ConfigError(
-            f"no IPv4 address is known for {host}", where=where, fix="write it in numbers"
+            f"no IPv4 address is known for {host}",
+            where=where,
+            fix="write it in numbers",
+            id="net.names",
         ) from None
     if address.startswith("127.") and len(launcher.hosts) > 1:
         raise ConfigError(
             f"{host} is {address} on this machine, which no other host can reach",
             where=where,
             fix="write the address that the others know, such as 192.168.1.100",
+            id="net.names",
         )
     return address
 
@@ -197,6 +201,7 @@ def _require_here(loaded: Loaded, host: str, address: str) -> None:
         where=loaded.where("clusters.0.launcher.hosts"),
         fix=f"type it on {host}, which keeps the run directory; or begin the list with this "
         "machine; or use launcher: {kind: ssh}, which starts from anywhere",
+        id="start.first",
     )
 
 
@@ -230,6 +235,7 @@ def _fleet(
             f"all ports from {cluster.network.port} to {cluster.network.port + 99} are taken",
             where=f"host {launcher.hosts[0]}",
             fix="set clusters[0].network.port to the first of a hundred others",
+            id="port.taken",
         )
     nproc = cluster.gpus_per_node
     assert nproc != "auto"

@@ -172,6 +172,7 @@ def listen_address(public: str, listen: str) -> str:
             f"{host} stands for all addresses of this machine, and none that clusters could dial",
             where="--listen",
             fix="say by which one they reach it: --public HOST:PORT",
+            id="rendezvous.address",
         )
     own = own_addresses()
     if host not in EVERYWHERE and not own.intersection(_resolve(host)):
@@ -179,6 +180,7 @@ def listen_address(public: str, listen: str) -> str:
             f"{host} is no address of this machine, which has {', '.join(sorted(own))}",
             where="--listen",
             fix="listen at one of them, or at 0.0.0.0; what clusters dial is said by --public",
+            id="rendezvous.address",
         )
     return listen
 
@@ -192,7 +194,10 @@ def split_address(text: str, where: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(
-            f"{text!r} is no address", where=where, fix="write HOST:PORT, as hub.example.org:29400"
+            f"{text!r} is no address",
+            where=where,
+            fix="write HOST:PORT, as hub.example.org:29400",
+            id="rendezvous.address",
         )
     return host.strip("[]"), int(port)
 
@@ -258,6 +263,7 @@ def _wait(child: subprocess.Popen[bytes], state: Path, before: float, begin: int
             what if found and code is not None else f"the rendezvous {why}: {what or 'not a word'}",
             where="" if found else str(log),
             fix=fix or "mend what it says",
+            id="rendezvous.ended",
         )
 
 

@@ -63,6 +63,7 @@ def start_meeting(
             f"{public} has no port that clusters could dial",
             where="--public",
             fix="choose one, such as 29400",
+            id="rendezvous.address",
         )
     place = listen_address(public, listen)
     state = state_directory(loaded, is_anew=is_anew)

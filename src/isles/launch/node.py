@@ -56,6 +56,7 @@ def _answer(
             raise UserError(
                 f"this isles does not know {question['op']!r}",
                 fix="install the same isles on all hosts: isles setup",
+                id="version.isles",
             )
         reply["result"] = work(question["args"])
     except UserError as error:
@@ -63,6 +64,7 @@ def _answer(
             "what": error.what,
             "where": error.where,
             "fix": error.fix,
+            "id": error.id,
             "exit_code": int(error.exit_code),
         }
     except Exception as error:  # the process' edge: the asker shows it
@@ -70,6 +72,7 @@ def _answer(
             "what": f"{type(error).__name__}: {error}",
             "where": "",
             "fix": "",
+            "id": "",
             "exit_code": 1,
             "traceback": traceback.format_exc(),
         }

@@ -90,6 +90,7 @@ def _clear(run_dir: RunDir, mark: dict[str, Any]) -> None:
             "this host has a run of its own in this folder, which the run would write into",
             where=str(run_dir.path),
             fix="move it away, or give the run file another name or output_dir",
+            id="run.elsewhere",
         )
     run_dir.path.rename(_aside(run_dir.path))
 

@@ -260,7 +260,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
         args: `config`, `origins`, `text` and `path` of a loaded run file.
 
     Returns:
-        faults: what, where and fix of each.
+        faults: what, where, fix and id of each.
     """
     from isles.config.adapter import missing_package
     from isles.config.files import data_faults, deepspeed_faults, shape_faults
@@ -280,7 +280,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
         found.append(fault)
     found += [*data_faults(loaded), *deepspeed_faults(loaded)]
     found += shape_faults(loaded, hub_cache())
-    return {"faults": [{"what": f.what, "where": f.where, "fix": f.fix} for f in found]}
+    return {"faults": [_words(f) for f in found]}
 
 
 def second(args: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def second(args: dict[str, Any]) -> dict[str, Any]:
         args: `output_dir`, `name` and `resume`.
 
     Returns:
-        refusal: its what, where and fix; None: it would not.
+        refusal: its what, where, fix and id; None: it would not.
     """
     from isles.rundir.begin import refuse_second
 
@@ -298,8 +298,12 @@ def second(args: dict[str, Any]) -> dict[str, Any]:
     try:
         refuse_second(folder, args["name"], args["resume"])
     except UserError as error:
-        return {"refusal": {"what": error.what, "where": error.where, "fix": error.fix}}
+        return {"refusal": _words(error)}
     return {"refusal": None}
+
+
+def _words(error: UserError) -> dict[str, str]:
+    return {"what": error.what, "where": error.where, "fix": error.fix, "id": error.id}
 
 
 def _ranks_here(attempt: Attempt) -> int:
@@ -326,6 +330,7 @@ def _outcome(args: dict[str, Any]) -> dict[str, Any]:
         "what": args["what"],
         "where": args.get("where", f"host {host}"),
         "fix": args.get("fix", "`isles train` starts it again"),
+        "id": args.get("id", "start.failed"),
         "exit_code": code,
         "is_communication": False,
         "traceback": None,

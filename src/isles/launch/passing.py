@@ -47,13 +47,17 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError as error:
         raise PreflightError(
-            "there is no program ssh", where="this machine", fix="apt install openssh-client"
+            "there is no program ssh",
+            where="this machine",
+            fix="apt install openssh-client",
+            id="ssh.connect",
         ) from error
     if done.returncode == SSH_FAILED:
         raise PreflightError(
             f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
             where=f"host {run.ssh}",
             fix=f"try it by hand: ssh {run.ssh}",
+            id="host.answers",
         )
     return done.returncode
 
@@ -89,4 +93,5 @@ def lost_python(host: str, python: str, noise: str, code: int) -> PreflightError
         where=f"host {host}",
         fix="name the right Python in clusters[0].environment (venv, conda or python); "
         "isles setup installs isles on the hosts of a list",
+        id="python.runs",
     )

@@ -103,6 +103,7 @@ def _refuse_inside_job(options: StartOptions) -> None:
             where=str(options.path),
             fix="start it from the login node; or, to train on this node alone, add "
             "clusters.0.launcher.kind=local to the command line",
+            id="queue.nested",
         )
 
 
@@ -142,7 +143,7 @@ def _submit(pbs: Pbs, attempt: Attempt, loaded: Loaded) -> str:
         return words[-1]
     said = last_line(done)
     where, fix = _refusal(said, loaded)
-    raise UserError(f"PBS does not take the job: {said}", where=where, fix=fix)
+    raise UserError(f"PBS does not take the job: {said}", where=where, fix=fix, id="queue.refused")
 
 
 _REFUSALS = (

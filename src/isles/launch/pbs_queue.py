@@ -59,7 +59,9 @@ class Pbs:
         """
         done = self.run("qstat", "-f")
         if done.returncode:
-            raise PreflightError(last_line(done), where=f"{self.path('qstat')} -f")
+            raise PreflightError(
+                last_line(done), where=f"{self.path('qstat')} -f", id="queue.commands"
+            )
         for text in re.split(r"^Job Id: ", done.stdout, flags=re.MULTILINE)[1:]:
             to = read_attributes(text).get("Output_Path", "")
             if to == output or to.endswith(f":{output}"):
@@ -82,6 +84,7 @@ class Pbs:
                 where=f"{self.path('qstat')} on {self.shell.name}",
                 fix="call isles on the cluster's login node, or name it: launcher.login; or name "
                 "the folder of PBS's commands: launcher.bin_path",
+                id="queue.commands",
             ) from None
         said = f"{done.stdout}\n{done.stderr}"
         if re.search(r"pbs_version\s*=|PBSPro", said):
@@ -94,6 +97,7 @@ class Pbs:
             where=f"{self.path('qstat')} on {self.shell.name}",
             fix="use launcher: {kind: slurm, ...} where Slurm has a qstat of its own; or say "
             "which PBS it is: launcher.dialect=openpbs or torque",
+            id="queue.commands",
         )
 
 
@@ -135,6 +139,7 @@ class PbsJob:
             f"qstat does not say how job {self.job_id} stands: {last_line(done)}",
             where=f"{self.pbs.path('qstat')} {' '.join(words)}",
             fix="is the PBS server up? qstat -B",
+            id="queue.commands",
         )
 
     def hasten(self, report: JobReport) -> None:
@@ -154,6 +159,7 @@ class PbsJob:
                 f"qdel does not end job {self.job_id}: {last_line(done)}",
                 where=self.text,
                 fix=f"by hand: qdel {self.job_id}; it must be a job of yours",
+                id="queue.commands",
             )
 
     def ended(self, report: JobReport) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def workdir_of(loaded: Loaded) -> Path:
             f"there is no folder {folder} on this machine",
             where=loaded.where("clusters.0.workdir"),
             fix="make it, or name one that this machine shares with the nodes",
+            id="files.workdir",
         )
     return folder
 
@@ -191,6 +192,7 @@ def find_lost(find: Callable[[], str | None], error: PreflightError) -> str:
         where=error.where,
         fix="try again when the scheduler answers; should it have taken the job all the same, that "
         "one ends as soon as it begins",
+        id="queue.lost",
     ) from error
 
 
@@ -205,6 +207,7 @@ def _strand(attempt: Attempt, error: LostSubmission) -> None:
         "what": error.what,
         "where": error.where,
         "fix": error.fix,
+        "id": error.id,
         "exit_code": int(ExitCode.PREFLIGHT),
         "is_communication": False,
         "traceback": None,

@@ -44,7 +44,10 @@ def render(
         return ExitCode.OK
     if output.exists() and not force:
         raise UserError(
-            "the file is there already", where=str(output), fix="add --force, or another --output"
+            "the file is there already",
+            where=str(output),
+            fix="add --force, or another --output",
+            id="file.exists",
         )
     try:
         write_text_atomic(output, rendered.text)

@@ -192,6 +192,7 @@ def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
                 f"the environment cannot be made: {words[-1] if words else done.returncode}",
                 where=f"host {shell.name}",
                 fix="sudo apt install python3-venv; conda must be on PATH; or make it by hand",
+                id="setup.failed",
             )
 
     for some in (shells[:1], shells[1:]):
@@ -269,6 +270,7 @@ def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
             where=f"host {shell.name}",
             fix=f"see what it waits for: ssh {shell.name} 'ps -ef | grep pip'; isles setup again "
             "goes on with what is there",
+            id="setup.failed",
         )
     if result is None and code == 255 and shell.destination is not None:
         raise shell.fault(text)
@@ -279,6 +281,7 @@ def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
             where=f"host {shell.name}",
             fix="mend what it says, then isles setup again; clusters[0].environment names the "
             "Python and what pip is given",
+            id="setup.failed",
         )
     return dict(result)
 

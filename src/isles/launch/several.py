@@ -103,6 +103,7 @@ def refuse_peers(loaded: Loaded) -> None:
             where=loaded.where("outer.hivemind.initial_peers", "outer.engine"),
             fix="start `hivemind-dht` on a machine that all reach, and write the address that it "
             "prints into outer.hivemind.initial_peers; or use engine: hub",
+            id="hivemind.peers",
         )
     if elsewhere and all(_LOOPBACK.match(address) for address in found.host_maddrs):
         raise ConfigError(
@@ -110,6 +111,7 @@ def refuse_peers(loaded: Loaded) -> None:
             f"{', '.join(elsewhere)} would listen there on other machines",
             where=loaded.where("outer.hivemind.host_maddrs", "outer.engine"),
             fix="host_maddrs: [/ip4/0.0.0.0/tcp/0], or with a port that firewalls let through",
+            id="hivemind.peers",
         )
     fixed = [address for address in found.host_maddrs if not address.endswith("/0")]
     if found.identity_path is not None:
@@ -119,6 +121,7 @@ def refuse_peers(loaded: Loaded) -> None:
             f"{', '.join(here)} are on this machine and would share {', '.join(fixed)}",
             where=loaded.where("outer.hivemind.host_maddrs", "outer.hivemind"),
             fix="leave out identity_path, and take port 0: each finds one of its own",
+            id="hivemind.peers",
         )
 
 

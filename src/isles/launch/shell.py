@@ -108,6 +108,7 @@ class Shell:
                 f"no answer within {timeout_s:.0f} s to: {shlex.join(command)[:200]}",
                 where=f"host {self.name}",
                 fix=f"try it by hand: ssh {self.destination}" if self.destination else "",
+                id="host.answers",
             ) from error
         if self.destination is not None and done.returncode == _SSH_FAILED:
             raise self.fault(done.stderr)
@@ -141,7 +142,7 @@ class Shell:
                 what = f"{meaning} ({text})"
                 fix = cure.format(destination=self.destination, host=_host(self.destination))
                 break
-        return PreflightError(what, where=f"host {self.name}", fix=fix)
+        return PreflightError(what, where=f"host {self.name}", fix=fix, id="ssh.connect")
 
     def _missing(self, program: str) -> PreflightError:
         return PreflightError(

@@ -139,4 +139,5 @@ def _refuse_inside_job(path: Path) -> None:
             fix="leave it (exit) and start from the login node; or train on this node alone, with "
             "'clusters.0.launcher={kind: local}' on the command line; or, if another job is what "
             "you want: env -u SLURM_JOB_ID isles train …",
+            id="queue.nested",
         )

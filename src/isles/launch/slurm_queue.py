@@ -88,6 +88,7 @@ class SlurmJob:
                 f"scontrol does not say how job {self.job_id} stands: {_last_line(done.stderr)}",
                 where=f"{self.slurm.path('scontrol')} show job {self.job_id}",
                 fix="is slurmctld up? scontrol ping",
+                id="queue.commands",
             )
         return self._forgotten()
 
@@ -152,6 +153,7 @@ class SlurmJob:
                 f"scancel does not end job {self.job_id}: {_last_line(done.stderr)}",
                 where=self.text,
                 fix=f"by hand: scancel {self.job_id}; it must be a job of yours",
+                id="queue.commands",
             )
 
     def _report(self, fields: dict[str, str]) -> JobReport:

@@ -79,6 +79,7 @@ def submit_slurm(slurm: Slurm, attempt: Attempt, loaded: Loaded) -> str:
             fix="start from a login node of the cluster, or name one: clusters[0].launcher.login; "
             "where Slurm's commands are not on PATH, clusters[0].launcher.bin_path names their "
             "folder",
+            id="queue.commands",
         )
     patient = replace(slurm, ask_s=SUBMIT_PATIENCE * slurm.ask_s)
     try:
@@ -98,11 +99,13 @@ def submit_slurm(slurm: Slurm, attempt: Attempt, loaded: Loaded) -> str:
                 f"Slurm does not take the job: {text}",
                 where=loaded.where(*where, "clusters.0.launcher"),
                 fix=known or fix,
+                id="queue.refused",
             )
     raise UserError(
         f"Slurm does not take the job: {text}",
         where=loaded.where("clusters.0.launcher"),
         fix="`isles train --dry-run` shows the script that sbatch was given",
+        id="queue.refused",
     )
 
 
@@ -124,7 +127,9 @@ def _find(slurm: Slurm, attempt: Attempt) -> str | None:
     """The job that has this attempt's script, which no other job has; None: there is none."""
     done = slurm.run("squeue", "-h", "--me", "--states=all", "-o", "%i|%o")
     if done.returncode:
-        raise PreflightError(done.stderr.strip() or "squeue failed", where="squeue")
+        raise PreflightError(
+            done.stderr.strip() or "squeue failed", where="squeue", id="queue.commands"
+        )
     for line in done.stdout.splitlines():
         job_id, _, command = line.partition("|")
         if command.strip() == str(attempt.script) and job_id.isdecimal():

@@ -134,6 +134,7 @@ class _SshStart:
                 f"all ports from {first} to {first + 99} are taken",
                 where=f"host {self.hosts[0].name}",
                 fix="set clusters[0].network.port to the first of a hundred others",
+                id="port.taken",
             )
         self.fleet = Fleet(
             launcher="ssh",
@@ -267,6 +268,7 @@ class _SshStart:
             f"begun; its last words:\n{words}",
             where=f"host {host.name}",
             fix="mend what it says; isles check finds more",
+            id="start.failed",
         )
 
     def _give_up(self, error: UserError) -> None:
@@ -275,6 +277,7 @@ class _SshStart:
             "what": error.what,
             "where": error.where,
             "fix": error.fix,
+            "id": error.id,
             "exit_code": int(error.exit_code),
         }
         asked = [(host, host.channel.ask("end", **record)) for host in self.hosts]
@@ -333,7 +336,10 @@ def _refuse_faults(head: Host, answer: dict[str, Any]) -> None:
     """Faults that only the head can see, with the run file's lines and the head's name."""
     faults = [
         ConfigError(
-            fault["what"], where=f"{fault['where']} (on host {head.name})", fix=fault["fix"]
+            fault["what"],
+            where=f"{fault['where']} (on host {head.name})",
+            fix=fault["fix"],
+            id=fault.get("id", ""),
         )
         for fault in answer["faults"]
     ]

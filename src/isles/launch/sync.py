@@ -52,6 +52,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
                 f"there is no {path} to copy to the hosts",
                 where=f"this machine, {Path.cwd()}: clusters[0].sync.paths",
                 fix="correct the path; it is relative to the folder in which isles is called",
+                id="sync.rsync",
             )
     if shutil.which("rsync") is None:
         raise _no_rsync("this machine")
@@ -108,7 +109,7 @@ def _refuse_second(loaded: Loaded, head: Shell, workdir: str, options: StartOpti
         refusal = channel.call("second", timeout_s=_LOOK_S, **asked)["refusal"]
     if refusal is not None:
         where = ": ".join(part for part in (f"host {head.name}", refusal["where"]) if part)
-        raise UserError(refusal["what"], where=where, fix=refusal["fix"])
+        raise UserError(refusal["what"], where=where, fix=refusal["fix"], id=refusal.get("id", ""))
 
 
 def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
@@ -153,6 +154,7 @@ def _copy(
             f"the folder {workdir} cannot be made: {done.stderr.strip()}",
             where=f"host {shell.name}",
             fix="make it there, or name another in clusters[0].workdir",
+            id="files.workdir",
         )
     words = done.stdout.splitlines()
     if words[-2:] == [machine_id(), str(Path.cwd().resolve())]:
@@ -178,6 +180,7 @@ def _rsync(shell: Shell, process: subprocess.Popen[str], workdir: str) -> str:
             f"rsync has not ended within {_COPY_S:.0f} s",
             where=f"host {shell.name}",
             fix="copy what is large by hand, or keep it on the hosts",
+            id="sync.rsync",
         ) from error
     if process.returncode:
         raise _fault(shell, workdir, process.returncode, err)
@@ -195,6 +198,7 @@ def _fault(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
             where=f"host {shell.name}",
             fix="let ~/.bashrc print only in a terminal, with this as its first line: "
             "[[ $- == *i* ]] || return",
+            id="sync.rsync",
         )
     own = [line for line in noise.splitlines() if line.startswith("rsync")]
     said = own or noise.strip().splitlines() or [f"exit code {code}"]
@@ -202,6 +206,7 @@ def _fault(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
         f"rsync failed: {said[0]}",
         where=f"host {shell.name}:{workdir}",
         fix="is there room, and may this user write there?",
+        id="sync.rsync",
     )
 
 
@@ -210,4 +215,5 @@ def _no_rsync(where: str) -> PreflightError:
         "there is no program rsync, which clusters[0].sync needs",
         where=where,
         fix="sudo apt install rsync; or delete sync and copy the files yourself",
+        id="sync.rsync",
     )

@@ -96,6 +96,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
             f"{type(model).__name__} cannot have this adapter: {str(error).splitlines()[0]}",
             where="adapter.target_modules",
             fix=f"use all-linear, or names among {', '.join(_known_names(model))}",
+            id="adapter.modules",
         ) from error
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
@@ -175,6 +176,7 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
                 f"{type(model).__name__} has no linear layers beside its head",
                 where="adapter.target_modules: all-linear",
                 fix=f"name the modules: {', '.join(_known_names(model))}",
+                id="adapter.modules",
             )
         return found
     return _named(model, adapter.target_modules, "adapter.target_modules")
@@ -194,6 +196,7 @@ def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
                 f"{type(model).__name__} has no module {one!r}",
                 where=key,
                 fix=f"{meant}it has {', '.join(known)}",
+                id="adapter.modules",
             )
         found += matches
     return list(dict.fromkeys(found))
@@ -208,6 +211,7 @@ def _check_whole_modules(model: nn.Module, adapter: AdapterConfig, targets: list
                 f"{whole} is to be trained whole, and {inner[0]} in it is to get an adapter",
                 where="adapter.modules_to_save",
                 fix="take one of them out of the two lists",
+                id="adapter.modules",
             )
 
 
@@ -223,6 +227,7 @@ def _check_tied(model: Any, chosen: list[str]) -> None:
             "of its embedding (tie_word_embeddings), and the two would come apart",
             where="adapter.modules_to_save and adapter.target_modules",
             fix=f"take {tied[0]} out of them, or train every weight: adapter.type: none",
+            id="adapter.modules",
         )
 
 

@@ -320,6 +320,7 @@ def _load_pretrained(
                 f"{names[0]!r}: config.json and the weights do not belong together",
                 where="model.name_or_path",
                 fix="use a folder that holds one whole model, or init: scratch",
+                id="model.load",
             )
     return model if options else model.to(device)
 
@@ -375,5 +376,8 @@ def _model_error(config: ModelConfig, error: Exception) -> Exception:
             f"`hf auth login`; or use a shipped shape: {', '.join(shape_names())}"
         )
     return UserError(
-        f"cannot load the model {name!r}: {first}", where="model.name_or_path", fix=fix
+        f"cannot load the model {name!r}: {first}",
+        where="model.name_or_path",
+        fix=fix,
+        id="model.load",
     )

@@ -312,12 +312,14 @@ def weights_folder(name: str) -> tuple[Path, dict[str, str]]:
                 f"there is no such folder: {Path(name).expanduser().absolute()}",
                 where="model.name_or_path",
                 fix="put the model back there, or go to the folder that the run was started in",
+                id="files.model",
             ) from error
         raise UserError(
             f"cannot load the weights of {name!r}: {str(error).strip().splitlines()[0]}",
             where="model.name_or_path",
             fix="model.safetensors, or its index and files, must lie in the folder or on the hub; "
             "`save_pretrained` writes them",
+            id="model.load",
         ) from error
 
 
@@ -328,4 +330,5 @@ def _misfit(config: ModelConfig, what: str) -> UserError:
         fix="use a folder that holds one whole model; where transformers must convert the weights "
         "while loading (mixtures of experts), load and save_pretrained it once with transformers, "
         "or use strategy: {kind: ddp}",
+        id="model.load",
     )

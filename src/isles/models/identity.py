@@ -39,6 +39,7 @@ def base_fingerprint(config: ModelConfig) -> str:
             f"the files of {config.name_or_path} cannot be read: {error}",
             where="model.name_or_path",
             fix="look at config.json and the *.safetensors files of this folder",
+            id="model.load",
         ) from error
     return digest.hexdigest()
 

@@ -28,7 +28,7 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
         case "stopped":
             _print(console, _stopped_lines(run_dir, state))
         case "failed":
-            _print(errors, [*failure_lines(attempt), *_next_start(run_dir)])
+            _print(errors, failure_lines(attempt, _next_start(run_dir)))
         case "running":
             ask = f"`isles status {typed_name(run_dir)}` says when it is done"
             _print(errors, [f"{run_dir.name} is still closing; {ask}"])
@@ -112,7 +112,7 @@ def _stopped_lines(run_dir: RunDir, state: AttemptState) -> list[str]:
 
 
 def _killed_lines(run_dir: RunDir, attempt: Attempt) -> list[str]:
-    return [*failure_lines(attempt), *_next_start(run_dir)]
+    return failure_lines(attempt, _next_start(run_dir))
 
 
 def _next_start(run_dir: RunDir) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from isles.errors import more_lines
 from isles.rundir.nodes import read_meeting
 from isles.rundir.paths import Attempt
 from isles.rundir.process import ProcessId
@@ -42,11 +44,17 @@ def _lost_supervisor(process: ProcessId) -> dict[str, Any]:
         "what": f"the supervisor of this run (pid {process.pid}) is gone; its nodes ended with it",
         "where": f"host {process.host}",
         "fix": "somebody killed it, or the machine ran out of memory: see `dmesg | tail`",
+        "id": "run.supervisor",
     }
 
 
-def failure_lines(attempt: Attempt) -> list[str]:
-    """The failure as it is shown to the user; the first line begins with `error: `."""
+def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
+    """The failure as it is shown to the user; the first line begins with `error: `.
+
+    Args:
+        attempt: a start that has failed.
+        then: lines for the end, before the one that says where to read more.
+    """
     outcome = read_record(attempt.outcome) or {}
     culprit = find_culprit(attempt)
     if culprit is None:
@@ -54,7 +62,7 @@ def failure_lines(attempt: Attempt) -> list[str]:
             outcome.get("reason")
             or "the processes of this run are gone and have left no word: killed, perhaps"
         )
-        return [f"error: {what}", *_agent_tail(attempt)]
+        return [f"error: {what}", *_agent_tail(attempt), *then]
     rank = number_of(culprit, "rank")
     what = str(culprit.get("what") or culprit.get("kind") or "unknown error").rstrip()
     lines = [f"error: {what}"]
@@ -74,7 +82,7 @@ def failure_lines(attempt: Attempt) -> list[str]:
     log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
     if log.is_file():
         lines.append(f"  log: {log}")
-    return lines + _others(attempt)
+    return [*lines, *_others(attempt), *then, *more_lines([culprit.get("id")])]
 
 
 def _error_files(attempt: Attempt) -> list[Path]:

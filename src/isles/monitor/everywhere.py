@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.errors import PreflightError, UserError
+from isles.errors import PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
 from isles.launch.passing import lost_python, remote_script
 from isles.launch.queue import refresh_all
@@ -43,7 +43,10 @@ def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
     report = _ask([found], output_dir)[0]
     if report.state == "unreachable" and report.begun_at is None:
         raise PreflightError(
-            report.reason, where=f"host {found.host}", fix=f"try it by hand: ssh {found.ssh}"
+            report.reason,
+            where=f"host {found.host}",
+            fix=f"try it by hand: ssh {found.ssh}",
+            id="host.answers",
         )
     return report
 
@@ -95,8 +98,10 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
         said = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
         if not said:
             fault = lost_python(first.host, first.python, done.stderr, done.returncode)
-            words = done.stderr.strip().splitlines()
-            raise fault or PreflightError(words[-1] if words else "no answer", where=first.host)
+            noise, id = cut_more(done.stderr)
+            words = noise.strip().splitlines()
+            what = words[-1] if words else "no answer"
+            raise fault or PreflightError(what, where=first.host, id=id or "host.answers")
         answer = json.loads(said[-1].removeprefix(ANSWER))
     except UserError as error:
         return [_last_known(run, output_dir, error) for run in runs]

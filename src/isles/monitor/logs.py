@@ -60,7 +60,10 @@ def choose_attempt(run_dir: RunDir, number: int | None) -> Attempt:
     attempts = run_dir.attempts()
     if not attempts:
         raise UserError(
-            f"{run_dir.name} was never started", where=str(run_dir.path), fix="`isles train` it"
+            f"{run_dir.name} was never started",
+            where=str(run_dir.path),
+            fix="`isles train` it",
+            id="run.logs",
         )
     if number is None:
         return attempts[-1]
@@ -72,6 +75,7 @@ def choose_attempt(run_dir: RunDir, number: int | None) -> Attempt:
         f"{run_dir.name} has no attempt {number}",
         where=str(run_dir.path),
         fix=f"the attempts there are: {numbers}",
+        id="run.logs",
     )
 
 
@@ -212,4 +216,5 @@ def _no_rank(attempt: Attempt, rank: int) -> UserError:
         f"rank {rank} has no log in attempt {attempt.number}",
         where=str(attempt.path),
         fix=f"the ranks there are: {ranks}",
+        id="run.logs",
     )

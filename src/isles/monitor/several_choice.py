@@ -85,6 +85,7 @@ def _given(resume: str, output_dir: Path) -> SeveralRun:
         f"{resume} is no run on several clusters",
         where="--resume",
         fix="give the folder that has clusters.json, or `--resume no` for a new run",
+        id="run.unknown",
     )
 
 
@@ -172,4 +173,5 @@ def _changes(loaded: Loaded, old: SeveralRun, *, may_change: bool) -> list[str]:
         where=str(old.path),
         fix="put them back to go on with it, or `--resume no` for a new run, or "
         f"`--resume {typed_name(old)}` to go on with the new values",
+        id="run.changed",
     )

@@ -224,6 +224,7 @@ class SeveralStart:
                 "a join line is given, and the run file starts a rendezvous of its own",
                 where=where,
                 fix=f"outer.rendezvous={JoinLine.parse(self.options.join).address}",
+                id="join.line",
             )
         if self.options.join:
             line = JoinLine.parse(self.options.join)
@@ -234,12 +235,14 @@ class SeveralStart:
                 f"the rendezvous is at {address}, and its join line is not known here",
                 where=where,
                 fix="--join-file FILE, with the line that `isles rendezvous` has written there",
+                id="join.line",
             )
         if line.address != address:
             raise UserError(
                 f"the join line is of {line.address}, and the run file names {address}",
                 where=where,
                 fix="write the address of the line, or give --join-file with its line",
+                id="join.line",
             )
         return line
 

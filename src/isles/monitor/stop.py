@@ -73,6 +73,7 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
             where=stopping.place,
             fix=f"wait longer (--timeout), look at `isles logs {typed_name(run_dir)}`, or give "
             "--now",
+            id="stop.late",
         )
     say(f"{run_dir.name} has ended: {_ended_text(run_dir)}")
     return ExitCode.OK
@@ -146,6 +147,7 @@ class Stopping:
             f"{format_duration(silent_s)}; a request to stop lies in its directory",
             where=f"host {host}" + (f", pid {process.pid}" if process else ""),
             fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
+            id="stop.late",
         )
 
     def wait(self, timeout_s: float) -> bool:
@@ -176,6 +178,7 @@ class Stopping:
                 where=self.place,
                 fix="it was asked by its directory; look at "
                 f"`isles status {typed_name(self._run_dir)}`, and stop it there",
+                id="stop.late",
             )
         if self._attempt.fleet.exists() and not wait_for_end(self._process, _FLEET_S):
             kill_now(self._process)
@@ -185,6 +188,7 @@ class Stopping:
                 where=f"host {self._process.host}, pid {self._process.pid}",
                 fix="it is waiting for a disk or a driver; look again with "
                 f"`isles status {typed_name(self._run_dir)}`",
+                id="stop.late",
             )
 
     def _leave_request(self, kind: StopKind) -> bool:
@@ -196,6 +200,7 @@ class Stopping:
                     f"the request to stop cannot be left: {error.strerror}",
                     where=str(self._attempt.stop_request),
                     fix="ask as the user who started the run, or on its own machine",
+                    id="stop.late",
                 ) from error
             return False
         return True

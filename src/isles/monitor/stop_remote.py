@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from isles.errors import ExitCode, PreflightError, UserError
+from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.launch.passing import pass_on, remote_script
 from isles.launch.shell import Shell, on_all
 from isles.rundir.remote import RemoteRun
@@ -41,6 +41,7 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str],
                 where=error.where,
                 fix=f"{error.fix}. If it is gone for good: the ranks on the other hosts end by "
                 f"themselves, and `isles stop {run.typed} --now` ends them at once",
+                id=error.id,
             ) from error
         return _stop_others(run, error, say)
 
@@ -52,7 +53,8 @@ def _stop_others(run: RemoteRun, error: PreflightError, say: Callable[[str], obj
     def end(host: str) -> str:
         script = remote_script(run, ["stop", run.path_on(host), "--now", "--here"])
         done = Shell(host, _CONNECT_S).run(["bash", "-c", script], timeout_s=_END_S)
-        words = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+        said, _ = cut_more(done.stdout if done.returncode == 0 else done.stderr)
+        words = said.strip().splitlines()
         return f"  {host.rpartition('@')[2]}: {words[-1] if words else 'no word'}"
 
     answers, faults = on_all(others, end)

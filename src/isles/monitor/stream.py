@@ -81,6 +81,7 @@ def _check_node(sources: LogSources, attempt: Attempt, choice: LogChoice) -> Non
         f"there is no node {choice.node} in attempt {attempt.number}",
         where=str(attempt.path),
         fix=f"the nodes there are: {there}",
+        id="run.logs",
     )
 
 

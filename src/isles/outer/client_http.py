@@ -43,6 +43,8 @@ class RendezvousRefusal(CommunicationError):
         fix: what to do.
     """
 
+    id = "rendezvous.refused"
+
     def __init__(self, kind: str, what: str, *, where: str, fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
         self.kind = kind
@@ -273,6 +275,7 @@ class Channel:
                     where=str(self.line),
                     fix="look whether the rendezvous runs and can be reached from here "
                     f"(curl -k {self.line.url}/v1/status answers 401)",
+                    id="rendezvous.silent",
                 )
             await asyncio.sleep(delay_s)
 

@@ -89,6 +89,7 @@ class Link:
             "no answer to any question: its process has ended, or the connection is cut",
             where=f"host {self.name}",
             fix="see the output of this task, and whether the node is up",
+            id="host.answers",
         )
 
 
@@ -178,6 +179,7 @@ def join(address: tuple[str, int], node: int, digest: str, timeout_s: float) -> 
         f"the first node was not reached within {timeout_s:.0f} s: {fault}",
         where=f"node {node}, host {os.uname().nodename}",
         fix=f"has its task started, and can {address[0]} port {address[1]} be reached?",
+        id="net.connect",
     )
 
 

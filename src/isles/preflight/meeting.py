@@ -59,6 +59,7 @@ def _listening(host: str, port: int, where: str) -> Iterator[int]:
                 where=where,
                 fix="outer.public: HOST:PORT, with an address that leads here and a port from "
                 "1024 on",
+                id="rendezvous.address",
             ) from None
         yield port
         return

@@ -128,6 +128,7 @@ def _loaded(record: dict[str, Any]) -> Loaded:
         raise UserError(
             f"this isles refuses the run file: {_line(error)}",
             fix="install the same isles on all hosts: isles setup",
+            id="version.isles",
         ) from None
     return Loaded(config, record["origins"], record["text"], Path(record["path"]))
 

@@ -44,6 +44,7 @@ class Listener:
             raise UserError(
                 f"the ports {first} to {first + 99} are all taken",
                 fix="set clusters[0].network.port to the first of a hundred that are not",
+                id="port.taken",
             )
         free, udp = _bound(0), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         assert free is not None

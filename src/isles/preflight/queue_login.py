@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from isles.config.load import Loaded
-from isles.errors import PreflightError, UserError
+from isles.errors import PreflightError, UserError, cut_more
 from isles.launch.login import copied_file_script, login_setting, place_there
 from isles.launch.passing import lost_python
 from isles.launch.shell import Shell
@@ -42,14 +42,16 @@ def check_on_login(
         text = done.stderr.replace(there, str(loaded.path)).strip()
         if fault := lost_python(login, python, text, done.returncode):
             raise fault
+        text, id = cut_more(text)
         what, _, fix = text.partition("\n  fix: ")
         if not what.startswith("error: "):
             raise PreflightError(
                 f"isles could not check there: {text or f'exit status {done.returncode}'}",
                 where=f"host {login}",
                 fix=f"try it by hand: ssh {login}",
+                id="host.login",
             )
-        raise UserError(what.removeprefix("error: "), where=f"host {login}", fix=fix)
+        raise UserError(what.removeprefix("error: "), where=f"host {login}", fix=fix, id=id)
     answer = json.loads(done.stdout[start:])
     findings = [Finding(**finding) for finding in answer["findings"]]
     columns = [finding.where for finding in findings if finding.id == "os.kernel"]

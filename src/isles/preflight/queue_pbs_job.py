@@ -109,6 +109,7 @@ def _submit(pbs: Pbs, folder: Path, timeout_s: float) -> str:
             where=f"{pbs.path('qsub')} on {pbs.shell.name}",
             fix="isles check without --in-job looks at the queue; isles train --dry-run shows what "
             "a run would ask for",
+            id="queue.refused",
         )
     launch = {"job_id": done.stdout.split()[-1], "bin_path": pbs.bin_path}
     job = PbsJob.of(run_dir, attempt, launch)

@@ -134,6 +134,7 @@ def _meet(host: str, port: int, names: list[str], mark: str, timeout_s: float) -
             f"node 0 cannot listen at {host} port {port}: {error.strerror}",
             where=f"host {socket.gethostname()}",
             fix="--master must be an address of this host, and a port that is free",
+            id="port.taken",
         ) from error
 
 

@@ -46,6 +46,7 @@ def ask_rendezvous(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any
             f"what listens there is no rendezvous: {error.reason or error}",
             where=line.address,
             fix="see that the join line's address is the rendezvous's own",
+            id="rendezvous.silent",
         ) from None
     except (OSError, http.client.HTTPException) as error:
         raise _unreached(line, error, timeout_s) from None
@@ -77,6 +78,7 @@ class _Pinned(http.client.HTTPSConnection):
                 where=str(self._line),
                 fix="use the present join line of the rendezvous; if it is, somebody stands "
                 "between it and this machine",
+                id="join.line",
             )
 
 
@@ -93,6 +95,7 @@ def _content(line: JoinLine, status: int, body: bytes) -> dict[str, Any]:
             "the rendezvous does not take the token of this join line",
             where=str(line),
             fix="use the join line that it has written at last",
+            id="join.line",
         )
     raise PreflightError(
         f"the rendezvous says {str(said.get('what') or f'HTTP status {status}')[:500]!r}",
@@ -115,4 +118,4 @@ def _unreached(line: JoinLine, error: Exception, timeout_s: float) -> Communicat
             what = f"what answers there is no rendezvous: {error!r}"
         case _:
             what = f"the rendezvous cannot be reached: {error}"
-    return CommunicationError(what, where=line.address, fix=fix)
+    return CommunicationError(what, where=line.address, fix=fix, id="rendezvous.silent")

@@ -15,14 +15,14 @@ from typing import Any
 from isles.config.resolve import Resolved, dump_resolved, load_resolved
 from isles.config.resume import Change, changed_mathematics
 from isles.errors import UserError
-from isles.facts.units import format_duration
-from isles.rundir.find import find_run, is_run_dir, numbered_runs, typed_name
+from isles.rundir.find import find_run, is_run_dir, numbered_runs
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record, write_secret, write_text_atomic
 from isles.rundir.refusals import clear_errors
-from isles.rundir.state import AttemptState, Clock, attempt_state, run_state
+from isles.rundir.running import refuse_running
+from isles.rundir.state import Clock, attempt_state, run_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.ti
     if resume != "auto":
         runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
     if runs and _other_head(runs[-1]) is None:
-        _refuse_running(runs[-1], run_state(runs[-1], now), now)
+        refuse_running(runs[-1], run_state(runs[-1], now), now)
 
 
 def new_attempt(
@@ -146,7 +146,7 @@ def new_attempt(
             # One look decides both, so that nobody can start in between.
             last = run_dir.last_attempt()
             if last:
-                _refuse_running(run_dir, attempt_state(run_dir, last, now), now)
+                refuse_running(run_dir, attempt_state(run_dir, last, now), now)
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
@@ -288,7 +288,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
         note = f"{run_dir.name} is kept by {owner}, its first host; this is a new run: {fresh.name}"
         return Begun(fresh, resumed=False, note=note)
     state = run_state(run_dir, now)
-    _refuse_running(run_dir, state, now)
+    refuse_running(run_dir, state, now)
     if state.state == "finished":
         note = f"{run_dir.name} is finished; this is a new run: {fresh.name}"
         return Begun(fresh, resumed=False, note=note)
@@ -307,6 +307,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
             where=str(run_dir.path),
             fix="put them back to go on with it, or `--resume no` for a new run, or "
             f"`--resume {run_dir.path}` to go on with the new values",
+            id="run.changed",
         )
     place = f"from step {steps[-1]}" if steps else "from the start: it has no checkpoint"
     return Begun(run_dir, resumed=True, note=f"going on with {run_dir.name} {place}")
@@ -326,14 +327,16 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             where=str(run_dir.path),
             fix=f"make {owner} the first of the hosts, or start it there; `--resume no` starts a "
             "new run",
+            id="run.elsewhere",
         )
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(
             f"there is no checkpoint {checkpoint.name}",
             where=str(checkpoint.parent),
             fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
+            id="run.checkpoint",
         )
-    _refuse_running(run_dir, run_state(run_dir, now), now)
+    refuse_running(run_dir, run_state(run_dir, now), now)
     note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
     try:
         changes = _changes(run_dir, resolved)
@@ -365,36 +368,3 @@ def _changes(run_dir: RunDir, resolved: Resolved) -> list[Change]:
 
 def _lines(changes: list[Change]) -> str:
     return "\n".join(f"    {change.key}: {change.old} -> {change.new}" for change in changes)
-
-
-def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
-    if not state.is_alive:
-        return
-    age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
-    if state.process is None:
-        raise _in_queue(run_dir, age)
-    doing = "is running" if state.state == "running" else "is just ending"
-    raise UserError(
-        f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
-        where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` saves and stops it; "
-        "`--resume no` starts a second run",
-    )
-
-
-def _in_queue(run_dir: RunDir, age: str) -> UserError:
-    attempt = run_dir.last_attempt()
-    launch = (read_record(attempt.launch) if attempt else None) or {}
-    job = (read_record(attempt.job) if attempt else None) or {}
-    doing = {"pending": "is queued", "requeued": "is queued again"}.get(
-        str(job.get("state")), "is running"
-    )
-    job_id = job.get("job_id") or launch.get("job_id")
-    name = {"slurm": "Slurm", "pbs": "PBS"}.get(str(launch.get("launcher")), "a queue")
-    why = f": {job['reason']}" if job.get("reason") else ""
-    return UserError(
-        f"{run_dir.name} {doing} as {name} job {job_id}{age}{why}",
-        where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` saves and stops it, or takes it out of the queue; "
-        "`--resume no` starts a second run",
-    )

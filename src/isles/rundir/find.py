@@ -70,6 +70,7 @@ def find_run(name_or_path: str | None, output_dir: Path) -> RunDir:
         raise UserError(
             f"there is no run in {output_dir}/",
             fix="start one with `isles train run.yaml`, or say where they are: --output-dir",
+            id="run.unknown",
         )
     for path in (Path(name_or_path).expanduser(), output_dir / name_or_path):
         if is_run_dir(path):
@@ -123,7 +124,10 @@ def find_cluster(
         if cluster is None:
             return found
         raise UserError(
-            f"{given or found.name} is a run on one cluster", where="--cluster", fix="leave it out"
+            f"{given or found.name} is a run on one cluster",
+            where="--cluster",
+            fix="leave it out",
+            id="run.unknown",
         )
     wanted = found.clusters if cluster is None else (found.cluster(cluster),)
     runs = [run for each in wanted if (run := run_of(found, each)) is not None]
@@ -134,6 +138,7 @@ def find_cluster(
         + ("no run yet" if cluster else "a run yet"),
         where=str(found.path),
         fix=f"`isles status {typed_name(found)}` shows how they stand",
+        id="run.unknown",
     )
 
 
@@ -208,7 +213,7 @@ def _by_stem(given: str, output_dir: Path, stems: list[RemoteRun]) -> list[RunDi
             return [stems[-1]]
         others = ", ".join(run.label for run in reversed(remote_runs(output_dir)[-_LISTED:]))
         more = f"; on other machines: {others}" if others else ""
-        raise UserError(error.what, where=error.where, fix=error.fix + more) from None
+        raise UserError(error.what, where=error.where, fix=error.fix + more, id=error.id) from None
     if stems and stems[-1].started_at > _started_at(found):
         return [stems[-1]]
     return [found]
@@ -244,7 +249,9 @@ def _ambiguous(given: str, here: list[RunDir], remotes: list[RemoteRun]) -> User
     labels = [run.label for run in remotes]
     ways = [f"{run.path} (here)" for run in here]
     ways += [run.label if labels.count(run.label) == 1 else run.place for run in remotes]
-    return UserError(f"{given} may mean {len(ways)} runs", fix=f"say which: {', '.join(ways)}")
+    return UserError(
+        f"{given} may mean {len(ways)} runs", fix=f"say which: {', '.join(ways)}", id="run.unknown"
+    )
 
 
 def _not_found(given: str, output_dir: Path, runs: list[RunDir]) -> UserError:
@@ -257,12 +264,18 @@ def _not_found(given: str, output_dir: Path, runs: list[RunDir]) -> UserError:
     names = [run.name for run in reversed(runs)]
     stems = {name: name.rpartition("-")[0] for name in names}
     if not names:
-        return UserError(what, fix="start one with `isles train run.yaml`, or give --output-dir")
+        return UserError(
+            what,
+            fix="start one with `isles train run.yaml`, or give --output-dir",
+            id="run.unknown",
+        )
     close = difflib.get_close_matches(given, [*names, *stems.values()], n=1)
     if close:
-        return UserError(what, fix=f"did you mean {close[0]}?")
+        return UserError(what, fix=f"did you mean {close[0]}?", id="run.unknown")
     more = f" and {len(names) - _LISTED} older ones" if len(names) > _LISTED else ""
-    return UserError(what, fix=f"the runs there are: {', '.join(names[:_LISTED])}{more}")
+    return UserError(
+        what, fix=f"the runs there are: {', '.join(names[:_LISTED])}{more}", id="run.unknown"
+    )
 
 
 def _started_at(run: RunDir) -> float:

@@ -46,15 +46,19 @@ class JoinLine:
         """
         match = _LINE.fullmatch("".join(text.split()))
         if match is None:
-            raise ConfigError("this is not a join line", where=where, fix=_FIX)
+            raise ConfigError("this is not a join line", where=where, fix=_FIX, id="join.line")
         port = int(match["port"])
         if not 0 < port < 2**16 or not NAME.fullmatch(match["run"]):
-            raise ConfigError("the join line names no such port or run", where=where, fix=_FIX)
+            raise ConfigError(
+                "the join line names no such port or run", where=where, fix=_FIX, id="join.line"
+            )
         try:
             fingerprint = _decode(match["fingerprint"])
             _decode(match["token"])
         except (binascii.Error, ValueError):
-            raise ConfigError("the join line is cut or mistyped", where=where, fix=_FIX) from None
+            raise ConfigError(
+                "the join line is cut or mistyped", where=where, fix=_FIX, id="join.line"
+            ) from None
         return cls(match["host"].strip("[]"), port, match["run"], match["token"], fingerprint)
 
     @classmethod
@@ -68,7 +72,7 @@ class JoinLine:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"the join line cannot be read: {error}", where=str(path), fix=_FIX
+                f"the join line cannot be read: {error}", where=str(path), fix=_FIX, id="join.line"
             ) from error
         return cls.parse(text, where=str(path))
 

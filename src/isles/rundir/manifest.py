@@ -59,6 +59,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
             "this folder is not a whole checkpoint: it has no readable manifest.json",
             where=str(path),
             fix="take another one from `isles checkpoint list`",
+            id="checkpoint.broken",
         )
     if manifest.get("version") != MANIFEST_VERSION:
         raise TrainingError(
@@ -67,6 +68,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
             where=str(path),
             fix="use the version of isles that wrote it: "
             f"{manifest.get('versions', {}).get('isles', 'unknown')}",
+            id="checkpoint.unlike",
         )
     return CheckpointInfo(path, int(manifest["step"]), manifest)
 
@@ -98,6 +100,7 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
             where=str(run_dir.checkpoints),
             fix="let it train until its first save (checkpoint.every_steps), or stop it with "
             "`isles stop`, which saves",
+            id="run.checkpoint",
         )
     if step is None:
         return checkpoints[-1]
@@ -109,6 +112,7 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
         f"there is no checkpoint of step {step}",
         where=str(run_dir.checkpoints),
         fix=f"choose one of these steps: {steps}",
+        id="run.checkpoint",
     )
 
 

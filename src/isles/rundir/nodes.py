@@ -108,12 +108,14 @@ def claim_node(attempt: Attempt, meeting: Meeting, wanted: int | None) -> int:
                 f"there is no free place for node {wanted} of {meeting.max_nodes}",
                 where=str(attempt.node_record(wanted)),
                 fix="leave out --node to take the first free place",
+                id="start.refused",
             )
         if not free:
             raise UserError(
                 f"all {meeting.max_nodes} nodes of this run are there",
                 where=str(attempt.path),
                 fix="raise clusters[0].nodes and start the run again to have more",
+                id="start.refused",
             )
         node = free[0] if wanted is None else wanted
         record = {"node": node, **ProcessId.of(os.getpid()).record()}

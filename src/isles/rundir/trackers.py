@@ -40,4 +40,5 @@ def require_trackers(config: RunConfig) -> None:
                 where="track",
                 fix="write track: [{kind: mlflow, tracking_uri: http://HOST:5000}], or set "
                 "MLFLOW_TRACKING_URI",
+                id="track.account",
             )

@@ -109,7 +109,8 @@ def refusal(told: Any) -> UserError:
     try:
         words = (printable(str(told[key]), longest=_LONGEST_WORDS) for key in _WORDS)
         what, where, fix = words
-        error: UserError = PreflightError(what, where=where, fix=fix)
+        id = str(told.get("id", ""))
+        error: UserError = PreflightError(what, where=where, fix=fix, id=id)
         error.exit_code = ExitCode(int(told["exit_code"]))
     except (KeyError, TypeError, ValueError):
         raise NotOurs(f"it says {told!r:.200}") from None

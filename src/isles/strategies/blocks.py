@@ -33,6 +33,7 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Mo
             "one class",
             where="strategy.transformer_layer_cls_to_wrap",
             fix=f"name the classes of its blocks; it has {_classes(model)}",
+            id="strategy.model",
         )
     return found
 
@@ -45,6 +46,7 @@ def _named_blocks(model: nn.Module, class_names: Sequence[str]) -> list[nn.Modul
             f"{type(model).__name__} has no module of class {' or '.join(class_names)}",
             where="strategy.transformer_layer_cls_to_wrap",
             fix=f"delete the key to have the blocks found, or use one of {_classes(model)}",
+            id="strategy.model",
         )
     return _of_classes(model, class_names)
 

@@ -224,4 +224,5 @@ def _only(optimizers: Sequence[Optimizer]) -> Optimizer:
         "Muon needs whole matrices",
         where="training.optimizer",
         fix="use adamw or sgd, or strategy: {kind: fsdp}",
+        id="strategy.deepspeed",
     )

@@ -96,6 +96,7 @@ def check_device(deepspeed: Any, settings: Json, world: World) -> None:
                 f"DeepSpeed cannot compute in {name} on this {world.device.type}",
                 where=where,
                 fix="use another training.precision; 32-true works everywhere",
+                id="strategy.deepspeed",
             )
     zero = settings["zero_optimization"]
     offloads = [zero.get(key, {}).get("device") for key in ("offload_optimizer", "offload_param")]
@@ -105,6 +106,7 @@ def check_device(deepspeed: Any, settings: Json, world: World) -> None:
             where=where,
             fix="install libaio (Debian: libaio-dev) and a C++ compiler, see `ds_report`; or "
             "offload to cpu",
+            id="strategy.deepspeed",
         )
 
 

@@ -227,6 +227,7 @@ class PipelineEngine:
             f"{', '.join(map(str, self._pipeline.ranks))}",
             fix="look for the rank that failed first: `isles logs`; if none did and steps are only "
             "slow, raise comm_timeout of the cluster",
+            id="rank.others",
         )
 
 

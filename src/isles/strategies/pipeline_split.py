@@ -82,6 +82,7 @@ def check_model(model: Any, num_stages: int) -> None:
             f"{type(model).__name__} cannot be cut into stages: {reason}",
             where="strategy.pp_size",
             fix="set strategy.pp_size: 1; strategy: {kind: fsdp} cuts any model over the ranks",
+            id="strategy.model",
         )
     num_layers = len(model.base_model.layers)
     if num_layers < num_stages:
@@ -89,6 +90,7 @@ def check_model(model: Any, num_stages: int) -> None:
             f"{num_layers} layers do not fill the {num_stages} stages of the pipeline",
             where="strategy.pp_size",
             fix="use a smaller strategy.pp_size, or pp_schedule: 1f1b, which has one stage a rank",
+            id="strategy.model",
         )
 
 

@@ -110,6 +110,7 @@ def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
             where="strategy.cp_size",
             fix="set strategy.cp_size: 1; a shorter data.seq_length or "
             "training.gradient_checkpointing: full save memory too",
+            id="strategy.model",
         )
     group = mesh.cp_group
     assert group is not None
@@ -122,6 +123,7 @@ def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
             + f" do not divide by cp_size {size}",
             where="strategy.cp_method",
             fix="use cp_method: allgather",
+            id="strategy.model",
         )
     attend = _Ulysses(group, size) if method == "ulysses" else _AllGather(group, mesh.place.cp)
     AttentionInterface.register(_NAME, attend)

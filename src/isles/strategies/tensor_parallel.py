@@ -39,6 +39,7 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
             f"{type(model).__name__} has no plan for tensor parallel",
             where="strategy.tp_size",
             fix=_FIX,
+            id="strategy.model",
         )
     _check_sizes(model, mesh.size())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -76,6 +77,7 @@ def _style(kind: str, name: str, model: Any) -> ParallelStyle:
                 f"{kind!r}, which isles cannot follow exactly",
                 where="strategy.tp_size",
                 fix=_FIX,
+                id="strategy.model",
             )
 
 
@@ -92,6 +94,7 @@ def _adapted_styles(kind: str, name: str, model: Any) -> dict[str, ParallelStyle
             f"cuts it by {kind!r}",
             where="adapter.target_modules",
             fix=f"take {name.rpartition('.')[2]} out of them, or {_FIX}",
+            id="strategy.model",
         )
     adapters = model.get_submodule(f"{name}.{cut}")
     parts = [f"{name}.base_layer", *(f"{name}.{cut}.{each}" for each in adapters)]
@@ -128,4 +131,5 @@ def _check_sizes(model: Any, size: int) -> None:
                 f"tp_size {size} does not divide the model's {name} {number}",
                 where="strategy.tp_size",
                 fix=f"use a divisor of {number}",
+                id="strategy.model",
             )

@@ -167,6 +167,7 @@ def settle_mode(config: WandbConfig, folder: Path) -> tuple[WandbMode, str]:
             "wandb has no API key, and mode is online",
             where="track: {kind: wandb, mode: online}",
             fix=f"{how}; or use mode: offline, and `wandb sync` later",
+            id="track.account",
         )
     return "offline", (
         f"wandb has no API key: it records offline in {folder / 'wandb'}; {how}, and then "

@@ -164,6 +164,7 @@ def _place_in_fleet(attempt: Attempt, fleet: Fleet, wanted: int | None) -> Fleet
             f"this run has {len(fleet.nodes)} nodes, and none of them is {wanted}",
             where=str(attempt.fleet),
             fix=f"give --node, 0 to {len(fleet.nodes) - 1}",
+            id="start.refused",
         )
     return fleet.nodes[wanted]
 
@@ -178,6 +179,7 @@ def _place_here(attempt: Attempt, wanted: int | None) -> tuple[Fleet, FleetNode]
             where=str(attempt.path),
             fix="`isles train` with its run file starts it again; clusters[0].nodes: MIN:MAX "
             "makes room for more nodes",
+            id="start.refused",
         )
     supervisor = meeting.supervisor_process
     if supervisor.is_here() and not supervisor.is_alive():
@@ -185,6 +187,7 @@ def _place_here(attempt: Attempt, wanted: int | None) -> tuple[Fleet, FleetNode]
             f"the supervisor of this run (pid {supervisor.pid}) is gone: no node can join it",
             where=f"host {supervisor.host}",
             fix="`isles train` with its run file starts the run again",
+            id="run.supervisor",
         )
     node = claim_node(attempt, meeting, wanted)
     if meeting.device == "cuda":
@@ -203,6 +206,7 @@ def _take_gpus(node: int, meeting: Meeting) -> None:
             f"node {node} needs {meeting.nproc_per_node} GPUs of its own, {len(mine)} are left",
             where=f"host {os.uname().nodename}, CUDA_VISIBLE_DEVICES={','.join(visible)}",
             fix="make all GPUs of the run visible, or lower clusters[0].nodes",
+            id="gpu.count",
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
@@ -279,7 +283,7 @@ def _conclude(attempt: Attempt, contact: Contact) -> None:
 
     if not attempt.outcome.exists():
         fix = "it was killed, or the machine ran out of memory: see `dmesg | tail`"
-        write_failure(attempt, trouble(contact.why, fix))
+        write_failure(attempt, trouble(contact.why, fix, id="run.supervisor"))
 
 
 if __name__ == "__main__":

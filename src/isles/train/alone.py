@@ -68,7 +68,10 @@ class Alone:
         """Where nothing can be put on record, nothing can be saved: the run ends."""
         what = f"a rank has ended, and {ending.words(error)}"
         culprit = crew.report.get("culprit") or trouble(
-            what, f"make room, or look at {self.gang.attempt.path}", ExitCode.TRAINING
+            what,
+            f"make room, or look at {self.gang.attempt.path}",
+            ExitCode.TRAINING,
+            id="files.output",
         )
         ending.fail(culprit, read_last_step(self.gang.attempt, crew.restart))
 
@@ -107,7 +110,8 @@ class Alone:
             self._stopped(relay, ending)  # stuck before the first step
         if gang.attempt.outcome.exists():
             return None  # the run was over before this rank ended
-        lost = trouble("the ranks have lost one another", "look at their logs: `isles logs`")
+        fix = "look at their logs: `isles logs`"
+        lost = trouble("the ranks have lost one another", fix, id="rank.others")
         restart = judge(
             gang.run_dir,
             gang.attempt,

@@ -168,6 +168,7 @@ def _make_data(
             where="tokenizer.name_or_path",
             fix="use the tokenizer that belongs to the model, or train one: "
             "tokenizer.train_vocab_size with model.init: scratch",
+            id="data.tokenizer",
         )
     return tokenizer, training, validation
 
@@ -184,6 +185,7 @@ def _compare_data(training: Dataset, world: World) -> None:
             where="data.sources",
             fix="give every machine the same files, or let one of them alone have them: what is "
             "prepared there is sent to the others",
+            id="data.changed",
         )
 
 
@@ -298,6 +300,7 @@ def _check_data(training: Dataset, checkpoint: CheckpointInfo) -> None:
             where="data.sources",
             fix="put it back to go on exactly, or start a new run with `--resume no` (for other "
             "text with these weights: model.init: pretrained from this run's export)",
+            id="data.changed",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
 from isles.dist.world import World, join_world
-from isles.errors import UserError
+from isles.errors import UserError, more_lines
 from isles.rundir.begin import begin_run, new_attempt, write_launch
 from isles.rundir.env import RankEnv
 from isles.rundir.find import numbered_runs
@@ -49,7 +49,7 @@ def train_by_hand(load: Callable[[], Loaded], resume: str, env: RankEnv) -> int:
         run_dir, attempt, resume_from = _agree_on_run(resolved, loaded.text, resume, world)
     except UserError as error:
         if env.rank == 0:
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write("\n".join([f"error: {error}", *more_lines(error.ids), ""]))
         return int(error.exit_code)
     return run_rank(run_dir, attempt, env, resume_from, world)
 
@@ -111,10 +111,12 @@ def _after_restart(resolved: Resolved, agents: list[dict[str, Any]]) -> str | No
             f"torchrun has started this again, which would only fail again: {error['what']}",
             where=str(error.get("where", "")),
             fix=str(error.get("fix", "")),
+            id=str(error.get("id", "")),
         )
     if outcome is None:
         # Else a rank 0 that ran on another host would be taken for running still.
-        write_failure(attempt, trouble("its ranks were lost", "torchrun has started them again"))
+        fix = "torchrun has started them again"
+        write_failure(attempt, trouble("its ranks were lost", fix, id="rank.died"))
     reached, saved = read_last_step(attempt, 0), newest_step(run_dir)
     at = f" at step {reached}" if reached is not None else ""
     sys.stderr.write(f"the ranks were lost{at}, and torchrun has started them again\n")

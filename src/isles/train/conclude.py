@@ -147,6 +147,7 @@ def refuse(gang: Gang) -> str:
         f"the nodes of {gang.job} are not fit: {first.get('text') or 'see the check'}{more}",
         str(first.get("fix") or f"look at {gang.output}, or leave out launcher.check"),
         ExitCode.PREFLIGHT,
+        id=str(first.get("id") or "machine"),
     )
     if first:
         culprit["where"] = f"{first.get('where')}: {first.get('id')}"
@@ -271,6 +272,7 @@ def _no_start(gang: Gang, status: int) -> dict[str, Any]:
             f"not started within start_timeout ({gang.config.clusters[0].start_timeout:.0f} s): "
             + ", ".join(missing),
             f"the end of {gang.output} may say why; clusters[0].launcher.exclude leaves a node out",
+            id="start.timeout",
         )
         return {**culprit, "kind": "NodeMissing"}
     words = [line for log in sorted(gang.attempt.path.glob("node-*.log")) for line in _errors(log)]
@@ -281,6 +283,7 @@ def _no_start(gang: Gang, status: int) -> dict[str, Any]:
         f"the ranks could not be started (exit status {status}){said}",
         f"the ends of {logs} say why",
         ExitCode.TRAINING,
+        id="start.failed",
     )
     return {**culprit, "kind": "NotStarted", "will_recur": True}
 
@@ -300,6 +303,7 @@ def _no_memory(gang: Gang, culprit: dict[str, Any], line: str) -> dict[str, Any]
         "kind": "OutOfMemoryError",
         "what": f"{culprit['what']}; the queue says: {line.strip()}",
         "fix": "raise clusters[0].launcher.memory_per_node, or lower training.micro_batch_size",
+        "id": "memory.killed",
         "exit_code": int(ExitCode.OUT_OF_MEMORY),
         "is_communication": False,
         "will_recur": True,

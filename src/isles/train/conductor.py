@@ -104,7 +104,8 @@ class Conductor:
             self._ending.is_well()
         except OSError as error:  # of records: every connection takes care of its own
             if self._ending.is_hopeless(error, self._clock()):
-                self.give_up(self._ending.words(error), f"look at {self._attempt.path}")
+                what, fix = self._ending.words(error), f"look at {self._attempt.path}"
+                self.fail(trouble(what, fix, id="files.output"))
         for node in self._lobby.there():
             self._lobby.order(node, self._order(node), self._clock())
 
@@ -129,9 +130,10 @@ class Conductor:
         is_late = self._clock() - self._since > CLOSING_S
         return self.is_over and (is_late or all(seat.is_done or seat.lost for seat in seats))
 
-    def give_up(self, what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> None:
-        """The run ends with this error, unless it has its outcome."""
-        self._fail(trouble(what, fix, code))
+    def fail(self, culprit: dict[str, Any]) -> None:
+        """The run ends because of this, unless it has its outcome."""
+        self._ending.fail(culprit, read_last_step(self._attempt, self._members.restart))
+        self._enter("over")
 
     def close(self) -> None:
         """All nodes have gone."""
@@ -182,11 +184,11 @@ class Conductor:
             self._stop("asked to stop while no rank was there", self._stop_code)
             return
         if (refusal := self._lobby.fatal) is not None:
-            self.give_up(refusal.what, refusal.fix, ExitCode.PREFLIGHT)
+            self.fail(trouble(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
             return
         lost = self._members.lost()
         if lost and not self._fleet.is_elastic:
-            self._fail(self._members.lost_culprit(lost[0]))
+            self.fail(self._members.lost_culprit(lost[0]))
             return
         there = self._lobby.there()
         is_first = not self._members.nodes
@@ -211,11 +213,11 @@ class Conductor:
 
     def _give_up_waiting(self, there: list[int]) -> None:
         head = self._fleet.head
-        self.give_up(
-            self._members.late_text(there),
+        fix = (
             "are they switched on, and can they reach the first node? try there: "
-            f"nc -vz {head.address} {self._fleet.port}; clusters[0].start_timeout waits longer",
+            f"nc -vz {head.address} {self._fleet.port}; clusters[0].start_timeout waits longer"
         )
+        self.fail(trouble(self._members.late_text(there), fix, id="start.timeout"))
 
     def _begin(self, there: list[int]) -> None:
         """Start the ranks on these nodes."""
@@ -286,11 +288,9 @@ class Conductor:
         elif self._stop_code is not None:
             self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
         else:
-            self.give_up(
-                f"the ranks ended with {sorted(codes)}, and nobody has asked them to",
-                "their logs may say why: `isles logs`",
-                ExitCode.TRAINING,
-            )
+            what = f"the ranks ended with {sorted(codes)}, and nobody has asked them to"
+            fix = "their logs may say why: `isles logs`"
+            self.fail(trouble(what, fix, ExitCode.TRAINING, id="rank.died"))
 
     def _settle(self) -> None:
         """A rank or a node was lost: find out what came first, then judge."""
@@ -318,7 +318,7 @@ class Conductor:
         if waited_s > LOST_AFTER_S + 5.0 or (are_done and not self._members.is_anybody_quiet()):
             errors = [own_time(e, s) for r, s in self._members.said() for e in r.get("errors", ())]
             fix = "look at the logs of the ranks that are missing: `isles logs`"
-            unknown = trouble("the ranks have lost one another", fix)
+            unknown = trouble("the ranks have lost one another", fix, id="rank.others")
             self._judge(min(errors, key=lambda error: float(error["at"]), default=unknown))
 
     def _judge_lost(self, culprits: list[dict[str, Any]]) -> None:
@@ -332,11 +332,6 @@ class Conductor:
             self._enter("halt")
             return
         self._judge({**self._members.lost_culprit(lost[0]), "will_recur": True})
-
-    def _fail(self, culprit: dict[str, Any]) -> None:
-        """The run ends because of this, unless it has its outcome."""
-        self._ending.fail(culprit, read_last_step(self._attempt, self._members.restart))
-        self._enter("over")
 
     def _judge(self, culprit: dict[str, Any]) -> None:
         attempt, restart, terms = self._attempt, self._members.restart, self._terms
@@ -353,7 +348,7 @@ class Conductor:
             self._enter("halt")
         else:
             # Where nothing can be put on record, nothing could be saved: no reason to go on.
-            self._fail(culprit)
+            self.fail(culprit)
 
     def _halt(self) -> None:
         """Until all members have ended their ranks."""

@@ -255,6 +255,7 @@ class Contact:
             + (f": {_MUTE}" if self._is_mute else ""),
             where=f"host {socket.gethostname()}",
             fix=fix,
+            id="start.timeout",
         )
 
     def _stranger(self, error: Exception) -> UserError:
@@ -263,6 +264,7 @@ class Contact:
             where=f"host {socket.gethostname()}",
             fix="another program has this port: see `ss -ltnp` there, and set "
             "clusters[0].network.port",
+            id="port.stranger",
         )
 
 

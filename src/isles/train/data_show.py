@@ -30,7 +30,7 @@ from isles.data.sources import open_source
 from isles.data.store import TokenStore
 from isles.data.stream_rows import row_stream
 from isles.data.tokenizer import load_tokenizer
-from isles.errors import ExitCode, UserError
+from isles.errors import ExitCode, UserError, more_lines
 from isles.rundir.env import cache_home
 from isles.rundir.paths import RunDir
 from isles.train.quiet import hush_libraries
@@ -53,7 +53,7 @@ def main() -> int:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         _show(config, run_dir, options.samples, console)
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write("\n".join([f"error: {error}", *more_lines(error.ids), ""]))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED

@@ -43,6 +43,7 @@ def check_finite(parts: Parts) -> None:
         fix="lower training.learning_rate or lengthen training.warmup_steps, look at those samples "
         "of the data, or use a wider precision (bf16-mixed, 32-true). The weights of step "
         f"{parts.progress.step}, the last good one, are saved",
+        id="loss.finite",
     )
 
 

@@ -172,6 +172,7 @@ def _start(process: ForkServerProcess) -> None:
             "no rank can be started here: the process that imports torch for all of them has ended",
             where=f"host {socket.gethostname()}",
             fix=f"its last words are above; try there: {sys.executable} -c 'import torch'",
+            id="start.failed",
         ) from error
 
 

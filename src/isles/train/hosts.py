@@ -48,6 +48,7 @@ def own_run_dir(run_dir: RunDir, attempt: Attempt, world: World) -> tuple[RunDir
                 f"no folder for this run can be made: {error.strerror or error}",
                 where=f"{run_dir.path}, rank {world.rank} on {world.host}",
                 fix="set an output_dir that can be written on every host",
+                id="files.output",
             )
     raise_first(world.gather(fault))
     return run_dir, attempt
@@ -77,4 +78,5 @@ def check_model_folder(model: ModelConfig, world: World) -> None:
         f"{'lack' if len(lacks) > 1 else 'lacks'}",
         where="model.name_or_path",
         fix=f"on {owner.host}: {'; '.join(lines)}; or put it on a disk that all hosts share",
+        id="files.model",
     )

@@ -63,10 +63,13 @@ class Seat:
 class Refusal(Exception):
     """A newcomer that cannot be taken in, and why."""
 
-    def __init__(self, what: str, fix: str, *, ends_run: bool = False) -> None:
+    def __init__(
+        self, what: str, fix: str, *, ends_run: bool = False, id: str = "start.refused"
+    ) -> None:
         self.what = printable(what, keep="", longest=_LONGEST_WHY)
         super().__init__(self.what)
         self.fix = fix
+        self.id = id
         self.ends_run = ends_run
 
 
@@ -208,7 +211,7 @@ class Lobby:
             self.fatal = refusal if refusal.ends_run else self.fatal
             with suppress(OSError):
                 where = f"{self._fleet.head.name} port {self._fleet.port}"
-                told = {"what": refusal.what, "where": where, "fix": refusal.fix}
+                told = {"what": refusal.what, "where": where, "fix": refusal.fix, "id": refusal.id}
                 wire.send({"refused": {**told, "exit_code": int(ExitCode.PREFLIGHT)}})
         except OSError:
             pass  # it has gone, or knocks at every port

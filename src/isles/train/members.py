@@ -160,7 +160,7 @@ class Members:
             f"see whether {place.name} is switched on and its network is up, and the last words "
             f"of its agent there: attempts/{self._attempt.path.name}/node-{node}.log"
         )
-        found = trouble(f"{self._lobby.label(node)} is lost: {why}", fix)
+        found = trouble(f"{self._lobby.label(node)} is lost: {why}", fix, id="host.lost")
         return {**found, "host": place.name, "where": f"host {place.name}"}
 
     def changed(self, now: Iterable[int]) -> Restart:

@@ -236,7 +236,8 @@ class Chief:
         """
         if self._refusal is not None:
             told = self._refusal
-            return ConfigError(told.what, where=told.where, fix=told.fix)
+            id = "rendezvous.refused"
+            return ConfigError(told.what, where=told.where, fix=told.fix, id=id)
         if not is_new or self.is_joined:
             return None
         # A side process that is slow to start says nothing of the rendezvous.
@@ -249,6 +250,7 @@ class Chief:
             where=self._config.rendezvous or "the join line in the run directory",
             fix="is it running (`isles rendezvous`)? can this machine reach its port? "
             "outer.deadline waits longer",
+            id="hivemind.peers" if self._config.engine == "hivemind" else "rendezvous.silent",
         )
 
     def _claim(self, outlook: Outlook) -> None:

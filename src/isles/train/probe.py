@@ -87,6 +87,7 @@ def no_row_fits(config: RunConfig, rank: int, host: str) -> OutOfMemoryError:
         where=f"rank {rank} on {host}",
         fix="training.gradient_checkpointing: full, a shorter data.seq_length, "
         "training.precision: bf16-true, or a smaller model",
+        id="memory.gpu",
     )
 
 

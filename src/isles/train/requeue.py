@@ -83,6 +83,7 @@ def requeue(gang: Gang, why: str, most: int) -> str:
         if is_script
         else "save more often (checkpoint.every_minutes), or ask for nodes that are not taken away",
         ExitCode.TRAINING,
+        id="queue.limit",
     )
     gang.attempt.outcome.unlink(missing_ok=True)
     write_failure(gang.attempt, {**culprit, "kind": "NoProgress"}, step=saved)

@@ -85,7 +85,13 @@ def missing_record(env: RankEnv, script: Path) -> dict[str, Any]:
     what = f"there is no such script: {script.absolute()}"
     fix = "copy it to every host (clusters.sync does), or set training.script and workdir"
     record = _record(env, what, fix, "training.script")
-    return {**record, "kind": "ConfigError", "exit_code": int(ExitCode.USER), "will_recur": True}
+    return {
+        **record,
+        "kind": "ConfigError",
+        "id": "files.script",
+        "exit_code": int(ExitCode.USER),
+        "will_recur": True,
+    }
 
 
 def write_error(attempt: Attempt, env: RankEnv, error: dict[str, Any], *, by_agent: bool) -> None:
@@ -145,6 +151,7 @@ def _record(env: RankEnv, what: str, fix: str, where: str) -> dict[str, Any]:
         "what": what,
         "where": f"{where}, {place}" if where else place,
         "fix": fix,
+        "id": "script.failed",
         "exit_code": int(ExitCode.TRAINING),
         "is_communication": False,
         "restart": env.restart,

@@ -215,7 +215,8 @@ class ScriptWatch:
         record |= {"culprits": list(stall.culprits)}
         write_record(self._attempt.stalls / f"{name}.json", record)
         if self._config.action == "stop":
-            self.error = _error(text, stall, self._env, hosts, self._attempt)
+            id = "step.stalled" if self._signs.num_steps else "script.silent"
+            self.error = _error(text, stall, self._env, hosts, self._attempt, id=id)
 
     def _say(self, text: str) -> None:
         """To the user, and into the log, which is no sign of life of the script."""
@@ -286,7 +287,7 @@ def script_stall(answers: dict[int, Any], hosts: list[str], step: int) -> Stall:
 
 
 def _error(
-    text: str, stall: Stall, env: RankEnv, hosts: list[str], attempt: Attempt
+    text: str, stall: Stall, env: RankEnv, hosts: list[str], attempt: Attempt, *, id: str
 ) -> dict[str, Any]:
     """The error record of an end by watchdog.action."""
     culprit = stall.culprits[0] if stall.culprits else env.rank
@@ -299,6 +300,7 @@ def _error(
         "where": f"rank {culprit} on {hosts[culprit]}",
         "fix": f"the stacks of the ranks are in {attempt.stalls}; watchdog.action: report would "
         "wait for it",
+        "id": id,
         "exit_code": int(ExitCode.COMMUNICATION),
         "is_communication": False,
         "will_recur": False,

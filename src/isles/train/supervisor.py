@@ -98,7 +98,7 @@ def _cannot_listen(attempt: Attempt, fleet: Fleet, error: OSError) -> int:
     else:
         what, fix = f"cannot listen at {at}: {error.strerror}", "set clusters[0].network.port"
     say(what)
-    write_failure(attempt, trouble(what, fix))
+    write_failure(attempt, trouble(what, fix, id="port.taken"))
     return int(ExitCode.COMMUNICATION)
 
 
@@ -156,7 +156,8 @@ class Supervisor:
         words = ", ".join(f"node {node} ended with {code}" for node, code in ended.items())
         logs = ", ".join(str(self._attempt.node_log(node)) for node in ended)
         what = f"nodes of this run have ended before it began: {words}"
-        self._conductor.give_up(what, f"their last words: {logs}", ExitCode.TRAINING)
+        fix = f"their last words: {logs}"
+        self._conductor.fail(trouble(what, fix, ExitCode.TRAINING, id="start.failed"))
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._conductor.ask_to_stop(number)

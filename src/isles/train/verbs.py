@@ -291,6 +291,7 @@ def _sound_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
             f"the checkpoint is broken: {'; '.join(faults)}",
             where=str(checkpoint.path),
             fix="take another one with --step: `isles checkpoint list`",
+            id="checkpoint.broken",
         )
     return checkpoint
 

@@ -139,7 +139,9 @@ def write_stop(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = 
         _write_outcome(attempt, "stopped", int(code), saved, reason, None)
 
 
-def trouble(what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> dict[str, Any]:
+def trouble(
+    what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION, *, id: str
+) -> dict[str, Any]:
     """An error record of this node's agent itself."""
     host = os.uname().nodename
     return {
@@ -150,6 +152,7 @@ def trouble(what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION) -> dic
         "what": what,
         "where": f"host {host}",
         "fix": f"{fix}; {_END}",
+        "id": id,
         "exit_code": int(code),
         "is_communication": code is ExitCode.COMMUNICATION,
         "traceback": None,
@@ -192,7 +195,11 @@ def _why(culprit: dict[str, Any]) -> str:
 
 def _death(rank: int, exit_code: int) -> dict[str, Any]:
     """A record for a rank that could not write one."""
-    how, fix = f"ended with exit code {exit_code}", "the end of its log may say why: `isles logs`"
+    name, how, fix = (
+        "",
+        f"ended with exit code {exit_code}",
+        "the end of its log may say why: `isles logs`",
+    )
     if exit_code == 0:
         how = "died without a word"
     elif exit_code < 0:
@@ -214,6 +221,7 @@ def _death(rank: int, exit_code: int) -> dict[str, Any]:
         "what": f"rank {rank} {how}",
         "where": f"rank {rank} on {os.uname().nodename}",
         "fix": f"{fix}; {_END}",
+        "id": "memory.killed" if name == "SIGKILL" else "rank.died",
         "exit_code": int(ExitCode.TRAINING),
         "is_communication": False,
         "traceback": None,

@@ -288,6 +288,7 @@ class Watchdog:
             "where": f"rank {culprit} on {host}",
             "fix": f"the stacks of the ranks are in {self._attempt.stalls}; watchdog.action: "
             "report would wait for it",
+            "id": "step.stalled",
             "exit_code": int(ExitCode.COMMUNICATION),
             "is_communication": False,
             "will_recur": False,

@@ -177,6 +177,7 @@ def _find_checkpoint(
                 f"this checkpoint is broken: {'; '.join(faults)}",
                 where=str(resume_from),
                 fix="take another one from `isles checkpoint list`",
+                id="checkpoint.broken",
             )
         return read_checkpoint(resume_from)
 
@@ -192,12 +193,14 @@ def _compare_configs(resolved: Resolved, world: World) -> None:
                 f"rank {rank} has read another run file than rank {world.rank}",
                 where=f"host {host}",
                 fix="start all ranks with the same run directory",
+                id="start.refused",
             )
         if version != mine[3]:
             raise UserError(
                 f"rank {rank} has torch {version}, rank {world.rank} has {mine[3]}",
                 where=f"host {host}",
                 fix="install the same torch on all hosts",
+                id="version.torch",
             )
 
 
@@ -237,6 +240,7 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
         "what": named.what if named else f"{type(error).__name__}: {error}",
         "where": (named.where if named else "") or f"rank {env.rank} on {host}",
         "fix": named.fix if named else "",
+        "id": named.id if named else "",
         "exit_code": exit_code,
         "is_communication": is_communication,
         "will_recur": named is not None and not is_communication,
@@ -276,6 +280,7 @@ def _as_user_error(error: Exception) -> UserError | None:
         return CommunicationError(
             f"another rank was lost: {first[0] if first else type(error).__name__}",
             fix="look for the rank that failed first: `isles logs`",
+            id="rank.others",
         )
     return None
 

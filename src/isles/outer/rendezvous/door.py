@@ -108,6 +108,7 @@ class Door:
                 f"the rendezvous cannot listen at {host}:{port}: {error}",
                 where="--listen",
                 fix="give an address of this machine and a free port",
+                id="rendezvous.address",
             ) from error
         listening.setblocking(False)
         self._listening = listening

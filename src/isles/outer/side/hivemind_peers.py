@@ -204,12 +204,14 @@ def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
             where="outer.hivemind.initial_peers",
             fix="does `hivemind-dht`, or the cluster that is named, run? can this machine reach "
             "the address?",
+            id="hivemind.peers",
         )
     return CommunicationError(
         f"the peer-to-peer daemon does not start ({why})",
         where="outer.hivemind",
         fix="is the port of host_maddrs free, and the address this machine's? is announce_maddrs "
         "an address with a port?",
+        id="hivemind.peers",
     )
 
 
