@@ -324,7 +324,7 @@ def test_who_does_not_fit_is_told_why(tmp_path: Path, change: dict, kind: str, s
         world.join("b", **change)
     assert caught.value.kind == kind and says in caught.value.what
     world.join("b")
-    with pytest.raises(Refusal, match="max_clusters is 2"):
+    with pytest.raises(Refusal, match="2 at most may"):
         world.join("c")
 
 

@@ -50,7 +50,7 @@ class NetworkConfig(Section):
     """Network interface of the ranks, such as eth0. null: the one that has the node's address."""
 
     port: Annotated[int, Field(ge=1024, le=65_435)] = 29500
-    """First port that is tried on the first node; the next hundred follow."""
+    """First port that is tried on the first node; the next 99 follow."""
 
 
 class SyncConfig(Section):

@@ -207,9 +207,11 @@ OpenDiLoCo: hv.host_maddrs
 = outer.hivemind.announce_maddrs | a list, with outer.engine: hivemind
 OpenDiLoCo: hv.announce_maddrs
 = outer.deadline | a time such as 60s
-OpenDiLoCo: hv.averaging_timeout
+OpenDiLoCo: hv.averaging_timeout hv.timeout_waiting_for_peers
 = outer.wait | all, {time_boxed: 60s} or {quorum: 2, grace: 30s}
-OpenDiLoCo: hv.all_reduce_strategy hv.timeout_waiting_for_peers hv.matchmaking_time
+OpenDiLoCo: hv.all_reduce_strategy hv.matchmaking_time
+= outer.min_clusters
+OpenDiLoCo: hv.galaxy_size galaxy_size
 = outer.codec | none, bf16, int8, int4 or topk
 OpenDiLoCo: hv.hivemind_compression
 = checkpoint.every_steps
@@ -317,7 +319,7 @@ OpenDiLoCo: num_workers
 HF Trainer: do_train do_eval
 LLaMA-Factory: do_train
 = a cluster is a process group of its own: each has a name below clusters
-OpenDiLoCo: hv.world_rank hv.galaxy_size world_rank galaxy_size
+OpenDiLoCo: hv.world_rank world_rank
 = a cluster whose weights are not the run's takes them from another one
 OpenDiLoCo: hv.skip_load_from_peers
 = a cluster that is lost is dropped from the turn, and may come back

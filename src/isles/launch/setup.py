@@ -46,7 +46,7 @@ class _Plan:
 
 
 def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
-    """Make the hosts' environments equal, or only compare them.
+    """Make the environments of the hosts of each cluster equal, or only compare them.
 
     Args:
         loaded: the run file.
@@ -60,8 +60,25 @@ def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
         ConfigError: the run file names no other machine.
         PreflightError: hosts that could not be reached or set up.
     """
-    cluster = loaded.config.clusters[0]
-    hosts = _hosts(loaded, cluster)
+    clusters = [c for c in loaded.config.clusters if _hosts(c)]
+    if not clusters:
+        kind = loaded.config.clusters[0].launcher.kind
+        raise ConfigError(
+            f"with launcher {kind} there is no other machine to set up from here",
+            where=loaded.where("clusters.0.launcher"),
+            fix="install here with pip install 'isles[train]'; isles setup is for launcher ssh, "
+            "and for slurm and pbs with login",
+        )
+    is_equal = True
+    for cluster in clusters:
+        if len(clusters) > 1:
+            say(f"cluster {cluster.name}")
+        is_equal &= _setup_cluster(loaded, cluster, check=check, say=say)
+    return is_equal
+
+
+def _setup_cluster(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: Say) -> bool:
+    hosts = _hosts(cluster)
     timeout_s = 10.0
     if isinstance(cluster.launcher, SshLauncherConfig):
         timeout_s = cluster.launcher.connect_timeout
@@ -122,26 +139,24 @@ def _compare(found: dict[str, dict[str, str]], say: Say) -> bool:
     return not is_bad
 
 
-def _hosts(loaded: Loaded, cluster: ClusterConfig) -> list[str]:
+def _hosts(cluster: ClusterConfig) -> list[str]:
+    """Machines of a cluster that ssh leads to; none: it is this machine, or others start it."""
     launcher = cluster.launcher
     if isinstance(launcher, SshLauncherConfig):
         return [host.ssh for host in cluster.hosts]
     if isinstance(launcher, QueueSection) and launcher.login is not None:
         return [launcher.login]
-    raise ConfigError(
-        f"with launcher {launcher.kind} there is no other machine to set up from here",
-        where=loaded.where("clusters.0.launcher"),
-        fix="install here with pip install 'isles[train]'; isles setup is for launcher ssh, and "
-        "for slurm and pbs with login",
-    )
+    return []
 
 
-def _extras(config: RunConfig) -> list[str]:
-    """The extras of isles that the run file makes use of."""
+def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """The extras of isles that a cluster of the run file makes use of."""
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
+    strategy = cluster.strategy or config.strategy
     extras = {
         "train": True,
-        "deepspeed": config.strategy.kind == "deepspeed",
+        "deepspeed": strategy.kind == "deepspeed",
+        "hivemind": config.diloco is not None and config.diloco.engine == "hivemind",
         "qlora": config.adapter.type == "qlora",
         "wandb": "wandb" in kinds,
         "mlflow": "mlflow" in kinds,
@@ -166,7 +181,7 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
         {
             "wheel": "" if check else base64.b64encode(wheel_bytes()).decode(),
             "wheel_name": wheel_name(),
-            "extras": _extras(loaded.config),
+            "extras": _extras(loaded.config, cluster),
             "requirements": list(cluster.environment.packages),
             "constraints": pins,
             "check": check,

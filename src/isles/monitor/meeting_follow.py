@@ -23,9 +23,15 @@ _SAY_EVERY_S = 30.0
 _LAST_LINES = 5
 
 
-def opening(meeting: Meeting) -> list[str]:
-    """Where a rendezvous is, and what is typed elsewhere."""
+def opening(meeting: Meeting, *, shows_line: bool) -> list[str]:
+    """Where a rendezvous is, and what is typed elsewhere.
+
+    Args:
+        meeting: the rendezvous.
+        shows_line: show the join line itself, a secret: not where a file takes what is printed.
+    """
     line = meeting.line
+    paste = [f"    {line.secret_text()}"] if shows_line else [f"    cat {meeting.join_file}"]
     word = "goes on" if meeting.has_past else "is open"
     if not meeting.is_new:
         word = "runs already"
@@ -45,7 +51,7 @@ def opening(meeting: Meeting) -> list[str]:
         "    isles join FILE",
         "    isles join FILE --on slurm launcher.partition=gpu nodes=4 gpus_per_node=8",
         "or type `isles join -` there, and paste the line:",
-        f"    {line.secret_text()}",
+        *paste,
         "",
     ]
 

@@ -43,7 +43,7 @@ def rendezvous(
 
     with caught_signals() as inbox:
         meeting = start_meeting(run_file, overrides, public=public, listen=listen, is_anew=new)
-        _say("\n".join(opening(meeting)))
+        _say("\n".join(opening(meeting, shows_line=sys.stdout.isatty())))
         if detach:
             return ExitCode.OK
         how = "ends it; typed again it goes on" if meeting.is_new else "leaves it running"

@@ -32,6 +32,7 @@ Cluster = Annotated[
 ]
 RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder of the run directories.")]
 Step = Annotated[int | None, Parameter(help="Checkpoint of this step; left out: the newest.")]
+OneStep = Annotated[int | None, Parameter(name="--step", help="Only this one; left out: all.")]
 _RUNS = Path("runs")
 
 
@@ -246,12 +247,8 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
 
 
 @checkpoint.command
-def verify(run: Run = None, /, *, step: Step = None, output_dir: RunsDir = _RUNS) -> int:
-    """Read checkpoints back and compare every byte with its recorded hash.
-
-    Args:
-        step: Only the checkpoint of this step; left out: all of them.
-    """
+def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = _RUNS) -> int:
+    """Read checkpoints back and compare every byte with its recorded hash."""
     from isles.monitor.checkpoints import verify_lines
     from isles.rundir.remote import RemoteRun
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from isles.config.launcher import SshLauncherConfig
 from isles.facts.units import format_bytes
 from isles.preflight.finding import Finding, Level
 from isles.preflight.panel import Answers
@@ -35,6 +36,9 @@ def judge_files(subject: Subject, answers: Answers, names: Sequence[str]) -> lis
 
 def _no_workdir(subject: Subject, name: str) -> Finding:
     copies = subject.cluster.sync is not None
+    fix = f"on {name}: mkdir -p {subject.workdir}; or name another in clusters.workdir"
+    if isinstance(subject.cluster.launcher, SshLauncherConfig):
+        fix += ", or let isles copy this one: clusters.sync"
     return Finding(
         "files.workdir",
         "ok" if copies else "error",
@@ -42,10 +46,7 @@ def _no_workdir(subject: Subject, name: str) -> Finding:
         f"there is no folder {subject.workdir}, in which the ranks are to run"
         + ("; `isles train` makes it: sync" if copies else ""),
         measured="absent",
-        fix=""
-        if copies
-        else f"on {name}: mkdir -p {subject.workdir}; or name another in clusters[0].workdir, or "
-        "let isles copy this one: clusters[0].sync",
+        fix="" if copies else fix,
     )
 
 

@@ -160,7 +160,8 @@ def _subject(options: CheckOptions, loaded: Loaded | None) -> Subject:
                 where="command line",
                 fix="isles check run.yaml …",
             )
-        subject = Subject(ClusterConfig(), str(Path.cwd()))
+        # Of hosts that are named without a run file nothing is known but their homes.
+        subject = Subject(ClusterConfig(), "~" if options.hosts else str(Path.cwd()))
     else:
         subject = Subject.of(loaded)
     if not options.hosts:

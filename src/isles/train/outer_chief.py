@@ -245,12 +245,20 @@ class Chief:
         if self._clock() - since < self._config.deadline:
             return None
         limit = format_duration(self._config.deadline)
+        if self._config.engine == "hivemind":
+            return CommunicationError(
+                f"not enough other clusters within {limit}: {self._why or 'nothing is known'}",
+                where="outer.hivemind.initial_peers",
+                fix="do the others run? does this machine reach the address? outer.min_clusters "
+                "begins with fewer, outer.deadline waits longer",
+                id="hivemind.peers",
+            )
         return CommunicationError(
             f"the rendezvous has not answered within {limit}: {self._why or 'nothing is known'}",
             where=self._config.rendezvous or "the join line in the run directory",
             fix="is it running (`isles rendezvous`)? can this machine reach its port? "
             "outer.deadline waits longer",
-            id="hivemind.peers" if self._config.engine == "hivemind" else "rendezvous.silent",
+            id="rendezvous.silent",
         )
 
     def _claim(self, outlook: Outlook) -> None:

@@ -85,7 +85,8 @@ def no_row_fits(config: RunConfig, rank: int, host: str) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"one sequence of {config.data.seq_length} tokens does not fit on the GPU",
         where=f"rank {rank} on {host}",
-        fix="training.gradient_checkpointing: full, a shorter data.seq_length, "
+        fix="training.gradient_checkpointing: full, a shorter data.seq_length, an adapter, "
+        "strategy: {kind: fsdp} over more GPUs, training.optimizer: adamw_8bit, "
         "training.precision: bf16-true, or a smaller model",
         id="memory.gpu",
     )

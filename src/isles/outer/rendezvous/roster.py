@@ -114,8 +114,8 @@ class Roster:
             raise Refusal(
                 409,
                 "full",
-                f"{others} clusters take part, and max_clusters is {self._settings.max_clusters}",
-                "start the rendezvous with a larger max_clusters",
+                f"{others} clusters take part, and {self._settings.max_clusters} at most may",
+                "stop one of them first",
             )
 
     def settle(self, join: Join) -> tuple[int, bool]:
