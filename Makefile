@@ -5,18 +5,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Processes that run tests side by side, a module at a time; many tests mostly wait. 0: one by one.
 WORKERS ?= 3
+SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Else every command that tests type compiles all of isles anew, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test check docs format clean
+.PHONY: quickstart test test-all check docs format clean
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
 	tests/lab/install.sh
-	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu and not long" $(SIDE_BY_SIDE)
+
+# With all cases of the same laws: an hour and more.
+test-all: $(STAMP)
+	tests/lab/install.sh
+	$(BIN)/python -m pytest -m "not gpu" $(SIDE_BY_SIDE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples docs

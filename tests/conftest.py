@@ -64,8 +64,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = item.fixturenames if isinstance(item, pytest.Function) else ()
         if any(name == "lab" or name.endswith("_lab") for name in names):
             item.add_marker("lab")
+        brief = item.get_closest_marker("brief")
+        if brief is not None and case_of(item) not in brief.args:
+            item.add_marker("long")
     if _IS_WORKER:
         items.sort(key=_turn)
+
+
+def case_of(item: pytest.Item) -> str:
+    """The id of a test's case, as it stands between brackets; empty: it has no cases."""
+    return item.callspec.id if hasattr(item, "callspec") else ""
 
 
 def _turn(item: pytest.Item) -> int:

@@ -282,6 +282,7 @@ def verb(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.brief()
 def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path) -> None:
     """In 4 bits on two ranks; resumed bit for bit; every command works on what it leaves."""
     options = (*LORA, *CONSTANT, "adapter.type=qlora", "adapter.use_dora=true")

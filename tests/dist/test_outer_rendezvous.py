@@ -351,7 +351,7 @@ async def _straggler(folder: Path) -> None:
         c.channel.down.bytes_per_s = 0.0
         pulled = await c.pull_state(folder / "pulled", DEADLINE_S)
         # What was there was not fetched again, but for a chunk that was cut off before it was kept.
-    assert len(body) <= c.channel.received_bytes <= len(body) + CHUNK_BYTES
+        assert len(body) <= c.channel.received_bytes <= len(body) + CHUNK_BYTES
         assert (pulled.version, pulled.anchors, pulled.donor) == (6, at_six, "a")
         assert (folder / "pulled" / state.name).read_bytes() == body
         assert (await c.join(join("c", elements, 6, at_six), DEADLINE_S)).standing == "late"

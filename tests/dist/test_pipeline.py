@@ -92,6 +92,7 @@ def test_a_pipeline_learns_what_one_process_learns(five_layers: Path) -> None:
         assert math.isclose(eval_loss(run_dir), eval_loss(reference), rel_tol=1e-4)
 
 
+@pytest.mark.brief()
 def test_four_stages_in_a_row_and_uneven_rows(five_layers: Path) -> None:
     """Stages of 1, 2, 1 and 1 layers; and one of two pipelines that takes three rows of four."""
     reference = train(five_layers, 1, "kind: ddp", "training.micro_batch_size=12")
@@ -103,6 +104,7 @@ def test_four_stages_in_a_row_and_uneven_rows(five_layers: Path) -> None:
     assert largest_difference(reference, split) < 1e-5
 
 
+@pytest.mark.brief("bf16-mixed-1f1b-selective", "bf16-true-zbv-none")
 @pytest.mark.parametrize(
     ("precision", "schedule", "checkpointing"),
     [

@@ -85,6 +85,7 @@ TABLE = {
 }
 
 
+@pytest.mark.brief("ddp", "fsdp", "hsdp", "fsdp-tp", "cp")
 @pytest.mark.parametrize("name", TABLE)
 def test_every_strategy_gives_the_weights_of_one_process(
     run_file: Path, one_process: OneProcess, name: str
@@ -144,6 +145,11 @@ def test_compressed_gradients_learn_as_well(run_file: Path, kind: str) -> None:
     assert code == 0 and losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.brief(
+    "{kind: fsdp}-bf16-mixed",
+    "{kind: ddp, tp_size: 2}-fp16-mixed",
+    "{kind: ddp, cp_size: 2}-bf16-true",
+)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-true"])
 @pytest.mark.parametrize("strategy", [FSDP, "{kind: ddp, tp_size: 2}", "{kind: ddp, cp_size: 2}"])
 def test_every_precision_learns_on_shards(run_file: Path, strategy: str, precision: str) -> None:
@@ -184,6 +190,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.brief("gemma", "gpt2")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures(run_file: Path, one_process: OneProcess, name: str) -> None:
     """Blocks are found from the model; tensor parallel follows the model's plan or is refused."""

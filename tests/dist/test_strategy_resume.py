@@ -39,6 +39,7 @@ STEPS = 2
 CONSTANT = ("training.lr_scheduler_type=constant", "training.warmup_steps=1")
 
 
+@pytest.mark.brief(CHAINS[0])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_any_strategy_goes_on_from_any_other(run_file: Path, chain: str) -> None:
     """Weights and optimizer state after every change are those of one uninterrupted process."""
@@ -80,6 +81,7 @@ def check_state(reference: RunDir, run_dir: RunDir, step: int, name: str) -> Non
         assert difference < 1e-5 * scale, (name, key, difference)
 
 
+@pytest.mark.brief("fsdp", "tp")
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "cp"])
 def test_the_same_ranks_resume_bit_for_bit(run_file: Path, name: str) -> None:
     options = (*CONSTANT, f"strategy={STRATEGIES[name]}")

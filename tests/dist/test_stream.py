@@ -98,6 +98,7 @@ def test_a_killed_stream_goes_on_bit_for_bit_and_stays_small(parts: Path, tmp_pa
     assert again[:shorter] == ledger[:shorter]
 
 
+@pytest.mark.brief()
 def test_other_numbers_of_ranks_read_the_same_stream(parts: Path, tmp_path: Path) -> None:
     constant = ("training.lr_scheduler_type=constant", "data.validation_fraction=0")
     one, code, _ = to_end(parts, 1, *constant, "training.max_steps=16")
@@ -127,6 +128,7 @@ def test_a_dead_preparer_is_named_by_every_rank(parts: Path) -> None:
     assert any(f"process {preparer.pid} on" in e["what"] and "died" in e["what"] for e in errors)
 
 
+@pytest.mark.brief()
 def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts: Path, words: Path) -> None:
     from isles.data.tokenizer import train_tokenizer
 
