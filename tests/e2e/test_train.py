@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from isles.errors import ExitCode
+from isles.monitor.stop import wait_for_end
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.process import ProcessId
@@ -99,7 +100,8 @@ def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     command.until(lambda: list_checkpoints(run_dir) and trained_steps(run_dir) > 20)
     ranks = [*rank_processes(run_dir), agent_process(run_dir)]
     yield command, run_dir
-    left = [process for process in ranks if process.is_alive()]
+    # A process of a gigabyte that was killed is there for a moment yet.
+    left = [process for process in ranks if not wait_for_end(process, 10.0)]
     for process in left:
         os.kill(process.pid, signal.SIGKILL)
     command.process.kill()
