@@ -83,7 +83,8 @@ class World:
     def clone(self, folder: Path) -> None:
         """A folder with what of a clone the pages look at, and a run file."""
         folder.mkdir(parents=True)
-        shutil.copytree(ROOT / "examples", folder / "examples", symlinks=True)
+        unlike_git = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "examples", folder / "examples", symlinks=True, ignore=unlike_git)
         shutil.copy(ROOT / "pyproject.toml", folder)
         (folder / ".venv").symlink_to(BINS.parent)
         self.run_file(folder / "run.yaml")

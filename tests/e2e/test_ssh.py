@@ -292,7 +292,7 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
 
     def verdict() -> Path | None:
         """That on the script's last line; where torch takes long to import, there is one before."""
-        return next((p for p in attempt.stalls.glob("silence-?.json") if is_whole(p)), None)
+        return next((p for p in attempt.stalls.glob("silence-*.json") if is_whole(p)), None)
 
     def is_whole(path: Path) -> bool:
         for rank, host in enumerate(HOSTS):

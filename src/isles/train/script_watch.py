@@ -58,6 +58,7 @@ class _Question:
     why: str
     at: float
     by_hand: bool
+    seen: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class ScriptWatch:
         self._attempt.stalls.mkdir(exist_ok=True)
         number = time.time_ns()
         write_record(self._attempt.stalls / ASKED, {"number": number}, durable=False)
-        self._question = _Question(number, why, now, by_hand)
+        self._question = _Question(number, why, now, by_hand, self._signs.seen)
 
     def _gather(self, question: _Question, now: float) -> None:
         """Wait for the answers of all ranks; then say what they tell."""
@@ -206,11 +207,14 @@ class ScriptWatch:
             path = self._attempt.stalls / f"{name}-rank-{rank}.txt"
             write_text_atomic(path, head + answer["stacks"], durable=False)
         text = f"{question.why}: {stall.text}"
+        has_gone_on = question.seen != (self._signs.last, *self._printed())
         self._say(f"{text}; stacks of the ranks: {self._attempt.stalls}")
         if question.by_hand:
             return
         since = self._signs.any
-        self._told = _Told(name, question.why, since, self._signs.seen)
+        # What it has printed since the question may be its last word: it must not go unseen.
+        seen = question.seen if has_gone_on else self._signs.seen
+        self._told = _Told(name, question.why, since, seen)
         record = {"step": step, "text": text, "at": time.time(), "went_on_after_s": None}
         record |= {"culprits": list(stall.culprits)}
         write_record(self._attempt.stalls / f"{name}.json", record)
