@@ -23,6 +23,7 @@ from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.roster import Roster
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.settings import Settings
+from isles.preflight.meeting import rendezvous_stand_in
 from isles.rundir.find import find_any, find_cluster, run_of
 from isles.rundir.paths import RunDir
 from isles.rundir.records import write_record
@@ -286,6 +287,8 @@ def test_peers_that_cannot_find_one_another(
     loaded = load(tmp_path, clusters, "outer.engine=hivemind", f"outer.hivemind={hivemind}")
     with pytest.raises(ConfigError, match=re.escape(words)):
         refuse_peers(loaded)
+    with pytest.raises(ConfigError, match=re.escape(words)), rendezvous_stand_in(loaded):
+        pass  # `isles check` says so, too
 
 
 def test_peers_that_find_one_another(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from isles.config.load import Loaded
 from isles.config.outer import DiLoCoConfig
 from isles.errors import ConfigError
 from isles.launch.meeting import own_addresses, split_address
-from isles.launch.several import is_elsewhere, meeting_place
+from isles.launch.several import is_elsewhere, meeting_place, refuse_peers
 from isles.preflight.course import QUICK_S, Course
 from isles.preflight.finding import Finding
 
@@ -33,6 +33,8 @@ def rendezvous_stand_in(loaded: Loaded) -> Iterator[Loaded]:
         UserError: there is no address at which they could meet here.
     """
     outer = loaded.config.diloco
+    if len(loaded.config.clusters) > 1:
+        refuse_peers(loaded)
     is_here = outer is not None and outer.engine != "hivemind" and outer.rendezvous is None
     if outer is None or not is_here or not any(map(is_elsewhere, loaded.config.clusters)):
         yield loaded
