@@ -17,9 +17,11 @@ from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, write_record
 from isles.train.ending import Ending
 from isles.train.script_stacks import ScriptStacks
-from isles.train.script_watch import Signs, overdue, script_stall
+from isles.train.script_watch import ScriptWatch, Signs, overdue, script_stall
 from isles.train.stall_relay import ASKED, PRINTED, StallsHere, StallsThere
 from isles.train.verdict import trouble
+from tests.ranks import rank_env
+from tests.runs import bare_run
 
 CONFIG = WatchdogConfig(min_time=60.0, slow_factor=10.0, max_silence=1800.0)
 
@@ -178,3 +180,37 @@ def test_an_end_that_cannot_be_put_on_record_is_kept_in_mind(tmp_path: Path, is_
     assert ending.word()["reason"] == "the switch burns"
     assert attempt.outcome.exists() == (not is_gone)
     assert any("cannot be written" in line for line in said) == is_gone
+
+
+def test_a_last_word_while_the_ranks_are_asked_is_seen(tmp_path: Path) -> None:
+    """The script prints, while it is asked, and then hangs elsewhere: that is told as well."""
+    run_dir = bare_run(tmp_path / "t-1")
+    attempt = run_dir.attempt(1)
+    attempt.path.mkdir(parents=True)
+    log = attempt.rank_log(0)
+    log.write_text("importing\n")
+
+    class Stacks(ScriptStacks):
+        asked = 0
+
+        def ask(self, pid: int) -> dict[str, str]:
+            self.asked += 1
+            if self.asked == 1:
+                log.write_text("importing\nsum 6\n")
+            at = f"at my.py:{self.asked} f()"
+            return {"at": at, "waits_in": "", "stacks": "", "frozen": ""}
+
+    config = CONFIG.model_copy(update={"max_silence": 1.0})
+    notes: list[str] = []
+    env = rank_env(0, 1, tmp_path / "store")
+    watch = ScriptWatch(run_dir, attempt, env, config, os.getpid(), Stacks(), notes.append)
+    try:
+        second = attempt.stalls / "silence-2-rank-0.txt"
+        deadline = time.monotonic() + 60
+        while not second.exists():
+            assert time.monotonic() < deadline, notes
+            time.sleep(0.05)
+    finally:
+        watch.close()
+    assert "at my.py:2 f()" in second.read_text()
+    assert "went on" in notes[1], notes
