@@ -54,8 +54,14 @@ class Swarm:
     def until(self, condition: Callable[[], object], what: str) -> None:
         end = time.monotonic() + DEADLINE_S
         while not condition():
+            dead = [name for name, gang in self.running.items() if gang.wait_or_timeout(0.0)]
+            if dead:
+                raise AssertionError(
+                    f"{dead} ended: {self.running[dead[0]].log.read_text()[-4000:]}"
+                )
             if time.monotonic() > end:
                 logs = [path.read_text()[-3000:] for path in self.folder.glob("*.side.log")]
+                logs += ["\n".join([n, *self.record(n).get("seen", [])[-8:]]) for n in self.running]
                 raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s\n" + "\n".join(logs))
             time.sleep(0.02)
 

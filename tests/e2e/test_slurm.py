@@ -129,9 +129,10 @@ def test_a_killed_rank_the_time_limit_and_preemption_change_nothing(
     waits = until(lambda: job_fields(lab, job_id)["JobState"] == "PENDING", "it is queued again")
     assert waits and not attempt.outcome.exists() and not attempt.stop_request.exists()
     sh(lab, "ctl", f"scontrol update jobid={job_id} TimeLimit=20")
+    eligible = job_fields(lab, job_id)["EligibleTime"]
     _, text, _ = isles(lab, "status", "torn-1")
     assert "queued" in text
-    assert job_fields(lab, job_id)["Reason"] == "BeginTime", "a look changes nothing"
+    assert job_fields(lab, job_id)["EligibleTime"] == eligible, "a look changes nothing"
     code, text, _ = isles(lab, "train", "torn.yaml", "checkpoint.every_steps=10")
     # Who asks for the run need not wait for Slurm's two minutes.
     assert code == 1 and f"queued again as Slurm job {job_id}" in text

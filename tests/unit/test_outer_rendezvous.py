@@ -362,6 +362,22 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     assert not world.core.answer(2).is_kept and world.core.answer(3).is_kept
 
 
+def test_nobody_is_behind_by_what_was_known_of_him_before(tmp_path: Path) -> None:
+    """That the first turn was applied is on its way, or lost with another host, as others go on."""
+    world = World(tmp_path, keep_averages=1)
+    world.join("a"), world.join("b")
+    for turn in range(2):
+        world.complete("a", turn), world.complete("b", turn)
+        assert world.close() == ["a", "b"]
+    assert world.beat("a", version=1).order == "" and world.beat("b", version=2).order == ""
+    world.restart()
+    assert world.join("c").standing == "behind"
+    assert world.core.want_state(member_id("c")).donor == "b"
+    world.complete("a", 2), world.complete("b", 2)
+    assert world.close() == ["a", "b"]
+    assert world.beat("a", version=1).order == "pull"
+
+
 def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
     world = World(tmp_path)
     for name in "abc":

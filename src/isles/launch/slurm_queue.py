@@ -95,7 +95,8 @@ class SlurmJob:
     def hasten(self, report: JobReport) -> None:
         """Slurm holds every job that was queued again for two minutes, and its own script is ended
         before it could say that this one need not wait. A later start is somebody's wish."""
-        if report.state != "requeued" or not report.word.endswith("BeginTime"):
+        why = report.word.partition(" ")[2]
+        if report.state != "requeued" or why not in ("", "BeginTime"):  # "": Slurm has yet to look
             return
         if report.starts_at is not None and report.starts_at - time.time() <= _PAUSE_S:
             self.slurm.run("scontrol", "update", f"jobid={self.job_id}", "StartTime=now")

@@ -123,8 +123,13 @@ class Core:
         member = self.roster.find(beat.id)
         number = member["number"]
         self.roster.hear(number, beat)
-        if member["state"] == "dropped":
-            member = self._back(member)
+        self.roster.reached(number, min(beat.version, self.turns.next))
+        member = self._back(member) if member["state"] == "dropped" else self.roster.get(number)
+        # Only here, where it has just said how far it is: what is known of it may be old, above all
+        # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
+        if not member["is_behind"] and not self.is_kept_since(member["version"]):
+            self._fell_behind(member)
+            member = self.roster.get(number)
         return BeatAnswer(
             turn=self.turns.next,
             open=[*self.turns.open_turns(), *self.epochs.open_turns()],
@@ -146,13 +151,13 @@ class Core:
                 member["number"],
             )
             self.book.note(member["name"], "back", f"heard again before turn {following}")
-            if not self.is_kept_since(member["version"]):
-                self._fell_behind(member)
         return self.roster.get(member["number"])
 
     def _fell_behind(self, member: sqlite3.Row) -> None:
-        why = f"the average of turn {member['version']} is not kept any more"
-        self._order_pull(member, why)
+        with self.book.transaction():
+            self._order_pull(
+                member, f"the average of turn {member['version']} is not kept any more"
+            )
 
     def _order_pull(self, member: sqlite3.Row, why: str) -> None:
         self.book.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
@@ -270,11 +275,7 @@ class Core:
                 member["number"],
                 applied.anchors,
             )
-            self.book.run(
-                "UPDATE members SET version = MAX(version, ?) WHERE number = ?",
-                turn + 1,
-                member["number"],
-            )
+            self.roster.reached(member["number"], turn + 1)
             rows = self.book.rows("SELECT * FROM applied WHERE turn = ?", turn)
             right, wrong = divergence({row["member"]: row["anchors"] for row in rows})
             self.book.run("UPDATE turns SET anchors = ? WHERE turn = ?", right, turn)
@@ -336,9 +337,6 @@ class Core:
         with self.book.transaction():
             self.book.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
             self.book.run("DELETE FROM applied WHERE turn < ?", oldest)
-            for member in self.roster.living():
-                if not member["is_behind"] and member["version"] < oldest:
-                    self._fell_behind(member)
             self.states.forget_useless(self.is_kept_since)
         self._sweep()
 

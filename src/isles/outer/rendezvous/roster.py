@@ -155,6 +155,11 @@ class Roster:
         if number not in self._moved or self._moved[number][0] != beat.step:
             self._moved[number] = (beat.step, now)
 
+    def reached(self, number: int, version: int) -> None:
+        """A member has applied so many turns; what it said later may come earlier."""
+        if version > self.get(number)["version"]:  # most beats say nothing new: no write
+            self._book.run("UPDATE members SET version = ? WHERE number = ?", version, number)
+
     @property
     def pace(self) -> int:
         """Inner steps in a round such that no living member's link is too slow for it."""

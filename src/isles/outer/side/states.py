@@ -68,7 +68,9 @@ class States:
         except RendezvousRefusal as error:
             if error.kind == "unknown":
                 raise RejoinError(error.what) from error
-            self._emit(Note(text=f"the state given to another cluster was refused: {error.what}"))
+            text = f"the state given to another cluster was refused: {error.what}"
+            log.info("%s", text)
+            self._emit(Note(text=text))
         self._asked_at = -_ASK_AGAIN_S
 
     def lend(self, turn: int) -> None:
@@ -98,12 +100,16 @@ class States:
                     raise RejoinError(error.what) from error
                 if error.kind == "over":
                     raise NotLetInError(error) from error
-                self._emit(Note(text=error.what, is_warning=True))
+                self._warn(error.what)
                 await asyncio.sleep(1.0)
             except CommunicationError as error:
-                self._emit(Note(text=error.what, is_warning=True))
+                self._warn(error.what)
             else:
                 return self._ready(answer)
+
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+        self._emit(Note(text=text, is_warning=True))
 
     def _ready(self, answer: StateAnswer) -> StateReady:
         return StateReady(
