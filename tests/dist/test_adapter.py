@@ -92,6 +92,7 @@ def losses_of(run_dir: RunDir) -> list[float]:
     return [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
 
 
+@pytest.mark.brief("ddp cp tp", "fsdp hsdp")
 @pytest.mark.parametrize(
     "names", [("ddp", "cp", "tp"), ("fsdp", "hsdp"), ("zero1", "zero2", "zero3")], ids=" ".join
 )

@@ -28,6 +28,7 @@ def last_rows(run_dir: RunDir) -> list[int]:
     return rows
 
 
+@pytest.mark.brief('{"0": 5}-auto-rows0-ddp', '{"1": 0}-4-rows2-fsdp')
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("shares", "micro", "rows"),
@@ -47,6 +48,7 @@ def test_shares_change_nothing(
     assert largest_difference(alone, run_dir) < 1e-5
 
 
+@pytest.mark.brief("fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_measured_rows_are_all_rows_and_change_nothing(run_file: Path, strategy: str) -> None:
     alone, _ = train_to_end(run_file, 1, "training.micro_batch_size=12")

@@ -169,6 +169,7 @@ def plain_run_file(run_file: Path) -> Path:
     return run_file
 
 
+@pytest.mark.brief("2")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_stage_equals_one_process(plain_run_file: Path, world_size: int) -> None:
     """Stages, accumulation, unequal rows; and on two ranks buckets, offloading and files."""
@@ -220,6 +221,7 @@ LEGS = [
 ]
 
 
+@pytest.mark.brief("legs0-True")
 @pytest.mark.parametrize(("legs", "is_tied"), LEGS)
 def test_checkpoints_fit_every_strategy(
     run_file: Path, legs: tuple[str, ...], is_tied: bool

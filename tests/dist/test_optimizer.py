@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -77,6 +78,7 @@ def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file: Path)
             assert not [key for key in state if bits(state[key]) != taken[key]]
 
 
+@pytest.mark.brief()
 def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file: Path) -> None:
     one, code = train_to_end(run_file, 1, *EIGHT)
     assert code == 0
@@ -88,6 +90,7 @@ def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file: Path) 
         assert max(abs(left - right) for left, right in pairs) < 2e-3
 
 
+@pytest.mark.brief()
 def test_rounding_at_random_is_exact_on_resume_and_learns(run_file: Path) -> None:
     for optimizer in ("adamw", "adamw_8bit"):
         options = (*AT_RANDOM, f"training.optimizer={optimizer}", "strategy={kind: ddp}")

@@ -86,6 +86,7 @@ def test_thirty_kills_change_no_bit(run_file: Path, number: int) -> None:
     assert steps == list(range(1, 901)), "each step stands in the curve once"
 
 
+@pytest.mark.brief("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_saves_and_resumes_exactly(run_file: Path, number: signal.Signals) -> None:
     with_dropout(run_file)

@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.brief("adamw-true-1e-05-splits0", "sgd-false-1e-05-splits2")
+@pytest.mark.brief("adamw-false-1e-05-splits1", "sgd-false-1e-05-splits2")
 @pytest.mark.parametrize(("optimizer", "packing", "tolerance", "splits"), CASES)
 def test_ranks_and_accumulation_change_nothing(
     run_file: Path,

@@ -81,7 +81,7 @@ def check_state(reference: RunDir, run_dir: RunDir, step: int, name: str) -> Non
         assert difference < 1e-5 * scale, (name, key, difference)
 
 
-@pytest.mark.brief("fsdp", "tp")
+@pytest.mark.brief("fsdp")
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "cp"])
 def test_the_same_ranks_resume_bit_for_bit(run_file: Path, name: str) -> None:
     options = (*CONSTANT, f"strategy={STRATEGIES[name]}")

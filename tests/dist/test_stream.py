@@ -150,6 +150,7 @@ def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts: Path, words: 
     assert list_checkpoints(run_dir)[-1].step >= 20
 
 
+@pytest.mark.brief()
 def test_data_that_changed_between_starts_is_noticed(parts: Path) -> None:
     steps = ("checkpoint.every_steps=5", "data.validation_fraction=0")
     run_dir, code, _ = to_end(parts, 1, *steps, "training.max_steps=10")
@@ -215,6 +216,7 @@ def read_mixture(env: RankEnv, folder: Path, first: int, steps: int) -> Any:
     return rows, preparer.pid, training.content, validation.num_samples
 
 
+@pytest.mark.brief()
 def test_a_mixture_of_text_and_chats_streams_from_any_sample(words: Path, tmp_path: Path) -> None:
     from isles.data.tokenizer import train_tokenizer
 

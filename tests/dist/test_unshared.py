@@ -118,6 +118,7 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(
     assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]
 
 
+@pytest.mark.brief()
 def test_a_host_reads_its_own_parts_again_without_their_travelling(run_file: Path) -> None:
     with_dropout(run_file)
     options = (*SAVES, "strategy={kind: fsdp}", "training.max_steps=16")
@@ -138,6 +139,7 @@ def test_a_host_reads_its_own_parts_again_without_their_travelling(run_file: Pat
     assert left_on(1, run_dir) == [], "a run that is over keeps nothing there"
 
 
+@pytest.mark.brief()
 def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
     """Two hosts, then one machine, then three hosts, under other strategies each time."""
     steps = ("checkpoint.every_steps=4", "checkpoint.keep=9")

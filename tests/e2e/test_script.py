@@ -315,6 +315,7 @@ def test_what_it_has_started_ends_with_it_when_it_is_stopped_now(
     command.end()
 
 
+@pytest.mark.brief()
 def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
     """Stacks can be had at any time; a frozen rank is named, and ends the run if that is asked."""
     file = write_probe(tmp_path, "wait")

@@ -192,6 +192,7 @@ with open(f"place-{place['RANK']}.json", "w") as stream:
 """
 
 
+@pytest.mark.brief()
 def test_a_script_of_the_users_own(lab: Lab) -> None:
     """And a folder whose name means something else to sbatch, to srun and to bash."""
     (lab.shared / "place.py").write_text(SCRIPT)
@@ -239,6 +240,7 @@ def test_a_job_on_unfit_nodes_does_not_start(lab: Lab) -> None:
     assert not attempt.rank_record(0).exists()
 
 
+@pytest.mark.brief()
 def test_a_rendered_script_trains_by_sbatch_alone(lab: Lab) -> None:
     job_run(lab, "rendered", training={"max_steps": 8})
     words = ("--to", "sbatch", "-o", "rendered.sh")

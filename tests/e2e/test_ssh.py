@@ -119,6 +119,7 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
         listener.wait(timeout=30)
 
 
+@pytest.mark.brief()
 def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     """The run directory is in the home of each; a killed run goes on with other hosts."""
     python = Path(sys.executable).resolve()
@@ -206,6 +207,7 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     assert code == 0 and "installing" not in text and "a3: was ready" in text, text
 
 
+@pytest.mark.brief()
 def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     """No common disk: the verdict and the stacks of all hosts lie on the head all the same, also
     where the head's own rank is the one that is frozen."""

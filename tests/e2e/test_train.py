@@ -182,6 +182,7 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     assert len(run_dir.attempts()) == 2
 
 
+@pytest.mark.brief()
 def test_two_times_ctrl_c_stops_at_once(training: tuple[Command, RunDir]) -> None:
     command, run_dir = training
     for process in rank_processes(run_dir):
@@ -211,6 +212,7 @@ def test_a_killed_rank_is_named_first(training: tuple[Command, RunDir]) -> None:
     assert "Connection closed" not in command.err, "the other's complaint is a consequence"
 
 
+@pytest.mark.brief()
 def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command, RunDir]) -> None:
     command, run_dir = training
     ranks, agent = rank_processes(run_dir), agent_process(run_dir)
@@ -255,6 +257,7 @@ def test_max_time_alone_is_the_length_of_the_run(run_file: Path) -> None:
     assert (read_record(the_run(run_file).summary) or {})["steps"] > 0
 
 
+@pytest.mark.brief()
 def test_torchrun_typed_by_hand(run_file: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node=2", "-m", "isles.train", str(run_file)]

@@ -140,7 +140,8 @@ class DiLoCoConfig(Section):
     """Learning rate of the outer optimizer."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer optimizer. codec topk: write 0, and lr: 1."""
+    """Nesterov momentum of the outer optimizer. codec topk: at most 0.6;
+    write 0.5, and lr: 1.2."""
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the norm of an averaged update to this. null: no clipping."""
