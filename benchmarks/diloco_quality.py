@@ -15,7 +15,7 @@ they do to the weights is isles' own: engine, optimizer, loader, layout, codecs 
 the rendezvous' averaging, weighted by tokens, and the cluster's outer step, with the same schedule
 of turns as in training. After each turn the anchors of all clusters must have one digest.
 Settings are codecs; `+fragments` cuts the model in fragments that are averaged by turns, while
-inner steps go on. topk has no outer momentum, as in SparseLoCo: what was left out is fed back.
+inner steps go on. topk has less outer momentum, as what it leaves out is fed back; SparseLoCo none.
 
 KEY=VALUE changes the run file below. With --folder what was measured is kept there, and is not
 measured again. Curves are of the first cluster's weights; at the end all have the same.
@@ -52,7 +52,7 @@ from isles.dist.world import join_world, leave_world
 from isles.rundir.env import RankEnv
 from isles.train.tokenizer import write_tokenizer
 
-CODECS = ("none", "int8", "int4", "topk", "topk:0.25")
+CODECS = ("none", "int8", "int4", "topk", "topk:0.3")
 POINTS = 6
 TOGETHER = 160
 

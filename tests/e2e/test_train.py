@@ -292,6 +292,7 @@ def test_errors_of_the_data_reach_the_user_without_a_traceback(run_file: Path) -
     assert "Traceback" not in command.err + command.out
 
 
+@pytest.mark.brief()
 def test_torch_compile_and_bf16(run_file: Path) -> None:
     options = (
         "training.torch_compile=true",

@@ -70,7 +70,11 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={kind: diloco, wait: {time_boxed: 5s, grace: 5s}}"], "grace", "quorum"),
         (["outer={kind: diloco, min_clusters: 3, wait: {quorum: 2}}"], "min_clusters 3", "lower"),
         (["outer={kind: diloco, codec: {density: 0.1}}"], "nothing to codec int8", "topk"),
-        (["outer={kind: diloco, codec: topk}"], "momentum 0.9 goes badly", "lr: 1.2"),
+        (
+            ["outer={kind: diloco, codec: topk}"],
+            "momentum 0.9 goes badly",
+            "momentum: 0.6 and lr: 1",
+        ),
         (["outer={kind: diloco, sync_every: auto, wait: {quorum: 2}}"], "auto", "wait: all"),
         (["outer={kind: diloco, alpha: 0.1}"], "nothing to delay 0", "delay"),
         (["outer={kind: diloco, max_sync_overhead: 0.1}"], "sync_every 500", "auto"),

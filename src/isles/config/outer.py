@@ -140,8 +140,8 @@ class DiLoCoConfig(Section):
     """Learning rate of the outer optimizer."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer optimizer. codec topk: at most 0.6;
-    write 0.5, and lr: 1.2."""
+    """Nesterov momentum of the outer optimizer. codec topk: at most 0.6,
+    with lr: 1."""
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the norm of an averaged update to this. null: no clipping."""
