@@ -51,8 +51,8 @@ class World:
         join = Join.model_validate({**values, **more})
         return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
 
-    def beat(self, name: str, step: int = 0, version: int = 0):
-        return self.core.beat(Beat(id=member_id(name), step=step, version=version))
+    def beat(self, name: str, step: int = 0, version: int = 0, has: int = 0):
+        return self.core.beat(Beat(id=member_id(name), step=step, version=version, has=has))
 
     def claim(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
         body = Claim(id=member_id(name), number=number, samples=samples)

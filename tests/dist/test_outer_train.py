@@ -282,6 +282,34 @@ def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_pa
         assert all(torch.equal(own[name], weights[name]) for name in own)
 
 
+def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Path) -> None:
+    """No cluster is left whose state the others could take, nor has the rendezvous all averages:
+    each cluster has kept those that its own checkpoints lack."""
+    outer = "sync_every: 4, fragments: 2, codec: int8, deadline: 120s"
+    options = ("training.max_steps=60", "checkpoint.every_steps=15")
+    rules = {"min_clusters": 2, "dead_after_s": 4.0, "keep_averages": 2}
+    with rendezvous(tmp_path, **rules):
+        started = [start_cluster(made_up, name, 1, outer, *options) for name in "ab"]
+        gangs = [gang for _, _, gang in started]
+        until(lambda: all(len(turns_of(r)) >= 13 for r, _, _ in started), "13 turns", *gangs)
+        for gang in gangs:
+            gang.kill()
+    before = turns_of(started[0][0])
+    saved = [list_checkpoints(run_dir)[-1].step for run_dir, _, _ in started]
+    assert all(step // 2 + 2 < len(before) for step in saved), (saved, len(before))
+    with rendezvous(tmp_path, **rules) as state:
+        gangs = [start_cluster(made_up, name, 1, outer, *options)[2] for name in "ab"]
+        for gang in gangs:
+            assert gang.wait(DEADLINE_S) == [0]
+        assert Samples(Book(state / "rendezvous.sqlite")).audit() == []
+    rows = turns_of(started[0][0])
+    assert {t: r["digest"] for t, r in before.items()}.items() <= {
+        t: r["digest"] for t, r in rows.items()
+    }.items()
+    one, other = (model_of(run_dir) for run_dir, _, _ in started)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
     made_up: Path, tmp_path: Path
 ) -> None:

@@ -378,6 +378,19 @@ def test_nobody_is_behind_by_what_was_known_of_him_before(tmp_path: Path) -> Non
     assert world.beat("a", version=1).order == "pull"
 
 
+def test_who_has_kept_what_it_lacks_needs_nobody(tmp_path: Path) -> None:
+    world = World(tmp_path, keep_averages=1)
+    world.join("a"), world.join("b")
+    for turn in range(6):
+        world.complete("a", turn), world.complete("b", turn), world.close()
+    assert world.join("a", version=2).standing == "behind"
+    assert world.join("a", version=2, has=4).standing == "behind", "one is missing"
+    assert world.join("a", version=2, has=5).standing == "late"
+    assert world.join("b", version=2, has=99).standing == "late"
+    assert world.beat("a", version=3, has=6).order == ""
+    assert world.beat("a", version=4, has=4).order == "pull", "its disk has lost one"
+
+
 def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
     world = World(tmp_path)
     for name in "abc":

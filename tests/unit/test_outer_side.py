@@ -69,7 +69,7 @@ def test_more_ranks_than_pieces() -> None:
 
 
 def test_the_spool_keeps_what_may_be_asked_for(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, kept=2)
+    spool = Spool(tmp_path, kept=2, since=5, most_bytes=0)
     for turn in range(6):
         for path in (spool.average(turn), spool.attempt(turn, 7)):
             path.touch()
@@ -86,6 +86,22 @@ def test_the_spool_keeps_what_may_be_asked_for(tmp_path: Path) -> None:
         "pulled",
     ]
     assert spool.attempts(5) == [spool.attempt(5, 7)]
+
+
+def test_averages_that_a_checkpoint_lacks_stay_as_long_as_there_is_room(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, kept=1, since=2, most_bytes=30)
+    for turn in (0, 1, 2, 3, 4, 5, 6, 7, 9):
+        spool.average(turn).write_bytes(b"x" * 10)
+    assert spool.has(2) == 8 and spool.has(8) == 8 and spool.has(9) == 10
+    spool.tidy(6)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == list("2345679")
+    assert spool.has(2) == 8
+    spool.tidy(7)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == list("345679"), "30 bytes"
+    assert spool.has(2) == 2
+    spool.since = 6
+    spool.tidy(7)
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == list("679")
 
 
 MEMBER = Member(name="a", member_id="0" * 32, identity={}, codec="int8", pieces=[[3], [4]])
@@ -169,6 +185,7 @@ def test_lines_come_back_as_they_were_and_nothing_else_is_taken(tmp_path: Path) 
         join_file=tmp_path / "join",
         spool=tmp_path,
         version=3,
+        kept_since=2,
         anchors=("1" * 64,),
         holding=((0, 8), (16, 24)),
     )

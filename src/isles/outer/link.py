@@ -224,6 +224,14 @@ class Link:
         with self._lock:
             self._send(self._account.adopted(version, anchors))
 
+    def keep_since(self, version: int) -> None:
+        """The cluster may have to go on from a checkpoint with so many turns applied.
+
+        Until this is called first it may be the one that it has been started from.
+        """
+        with self._lock:
+            self._send(self._account.keep_since(version))
+
     def obeyed(self) -> None:
         """The answer to `Reset`: the weights are the anchors again."""
         with self._lock:

@@ -17,6 +17,7 @@ from isles.outer.link_messages import (
     Event,
     Interval,
     Joined,
+    KeepSince,
     Member,
     Obeyed,
     Progress,
@@ -38,6 +39,7 @@ class Account:
 
     def __init__(self, version: int, anchors: Sequence[str], holding: Sequence[Interval]) -> None:
         self._version, self._anchors = version, list(anchors)
+        self._kept_since = version
         self.holding = joined(holding)
         """Samples of this cluster that no average has."""
         self.contributions: dict[int, Contribute] = {}
@@ -63,6 +65,7 @@ class Account:
             join_file=join_file,
             spool=spool,
             version=self._version,
+            kept_since=self._kept_since,
             anchors=tuple(self._anchors),
             holding=tuple(self.holding),
             contributions=tuple(self.contributions[turn] for turn in sorted(self.contributions)),
@@ -93,6 +96,11 @@ class Account:
         self._anchors = list(anchors)
         self.contributions.clear()
         return Adopted(version=version, anchors=tuple(anchors), holding=tuple(self.holding))
+
+    def keep_since(self, version: int) -> KeepSince:
+        """A checkpoint is whole."""
+        self._kept_since = version
+        return KeepSince(version=version)
 
     def obey(self) -> Obeyed:
         """The weights are the anchors again."""

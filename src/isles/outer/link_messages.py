@@ -303,6 +303,14 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSince:
+    """There is a checkpoint with so many turns applied: the averages of all since are kept."""
+
+    version: int
+    kind: Literal["keep_since"] = "keep_since"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Obeyed:
     """The weights are the anchors again, as `Reset` has told."""
 
@@ -346,6 +354,7 @@ class Begin:
     join_file: Path
     spool: Path
     version: int
+    kept_since: int
     anchors: tuple[str, ...]
     holding: tuple[Interval, ...]
     contributions: tuple[Contribute, ...] = ()
@@ -363,6 +372,7 @@ Command = (
     | AppliedTurn
     | GiveState
     | Adopted
+    | KeepSince
     | Obeyed
     | Progress
     | Leave

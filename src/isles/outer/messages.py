@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when an older cluster could no longer talk with a newer rendezvous."""
 
 SAMPLE_TOKENS = "tokens of a sample"
@@ -57,6 +57,8 @@ class Join(Message):
     """Of each fragment its pieces: numbers of elements."""
     version: Count
     """Turns applied to the anchors that it holds."""
+    has: Count = 0
+    """Turns that it has applied, or can apply with averages that it has kept: `version` or more."""
     anchors: Annotated[list[Sha256], Field(max_length=4096)]
     """Of each fragment the digest of its anchors."""
     holding: Intervals = []
@@ -91,6 +93,8 @@ class Beat(Message):
     step: Count
     """Inner steps done."""
     version: Count
+    has: Count = 0
+    """See `Join.has`."""
     since: Count = 0
     """Inner steps since the last contribution."""
     tokens_per_s: Finite = 0.0

@@ -43,6 +43,8 @@ class OuterLine(Protocol):
 
     def adopted(self, version: int, anchors: Sequence[str]) -> None: ...
 
+    def keep_since(self, version: int) -> None: ...
+
     def obeyed(self) -> None: ...
 
     def progress(self, progress: Progress) -> None: ...
@@ -134,6 +136,9 @@ class Alone:
 
     def adopted(self, version: int, anchors: Sequence[str]) -> None:
         """Nobody gives a state."""
+
+    def keep_since(self, version: int) -> None:
+        """An average is this cluster's own contribution: its steps are done again."""
 
     def obeyed(self) -> None:
         """Nobody orders anything."""

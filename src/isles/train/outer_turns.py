@@ -69,6 +69,7 @@ class Turns:
         """Rank 0 only; none before the cluster joins."""
         self.version = 0
         """Turns that have been applied."""
+        self._saved = 0
         self.steps = 0
         """Inner steps of this cluster, over all its attempts."""
         self.sent: dict[int, Sent] = {}
@@ -108,9 +109,15 @@ class Turns:
             "samples": self.samples.record(),
         }
 
+    def saved(self) -> None:
+        """A checkpoint of now is under way, and the one before it is whole."""
+        if self.line is not None:
+            self.line.keep_since(self._saved)
+        self._saved = self.version
+
     def restore(self, manifest: Mapping[str, Any]) -> None:
         """What a checkpoint says; the tensors are in `tensors` already."""
-        self.version = int(manifest["version"])
+        self.version = self._saved = int(manifest["version"])
         self.steps = int(manifest["steps"])
         self._contributed_at = int(manifest["contributed_at"])
         self._tokens_at = [int(number) for number in manifest["tokens_at"]]

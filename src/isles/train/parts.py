@@ -148,6 +148,8 @@ class Parts:
             own={} if self.outer is None else self.outer.turns.tensors(),
             wait=wait,
         )
+        if self.outer is not None:
+            self.outer.turns.saved()
         self.agreement.saved()
         self.meter.resume(paused)
 

@@ -127,7 +127,8 @@ class Core:
         member = self._back(member) if member["state"] == "dropped" else self.roster.get(number)
         # Only here, where it has just said how far it is: what is known of it may be old, above all
         # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
-        if not member["is_behind"] and not self.is_kept_since(member["version"]):
+        has = max(member["version"], min(beat.has, self.turns.next))
+        if not member["is_behind"] and not self.is_kept_since(has):
             self._fell_behind(member)
             member = self.roster.get(number)
         return BeatAnswer(

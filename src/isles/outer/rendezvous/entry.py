@@ -162,7 +162,7 @@ class Entry:
                 )
         if join.version == following:
             return "current", ""
-        if self._core.is_kept_since(join.version):
+        if self._core.is_kept_since(max(join.version, min(join.has, following))):
             return "late", ""
         return "behind", f"the average of turn {join.version} is not kept any more"
 

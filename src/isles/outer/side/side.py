@@ -28,6 +28,7 @@ from isles.outer.link_messages import (
     GiveState,
     Interval,
     Joined,
+    KeepSince,
     Leave,
     Members,
     Note,
@@ -97,8 +98,7 @@ class Side:
             up_bytes_per_s=settings.up_bytes_per_s,
             down_bytes_per_s=settings.down_bytes_per_s,
         )
-        kept = 0 if settings.engine == "hub" else settings.keep_averages
-        self._spool = Spool(begin.spool, kept)
+        self._spool = Spool.of(begin)
         self._progress = begin.progress
         self._obeyed = begin.obeyed
         self._claims: asyncio.Queue[ClaimSamples] = asyncio.Queue()
@@ -124,15 +124,8 @@ class Side:
             group.create_task(self._live())
             # Some import torch, which takes seconds; rank 0 sees that this process lives.
             self._exchange = exchange = await asyncio.to_thread(self._make_exchange)
-            self._turns = Turns(
-                group,
-                self._member.name,
-                self._control,
-                self._data,
-                exchange,
-                self._spool,
-                self._emit,
-            )
+            name, spool = self._member.name, self._spool
+            self._turns = Turns(group, name, self._control, self._data, exchange, spool, self._emit)
             self._states = States(group, self._data, self._spool, self._emit)
             group.create_task(self._listen())
             group.create_task(self._take_part())
@@ -208,6 +201,8 @@ class Side:
                     self._group.create_task(
                         self._join(adopted.version, adopted.anchors, adopted.holding)
                     )
+                case KeepSince() as keep:
+                    self._spool.since = keep.version
                 case Obeyed() as obeyed:
                     self._obeyed = obeyed.why
                 case Leave() as leave:
@@ -247,6 +242,7 @@ class Side:
             codec=self._member.codec,
             pieces=self._member.pieces,
             version=version,
+            has=self._spool.has(version),
             anchors=list(anchors),
             holding=list(holding),
         )
@@ -334,6 +330,7 @@ class Side:
         return Beat(
             id=self._member.member_id,
             version=self._turns.version,
+            has=self._spool.has(self._turns.version),
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
             **progress,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+from isles.outer.link_messages import Begin
+
+_KEPT_BYTES = 16
+"""For averages that a checkpoint lacks, by number: what a checkpoint with AdamW takes, too."""
 
 
 class Spool:
@@ -10,12 +16,23 @@ class Spool:
 
     Args:
         folder: of this cluster's own.
-        kept: so many averages stay after they have been applied.
+        kept: so many averages stay for others after they have been applied.
+        since: turns that this cluster had applied at a checkpoint with which it may go on. The
+            averages of all turns since stay, too, so that it needs nobody then.
+        most_bytes: for those. What is older is given up.
     """
 
-    def __init__(self, folder: Path, kept: int) -> None:
+    def __init__(self, folder: Path, kept: int, since: int, most_bytes: int) -> None:
         self.folder = folder
-        self._kept = kept
+        self.since = since
+        self._kept, self._most_bytes = kept, most_bytes
+
+    @classmethod
+    def of(cls, begin: Begin) -> Spool:
+        """As rank 0 says."""
+        kept = 0 if begin.settings.engine == "hub" else begin.settings.keep_averages
+        numbers = sum(sum(pieces) for pieces in begin.member.pieces)
+        return cls(begin.spool, kept, begin.kept_since, _KEPT_BYTES * numbers)
 
     def average(self, turn: int) -> Path:
         """Of a turn that is committed: there only when it is whole."""
@@ -34,14 +51,28 @@ class Spool:
         """Where a state comes in."""
         return self.folder / "pulled"
 
+    def has(self, version: int) -> int:
+        """Turns that this cluster has applied, or can apply with the averages that lie here."""
+        while self.average(version).exists():
+            version += 1
+        return version
+
     def tidy(self, version: int) -> None:
         """Remove what nobody needs once so many turns have been applied."""
+        spare: list[tuple[int, Path]] = []
         for path in self.folder.iterdir():
             kind, _, rest = path.name.partition("-")
             number = rest[:8]
             if not number.isdecimal():
                 continue
             turn = int(number)
-            oldest = version - self._kept if kind == "average" else version
-            if kind in ("average", "attempt", "contribution") and turn < oldest:
+            if kind == "average" and turn < version - self._kept:
+                spare.append((turn, path))
+            elif kind in ("attempt", "contribution") and turn < version:
                 path.unlink(missing_ok=True)
+        left = self._most_bytes
+        for turn, path in sorted(spare, reverse=True):
+            with suppress(FileNotFoundError):
+                left -= path.stat().st_size
+                if turn < self.since or left < 0:
+                    path.unlink()

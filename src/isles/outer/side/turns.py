@@ -140,6 +140,8 @@ class Turns:
             path = self._spool.average(turn) if answer.size_bytes else None
             if path is not None:
                 await self._bring(answer, path)
+            else:
+                self._spool.average(turn).touch()  # nothing is missing: see `Spool.has`
             part, since = self._parts.pop(turn, None), self._since.pop(turn, None)
             self._emit(
                 Committed(
