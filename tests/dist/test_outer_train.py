@@ -308,6 +308,7 @@ def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Pa
     }.items()
     one, other = (model_of(run_dir) for run_dir, _, _ in started)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not list(tmp_path.glob("runs/*/outer/spool/average-*")), "they are of no use any more"
 
 
 def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(

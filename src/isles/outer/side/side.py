@@ -217,6 +217,9 @@ class Side:
             await self._control.leave(_LEAVE_S, has_finished=has_finished)
         except CommunicationError as error:
             log.info("%s", error.what)
+        if has_finished:
+            self._spool.since = self._turns.version
+            self._spool.tidy(self._turns.version)
         self._left.set()
 
     # The rendezvous.
