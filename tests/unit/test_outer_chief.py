@@ -160,6 +160,20 @@ def test_a_cluster_that_is_behind_contributes_nothing(tmp_path: Path) -> None:
     assert adopt == Adopt(state, 20) and not chief.is_behind
 
 
+def test_a_cluster_has_no_part_in_turns_that_were_decided_before_it_came(tmp_path: Path) -> None:
+    chief, line = chief_of(tmp_path)
+    line.say(
+        Joined(standing="late", turn=2, from_turn=2), TurnDue(turn=1, due_in_s=1.0, waits_for=())
+    )
+    due = replace(NEW, steps=11, step=11)
+    assert orders(chief, due) == []
+    line.say(committed(0))
+    (take,) = orders(chief, due)
+    assert isinstance(take, Take) and orders(chief, replace(due, version=1)) == []
+    assert orders(chief, replace(due, version=2)) == [Contribute(2)]
+    assert orders(chief, replace(due, version=1, sent=(1,))) == [Contribute(2)]
+
+
 def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
     now = 100.0
     chief, line = chief_of(tmp_path, lambda: now, deadline=5.0)

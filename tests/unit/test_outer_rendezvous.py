@@ -387,6 +387,11 @@ def test_who_has_kept_what_it_lacks_needs_nobody(tmp_path: Path) -> None:
     assert world.join("a", version=2, has=4).standing == "behind", "one is missing"
     assert world.join("a", version=2, has=5).standing == "late"
     assert world.join("b", version=2, has=99).standing == "late"
+    assert world.join("c").standing == "behind"
+    assert world.core.want_state(member_id("c")).donor == "", "theirs are as old"
+    world.core.epochs.want_average(_number(world, "c"), 2)
+    assert world.beat("b", version=5, has=6).upload_average is None, "it is too late for that"
+    assert world.core.want_state(member_id("c")).donor == "b"
     assert world.beat("a", version=3, has=6).order == ""
     assert world.beat("a", version=4, has=4).order == "pull", "its disk has lost one"
 

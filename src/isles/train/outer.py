@@ -71,18 +71,21 @@ class Outer:
         """
         self._recorder.phase("joining", "the other clusters")
         self.turns.send_again()
-        began = time.monotonic()
+        began, version = time.monotonic(), self.turns.version
         while True:
             orders: list[Order] = []
             is_done, fault = False, None
             if self._chief is not None:
                 self._chief.listen(_LOOK_S)
+                if self.turns.version > version:  # the turns since a checkpoint come one by one
+                    began, version = time.monotonic(), self.turns.version
                 late_s = _STATE_S if self._chief.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
                 self._chief.restock(self.turns.outlook(), is_late=is_late and not is_new)
                 orders = self._chief.take_orders()
                 fault = self._chief.fault(is_new=is_new)
                 is_in = self._chief.is_joined and not self._chief.is_behind
+                is_in = is_in and not self._lacks(self._chief.decided)
                 is_done = not orders and self._is_stocked and (is_in or is_late)
             orders, is_done, fault = self._world.broadcast((orders, is_done, fault))
             if fault is not None:
@@ -141,6 +144,11 @@ class Outer:
     def _end_together(self) -> bool:
         """Average until nothing is left that others lack; False: a turn was not decided."""
         turns = self.turns
+        decided = self._world.broadcast(0 if self._chief is None else self._chief.decided)
+        if self._lacks(decided):
+            self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
+            if self._lacks(decided):
+                return False
         for _ in range(2 * turns.num_fragments + len(turns.sent)):
             self._exchange(listens=True)
             turns.finish_move()
@@ -175,6 +183,10 @@ class Outer:
             orders = self._chief.take_orders()
         for order in self._world.broadcast(orders):
             self._obey(order)
+
+    def _lacks(self, decided: int) -> bool:
+        """Whether turns that were decided before this cluster came are still to be taken in."""
+        return max(self.turns.version, max(self.turns.sent, default=-1) + 1) < decided
 
     def _is_behind(self) -> bool:
         return self._world.broadcast(self._chief is not None and self._chief.is_behind)

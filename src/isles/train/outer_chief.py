@@ -125,6 +125,8 @@ class Chief:
         self.line = line
         self.pace = Pace()
         self.is_joined = self.is_behind = False
+        self.decided = 0
+        """Turns that were decided before this cluster came: it takes them in, and has no part."""
         self.uses_reserve = False
         """Whether the samples that are read now were dealt by nobody."""
         self._config, self._num_fragments = config, num_fragments
@@ -279,7 +281,7 @@ class Chief:
         """Whether this cluster contributes after the step that begins now."""
         turn = self.next_turn(outlook)
         fragment = turn % self._num_fragments
-        if self.is_behind or turn - outlook.version >= _OPEN_TURNS:
+        if self.is_behind or not self.decided <= turn < outlook.version + _OPEN_TURNS:
             return False
         if any(other % self._num_fragments == fragment for other in outlook.sent):
             return False
@@ -300,6 +302,7 @@ class Chief:
             case Joined():
                 # Said here already: `Behind`, which tells why, may be heard a moment later.
                 self.is_joined, self.is_behind = True, event.standing == "behind"
+                self.decided = 0 if self.is_behind else event.turn
             case TurnDue():
                 self._due = event
             case Committed():

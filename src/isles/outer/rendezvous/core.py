@@ -277,6 +277,8 @@ class Core:
                 applied.anchors,
             )
             self.roster.reached(member["number"], turn + 1)
+            if turn < self._oldest and self.turns.has_anchors(turn):
+                return  # what the others have reported is forgotten, and what was right is known
             rows = self.book.rows("SELECT * FROM applied WHERE turn = ?", turn)
             right, wrong = divergence({row["member"]: row["anchors"] for row in rows})
             self.book.run("UPDATE turns SET anchors = ? WHERE turn = ?", right, turn)
@@ -337,7 +339,7 @@ class Core:
         self._oldest = oldest
         with self.book.transaction():
             self.book.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
-            self.book.run("DELETE FROM applied WHERE turn < ?", oldest)
+            self.book.run("DELETE FROM applied WHERE turn < ?", oldest)  # see `applied`
             self.states.forget_useless(self.is_kept_since)
         self._sweep()
 

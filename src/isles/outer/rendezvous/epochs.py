@@ -77,8 +77,9 @@ class Epochs:
         Another is asked after a while, and so on in turn.
         """
         for turn, (asker, since) in sorted(self._wanted.items()):
-            row = self._book.row("SELECT participants, kept FROM turns WHERE turn = ?", turn)
-            if row is None or row["kept"]:
+            row = self._book.row("SELECT participants FROM turns WHERE turn = ? AND kept = 0", turn)
+            # Whoever needs one that is longer past pulls the state.
+            if row is None or turn < self._turns.next - self._settings.keep_averages:
                 del self._wanted[turn]
                 continue
             living = {other["number"] for other in self._roster.living()}

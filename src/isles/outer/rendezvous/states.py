@@ -77,7 +77,7 @@ class States:
         ):
             if is_usable(row["version"]):
                 return self.answer(row["number"])
-        self._choose(member)
+        self._choose(member, is_usable)
         others = [row for row in self._roster.latest() if row["number"] != member]
         if self._donor is None and others and all(row["has_finished"] for row in others):
             raise Refusal(
@@ -90,12 +90,12 @@ class States:
         donor = "" if self._donor is None else self._roster.get(self._donor)["name"]
         return StateAnswer(state=None, donor=donor)
 
-    def _choose(self, but: int) -> None:
+    def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
         """Settle on a donor: the most advanced member; another one where it sends nothing."""
         able = {
             row["number"]: row["version"]
             for row in self._roster.living()
-            if not row["is_behind"] and row["number"] != but
+            if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
         }
         is_idle = self._clock() - self._progress_at > self._settings.donor_s
         if self._donor in able and not is_idle:

@@ -64,6 +64,11 @@ class Turns:
         """Where a member's contribution lies."""
         return self._folder / f"{turn:08d}" / f"{number}.part"
 
+    def has_anchors(self, turn: int) -> bool:
+        """Whether a member has told which anchors a turn has led to."""
+        row = self._book.row("SELECT anchors FROM turns WHERE turn = ?", turn)
+        return row is not None and bool(row["anchors"])
+
     def average_path(self, turn: int) -> Path:
         """Where a turn's average lies."""
         return self._folder / f"{turn:08d}" / "average"

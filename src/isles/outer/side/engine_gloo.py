@@ -94,7 +94,7 @@ class GlooExchange:
         while True:
             answer = await patiently(lambda: self._client.ready(part.turn, ready, _DEADLINE_S))
             if answer.state == "committed":
-                await asyncio.to_thread(self._take_over, part.turn, answer.digest)
+                await asyncio.to_thread(self._spool.take_over, part.turn, answer.digest)
                 return total
             if answer.state == "relayed":
                 self._tell_relayed(answer.why)
@@ -118,15 +118,6 @@ class GlooExchange:
             "needs clusters that reach one another on all TCP ports: open them, or name the VPN's "
             "interface in outer.interface; `engine: hub` needs none"
         )
-
-    def _take_over(self, turn: int, digest: str) -> None:
-        """A turn was committed while nobody could say so: its average lies here."""
-        if self._spool.average(turn).exists():
-            return
-        for path in self._spool.attempts(turn):
-            if digest_of(hash_chunks(path)) == digest:
-                path.replace(self._spool.average(turn))
-                return
 
     async def _take_part_once(self, part: Contribute, epoch: EpochAnswer) -> tuple[bool, Traffic]:
         """One epoch: whether it has led to a commit, and what it has cost."""

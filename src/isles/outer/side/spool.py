@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from isles.outer.blobs import digest_of, hash_chunks
 from isles.outer.link_messages import Begin
 
 _KEPT_BYTES = 16
@@ -46,6 +48,13 @@ class Spool:
         """Of all epochs for a turn, those that are left."""
         return sorted(self.folder.glob(f"attempt-{turn:08d}-*"))
 
+    def take_over(self, turn: int, digest: str) -> None:
+        """A turn was committed while nobody could say so: its average may be an attempt here."""
+        for path in self.attempts(turn):
+            if digest_of(hash_chunks(path)) == digest:
+                path.replace(self.average(turn))
+                return
+
     @property
     def pulled(self) -> Path:
         """Where a state comes in."""
@@ -70,9 +79,14 @@ class Spool:
                 spare.append((turn, path))
             elif kind in ("attempt", "contribution") and turn < version:
                 path.unlink(missing_ok=True)
-        left = self._most_bytes
-        for turn, path in sorted(spare, reverse=True):
-            with suppress(FileNotFoundError):
+        if not spare:
+            return
+        with suppress(FileNotFoundError):  # two processes tidy, for a moment
+            spare_bytes = sum(path.stat().st_size for _, path in spare)
+            free_bytes = shutil.disk_usage(self.folder).free
+            # They help in rare cases: checkpoints come first.
+            left = min(self._most_bytes, (free_bytes + spare_bytes) // 2)
+            for turn, path in sorted(spare, reverse=True):
                 left -= path.stat().st_size
                 if turn < self.since or left < 0:
-                    path.unlink()
+                    path.unlink(missing_ok=True)

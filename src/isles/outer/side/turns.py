@@ -200,6 +200,9 @@ class Turns:
                 if digest_of(await asyncio.to_thread(hash_chunks, path)) == answer.digest:
                     return
                 path.unlink()
+            await asyncio.to_thread(self._spool.take_over, answer.turn, answer.digest)
+            if path.exists():
+                return
             try:
                 await patiently(lambda: self._data.fetch_average(answer, path, _FETCH_S))
             except RendezvousRefusal as error:
