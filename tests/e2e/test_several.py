@@ -117,10 +117,15 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
         run = find_any("t", output_dir)
         assert isinstance(run, SeveralRun) and run.name == "t-1"
         secret = run.join_file.read_text().strip().rpartition("#")[2].partition(".")[0]
-        shown = json.loads(isles("status", "t", "--json", here))
+        shown: dict[str, Any] = {}
+
+        def shows_both() -> bool:
+            shown.update(json.loads(isles("status", "t", "--json", here)))
+            return all(entry["report"]["outer"] for entry in shown["clusters"])
+
+        command.until(shows_both, "a status of both, which is written now and then")
         assert shown["state"] == "running" and not shown["rendezvous_fault"]
         assert {member["name"] for member in shown["rendezvous"]["members"]} == {"a", "b"}
-        assert all(entry["report"]["outer"] for entry in shown["clusters"])
         command.process.send_signal(signal.SIGINT)
         assert command.ended() == 130, command.text
         assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
