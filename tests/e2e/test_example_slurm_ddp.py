@@ -50,9 +50,16 @@ class Site:
 
     def end(self, job: str) -> list[str]:
         """The lines of a job's output, once it has ended well."""
-        state = until(
-            lambda: (found := job_fields(self.lab, job)["JobState"]) in OVER and found, "its end"
-        )
+        fields: dict[str, str] = {}
+
+        def is_over() -> bool:
+            fields.update(job_fields(self.lab, job))
+            # Its script has ended, and Slurm cleans up, which may take it minutes.
+            is_left = fields["JobState"] == "COMPLETING" and fields["ExitCode"] == "0:0"
+            return is_left or fields["JobState"] in OVER
+
+        until(is_over, lambda: f"its end; {fields}")
+        state = fields["JobState"].replace("COMPLETING", "COMPLETED")
         out = (self.folder / f"train_distributed_{job}.out").read_text()
         error = (self.folder / f"train_distributed_{job}.err").read_text()
         assert state == "COMPLETED", out + error

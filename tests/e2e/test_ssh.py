@@ -323,6 +323,6 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
     write("odd", "fail", max_restarts=0)
     code, text, _ = isles(lab, "train", "odd.yaml")
     assert code == ExitCode.TRAINING, text
-    assert "mine.py failed: RuntimeError: no such shard" in text
+    assert "mine.py failed: RuntimeError: no such shard" in text, text
     assert "/shared/mine.py:14, rank 2 on a3" in text
     assert_nothing_left(lab)
