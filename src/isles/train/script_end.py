@@ -65,12 +65,14 @@ def error_record(attempt: Attempt, env: RankEnv, ended: Ended) -> dict[str, Any]
     what, fix = _how(env.rank, ended)
     where = ""
     is_communication = False
-    if raised is not None and ended.code > 0:
+    # torch may abort as Python ends after an error, with a process group that is still there.
+    has_failed = ended.code > 0 or (raised is not None and ended.code == -signal.SIGABRT)
+    if raised is not None and has_failed:
         message, where = raised
         what = f"{ended.script.name} failed: {message}"
         is_communication = any(sign in message for sign in _LOST_OTHERS)
     step = read_last_step(attempt, env.restart)
-    is_at_once = ended.code > 0 and ended.took_s < AT_ONCE_S and step is None
+    is_at_once = has_failed and ended.took_s < AT_ONCE_S and step is None
     return {
         **_record(env, what, fix, where),
         "kind": "ScriptFailed",
