@@ -13,6 +13,7 @@ from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
 from isles.preflight.meeting import judge_rendezvous, rendezvous_stand_in
 from isles.preflight.node_net import dial
+from isles.preflight.verb import CheckOptions, run_check
 
 CLUSTERS = [{"name": "here"}, {"name": "far", "launcher": {"kind": "ssh", "hosts": ["a1"]}}]
 
@@ -98,3 +99,20 @@ def test_a_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     finding = judge_rendezvous("a1", outer, dialled(loaded))
     assert finding.level == "error" and "nowhere.invalid:29400" in finding.text
     assert "name" in finding.text.lower() and "is nowhere.invalid its name" in finding.fix
+
+
+def test_what_is_wrong_with_a_cluster_names_its_own_keys(tmp_path: Path) -> None:
+    launcher = {"kind": "slurm", "bin_path": "/nowhere"}
+    loaded_with(
+        tmp_path,
+        [{"name": name, "launcher": launcher, "gpus_per_node": 1} for name in ("x1", "x2")],
+        public="127.0.0.1:0",
+    )
+    texts: list[str] = []
+    options = CheckOptions(
+        tmp_path / "run.yaml", (), (), net=False, smoke=False, timeout_s=30.0, as_json=False
+    )
+    assert run_check(options, texts.append) == 2
+    for index, text in enumerate(texts):
+        assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text
+        assert f"clusters[{1 - index}]" not in text

@@ -65,6 +65,7 @@ def _queue(
     findings: list[Finding],
 ) -> tuple[str, dict[str, str]] | None:
     where, names = pbs.shell.name, ", ".join(queues)
+    one = f"one of: {names}" if names else "a queue that you may use; `qstat -Q` names none"
     name = launcher.queue
     if name is None:
         servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
@@ -77,13 +78,13 @@ def _queue(
                     where,
                     "PBS names no default queue, and the run file names none",
                     measured="none",
-                    fix=f"set clusters[0].launcher.queue to one of: {names}",
+                    fix=f"set clusters[0].launcher.queue to {one}",
                 )
             )
             return None
     attributes = queues.get(name)
     if attributes is None:
-        fix = f"set clusters[0].launcher.queue to one of: {names}"
+        fix = f"set clusters[0].launcher.queue to {one}"
         text = f"there is no queue {name}"
         findings.append(Finding("queue.partition", "error", where, text, "absent", names, fix))
         return None

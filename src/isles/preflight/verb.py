@@ -93,10 +93,10 @@ def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
         )
     codes, records = [], {}
     with rendezvous_stand_in(loaded) as meeting:
-        for cluster in loaded.config.clusters:
+        for index, cluster in enumerate(loaded.config.clusters):
             own = named_cluster(meeting, cluster.name)
             code, text, records[cluster.name] = _check_one(
-                Subject.of(own), replace(options, overrides=())
+                Subject.of(own), replace(options, overrides=()), index
             )
             codes.append(code)
             if not options.as_json:
@@ -106,8 +106,16 @@ def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
     return max(codes)
 
 
-def _check_one(subject: Subject, options: CheckOptions) -> tuple[int, str, dict[str, Any]]:
-    """Check a cluster: the exit code, the report, and the same as JSON takes it."""
+def _check_one(
+    subject: Subject, options: CheckOptions, index: int = 0
+) -> tuple[int, str, dict[str, Any]]:
+    """Check a cluster: the exit code, the report, and the same as JSON takes it.
+
+    Args:
+        subject: the cluster, as if it were the only one.
+        options: how it was typed.
+        index: its place in the run file, which is what the user is told.
+    """
     begin = time.monotonic()
     is_terminal = sys.stdout.isatty() and not options.as_json
 
@@ -115,10 +123,18 @@ def _check_one(subject: Subject, options: CheckOptions) -> tuple[int, str, dict[
         if sys.stderr.isatty() and not options.as_json:
             sys.stderr.write(f"{line} …\n")
 
-    findings, columns = check_subject(subject, options, say)
+    found, columns = check_subject(subject, options, say)
+    findings = [replace(each, fix=_placed(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
     lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
     return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
+
+
+def _placed(fix: str, index: int) -> str:
+    """What to do, with the keys of the cluster that it is about."""
+    return fix.replace("clusters[0]", f"clusters[{index}]").replace(
+        "clusters.0.", f"clusters.{index}."
+    )
 
 
 def check_subject(
