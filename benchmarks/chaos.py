@@ -63,10 +63,15 @@ class Watch:
             cluster.read()
 
     @property
+    def turn(self) -> int:
+        """The last turn that the furthest cluster has applied; before the first -1."""
+        turns = [c.turns()[-1]["turn"] for c in self.run.clusters.values() if c.turns()]
+        return max(turns, default=-1)
+
+    @property
     def round(self) -> int:
         """The round that the furthest cluster is in."""
-        turns = [c.turns()[-1]["turn"] for c in self.run.clusters.values() if c.turns()]
-        return max(turns, default=-1) // FRAGMENTS
+        return self.turn // FRAGMENTS
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for something, as long as any cluster still records anything."""
@@ -93,7 +98,8 @@ class Watch:
         pause(chance.uniform(0.0, 1.5))
         fault = Fault(kind, "-" if everyone else name, self.round, time.time())
         fault.note = blow(self.run, cluster, chance)
-        lifted = time.time()
+        self.read()
+        lifted = self.turn
         victims = list(self.run.clusters.values()) if everyone else [cluster]
         self.wait(lambda: all(self.is_back(each, lifted) for each in victims), f"{kind} of {name}")
         fault.over_at = time.time()
@@ -103,14 +109,18 @@ class Watch:
         self.faults.append(fault)
         print(f"  round {fault.round:>3}  {kind:<20} {fault.name}  {fault.note}", flush=True)
 
-    def is_back(self, cluster: Cluster, since: float) -> bool:
-        """Whether it does inner steps, and its updates are in averages again."""
+    def is_back(self, cluster: Cluster, since: int) -> bool:
+        """Whether its updates are in averages of turns after `since`, and it is level with others.
+
+        To the turn after `since` it may have contributed before it was struck; and who comes back
+        applies turns once more that it was in.
+        """
         if (code := cluster.poll()) is not None:
             text = f"{cluster.name} has ended: {code}"
             assert code == 0 or cluster.came_too_late, f"{text}\n{self.words()}"
             return True
-        turns = [row for row in cluster.turns() if row["at"] > since]
-        return bool(turns) and cluster.name in turns[-1]["weights"]
+        last = cluster.turns()[-1] if cluster.turns() else {"turn": -1, "weights": {}}
+        return last["turn"] > max(since + 1, self.turn - 2) and cluster.name in last["weights"]
 
     def finish(self) -> None:
         """Wait until all have ended, as they should."""

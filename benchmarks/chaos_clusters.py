@@ -33,6 +33,7 @@ LONGEST_S = 12.0
 BATCHES = {"a": 12, "b": 8, "c": 6, "d": 6}
 RANKS = {"a": 2, "b": 2, "c": 1, "d": 1}
 _TEXT_BYTES = 3_000_000
+_FIRST_STEPS = 200
 _VOCABULARY = 1024
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,7 +50,7 @@ _SHAPE = {
 _RUN_FILE = """\
 name: {name}
 output_dir: {folder}/runs
-model: {{name_or_path: {inputs}/model, init: scratch}}
+model: {{{model}}}
 tokenizer: {{{tokenizer}}}
 data:
   sources: [{{path: {inputs}/text.jsonl}}]
@@ -65,7 +66,7 @@ training:
   precision: 32-true
   logging_steps: 1
   eval_steps: null
-  eval_samples: 96
+  eval_samples: 384
 balance: even
 checkpoint: {{every_steps: 15, every_minutes: null, keep: 2, export_on_finish: false}}
 track: [jsonl]
@@ -82,11 +83,12 @@ class Inputs:
     """What all clusters read.
 
     Args:
-        folder: where model and text are.
-        tokenizer: as in a run file.
+        folder: where the text is.
+        model, tokenizer: as in a run file.
     """
 
     folder: Path
+    model: str
     tokenizer: str
 
     def run_file(self, folder: Path, name: str, max_steps: int, outer: str = "") -> Path:
@@ -96,6 +98,7 @@ class Inputs:
             name=name,
             folder=folder,
             inputs=self.folder,
+            model=self.model,
             tokenizer=self.tokenizer,
             max_steps=max_steps,
             warmup=min(20, max_steps - 1),
@@ -110,7 +113,11 @@ class Inputs:
 
 
 def prepare(folder: Path) -> Inputs:
-    """Real text, a shape, and a tokenizer that one short run trains."""
+    """Real text, and a model and a tokenizer that one short run trains.
+
+    All begin with its weights: from scratch runs differ by several percent in their loss, even
+    undisturbed, as the first averages of tiny models are rough.
+    """
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(_SHAPE))
     size = 0
@@ -120,14 +127,17 @@ def prepare(folder: Path) -> Inputs:
             size += stream.write(json.dumps({"text": text}) + "\n")
             if size > _TEXT_BYTES:
                 break
-    inputs = Inputs(folder, f"train_vocab_size: {_VOCABULARY}")
-    run_file = inputs.run_file(folder / "first", "first", 1)
+    scratch = f"name_or_path: {folder}/model, init: scratch"
+    inputs = Inputs(folder, scratch, f"train_vocab_size: {_VOCABULARY}")
+    run_file = inputs.run_file(folder / "first", "first", _FIRST_STEPS)
     command = [sys.executable, "-m", "isles", "train", str(run_file)]
+    command.append("checkpoint.export_on_finish=true")
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=START_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return Inputs(folder, f"name_or_path: {folder}/first/runs/first-1/tokenizer")
+    first = folder / "first/runs/first-1"
+    return Inputs(folder, f"name_or_path: {first}/model", f"name_or_path: {first}/tokenizer")
 
 
 @dataclass
