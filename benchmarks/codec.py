@@ -32,7 +32,7 @@ from isles.outer.average import combine, decode_average
 from isles.outer.codec import Codec, parse_codec
 from isles.outer.layout import PIECE_NUMBERS
 
-KINDS = ("none", "bf16", "int8", "int4", "topk")
+KINDS = ("none", "bf16", "int8", "int4", "topk", "topk:0.02")
 CLUSTERS = 3
 
 
@@ -129,12 +129,12 @@ def main() -> None:
 
     print(f"{num_pieces} pieces of {PIECE_NUMBERS} numbers, {rounds} rounds, one thread, GB/s fp32")
     print(f"copy loop {speed['copy']:.2f}\n")
-    print("codec   size    error    encode  decode  average   apply")
+    print("codec        size    error    encode  decode  average   apply")
     for kind, bench in benches.items():
         size = bench.codec.size(PIECE_NUMBERS) / (4 * PIECE_NUMBERS)
         parts = [speed[f"{kind} {what}"] for what in ("encode", "decode", "average", "apply")]
         columns = "".join(f"{part:8.2f}" for part in parts)
-        print(f"{kind:6} {size:6.2%} {bench.error():8.1e} {columns}")
+        print(f"{kind:11} {size:6.2%} {bench.error():8.1e} {columns}")
     pairs = zip(taken["int8 encode"], taken["copy"], strict=True)
     print(
         json.dumps(

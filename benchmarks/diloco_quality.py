@@ -52,7 +52,7 @@ from isles.dist.world import join_world, leave_world
 from isles.rundir.env import RankEnv
 from isles.train.tokenizer import write_tokenizer
 
-CODECS = ("none", "int8", "int4", "topk", "topk:0.3")
+CODECS = ("none", "int8", "int4", "topk", "topk:0.02")
 POINTS = 6
 TOGETHER = 160
 

@@ -19,7 +19,9 @@ from tests.ranks import DEADLINE_S, start_ranks
 TURNS = 4
 CASES = {
     f"{codec}-{fragments}": (codec, fragments)
-    for codec, fragments in product(("none", "bf16", "int8", "int4", "topk:0.1"), (1, 2))
+    for codec, fragments in product(
+        ("none", "bf16", "int8", "int4", "topk:0.1", "topk:0.05"), (1, 2)
+    )
 }
 
 

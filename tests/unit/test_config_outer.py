@@ -42,7 +42,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (
             ["outer=sparseloco"],
             "not a section",
-            "{kind: diloco, codec: topk, lr: 1.0, momentum: 0.0}",
+            "{kind: diloco, codec: {kind: topk, density: 0.02}, lr: 1.0, momentum: 0.0}",
         ),
         (["outer={sync_every: 5}"], "does not say its kind", "none, diloco"),
         (["outer={kind: none, lr: 1}"], "unknown key lr", "kind: diloco"),
@@ -73,7 +73,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (
             ["outer={kind: diloco, codec: topk}"],
             "momentum 0.9 goes badly",
-            "momentum: 0.6 and lr: 1",
+            "momentum: 0.7 and lr: 0.9",
         ),
         (["outer={kind: diloco, sync_every: auto, wait: {quorum: 2}}"], "auto", "wait: all"),
         (["outer={kind: diloco, alpha: 0.1}"], "nothing to delay 0", "delay"),

@@ -14,7 +14,7 @@ from isles.errors import UserError
 from isles.outer.average import average_size, combine, decode_average, inspect, size
 from isles.outer.codec import LARGEST, Codec, UnsoundUpdateError, parse_codec
 
-CODECS = ("none", "bf16", "int8", "int4", "topk", "topk:0.5", "topk:1.0")
+CODECS = ("none", "bf16", "int8", "int4", "topk:0.02", "topk:0.3", "topk:0.5", "topk:1.0")
 EDGES = (1, 2, 3, 31, 32, 33, 64, 65, 127, 128, 129, 4095, 4096, 4097, 8200)
 
 
@@ -103,7 +103,8 @@ def test_int4_is_finer_than_a_tenth_and_int8_than_a_hundredth() -> None:
     assert errors["int8"] < 1e-2 and errors["int4"] < 0.105
     assert errors["topk:1.0"] < 0.37  # one bit beside the sign: 0.343 at best for normal numbers
     ratio = {c: size(c, 1 << 20) / (4 << 20) for c in CODECS}
-    assert ratio["int8"] < 0.255 and ratio["int4"] < 0.142 and ratio["topk"] < 0.0095
+    assert ratio["int8"] < 0.255 and ratio["int4"] < 0.142 and ratio["topk:0.02"] < 0.0095
+    assert ratio["topk:0.3"] < 0.0504 and ratio["topk:0.5"] < 0.0629
 
 
 @pytest.mark.parametrize("n", [2**20, 2**19 + 77])
@@ -125,14 +126,15 @@ def test_pieces_of_several_slabs_are_one_piece(n: int) -> None:
             encoded(codec, x)
 
 
-def test_topk_keeps_the_largest() -> None:
+@pytest.mark.parametrize("density", [0.02, 0.083, 0.084, 0.3])  # places, and bits from 0.084 on
+def test_topk_keeps_the_largest(density: float) -> None:
     x = normal(2 * 4096 + 100)
-    back = decoded("topk", encoded("topk", x), len(x))
+    back = decoded(f"topk:{density}", encoded(f"topk:{density}", x), len(x))
     for chunk, other in zip(x.split(4096), back.split(4096), strict=True):
         kept = other != 0
         assert float(chunk[kept].abs().min()) >= float(chunk[~kept].abs().max())
         assert torch.equal(torch.sign(chunk[kept]), torch.sign(other[kept]))
-        assert abs(int(kept.sum()) - 0.02 * len(chunk)) < 1
+        assert abs(int(kept.sum()) - density * len(chunk)) < 1
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "topk:0.1"])
@@ -189,18 +191,31 @@ def test_bytes_that_no_encoder_writes_are_refused() -> None:
         inspect("none", n, nan + encoded("none", normal(n))[4:])
     with pytest.raises(UnsoundUpdateError, match="finite"):
         inspect("int8", n, b"\x80\x7f" + encoded("int8", normal(n))[2:])  # an infinite scale
-    whole = encoded("topk", normal(n))
+    whole = encoded("topk:0.02", normal(n))
     with pytest.raises(UnsoundUpdateError, match="twice"):
-        inspect("topk", n, whole[:4] + whole[4:7] * 2 + whole[10:])
-    short = encoded("topk", normal(100))
+        inspect("topk:0.02", n, whole[:4] + whole[4:7] * 2 + whole[10:])
+    short = encoded("topk:0.02", normal(100))
     with pytest.raises(UnsoundUpdateError, match="outside"):
-        inspect("topk", 100, short[:4] + b"\xff\xff\xff" + short[7:])
+        inspect("topk:0.02", 100, short[:4] + b"\xff\xff\xff" + short[7:])
+    bits = bytearray(encoded("topk:0.3", normal(n)))
+    for byte in (bits[4] & bits[4] - 1 if bits[4] else 1, 0xFF if bits[4] != 0xFF else 0):
+        with pytest.raises(UnsoundUpdateError, match="does not mark 1229 places of 4096"):
+            inspect("topk:0.3", n, bytes([*bits[:4], byte, *bits[5:]]))
+    ends = encoded(
+        "topk:0.5", torch.arange(1.0, 101.0)
+    )  # places 50 to 99: 13 bytes, 4 bits to spare
+    assert ends[4:17] == bytes([0] * 6 + [0xFC] + [0xFF] * 5 + [0x0F])
+    with pytest.raises(UnsoundUpdateError, match="does not mark 50 places of 100"):
+        inspect("topk:0.5", 100, ends[:10] + b"\xf8" + ends[11:16] + b"\x1f" + ends[17:])
 
 
-@given(st.binary(min_size=604, max_size=604), st.sampled_from(["none", "bf16", "int8", "topk:0.7"]))
+@given(
+    st.binary(min_size=604, max_size=604),
+    st.sampled_from(["none", "bf16", "int8", "topk:0.08", "topk:0.7"]),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_strangers_bytes_are_refused_or_harmless(noise: bytes, codec: str) -> None:
-    n = {"none": 151, "bf16": 302, "int8": 592, "topk:0.7": 343}[codec]
+    n = {"none": 151, "bf16": 302, "int8": 592, "topk:0.08": 12, "topk:0.7": 343}[codec]
     data = noise[: size(codec, n)]
     assert len(data) == size(codec, n), size(codec, n)
     try:
@@ -214,7 +229,7 @@ def test_a_strangers_bytes_are_refused_or_harmless(noise: bytes, codec: str) -> 
 def test_names_of_codecs() -> None:
     for text in CODECS:
         assert parse_codec(parse_codec(text).text) == parse_codec(text)
-    assert parse_codec("topk") == Codec("topk", 0.02)
+    assert parse_codec("topk") == Codec("topk", 0.4)
     for wrong in ("int7", "topk:0", "topk:1.5", "topk:x", "topk:nan", "int8:2", ""):
         with pytest.raises(UserError, match="there is no codec"):
             parse_codec(wrong)

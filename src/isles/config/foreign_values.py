@@ -147,7 +147,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "local_sgd": "{kind: diloco, lr: 1.0, momentum: 0.0}",
         "opendiloco": "{kind: diloco}",
         "streaming_diloco": "{kind: diloco, fragments: 4, delay: 5}",
-        "sparseloco": "{kind: diloco, codec: topk, lr: 1.0, momentum: 0.0}",
+        "sparseloco": "{kind: diloco, codec: {kind: topk, density: 0.02}, lr: 1.0, momentum: 0.0}",
     },
     "strategy": {
         "hsdp": "{kind: fsdp, sharding_strategy: HYBRID_SHARD}",

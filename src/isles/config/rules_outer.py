@@ -12,7 +12,7 @@ from isles.config.strategy import MeshSection
 from isles.config.violation import Violation
 
 _DELETE = "delete it"
-_MOST_TOPK_MOMENTUM = 0.6
+_MOST_TOPK_MOMENTUM = 0.7
 
 
 def outer_rules(config: RunConfig) -> Iterator[Violation]:
@@ -139,7 +139,7 @@ def _momentum(outer: DiLoCoConfig) -> Iterator[Violation]:
             ("outer.momentum", "outer.codec"),
             f"momentum {outer.momentum:g} goes badly with codec topk, which sends a number only "
             "once it has grown: it would be stepped along again and again until it is sent anew",
-            "write momentum: 0.6 and lr: 1 beside codec: topk",
+            "write momentum: 0.7 and lr: 0.9 beside codec: topk",
         )
 
 

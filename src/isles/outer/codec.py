@@ -20,7 +20,7 @@ __all__ = ["LARGEST", "Codec", "CodecKind", "UnsoundUpdateError", "parse_codec"]
 
 CodecKind = Literal["none", "bf16", "int8", "int4", "topk"]
 
-_DENSITY, _DECAY = 0.02, 0.95
+_DENSITY, _DECAY = 0.4, 0.95
 _SLAB = 1 << 19
 
 
@@ -29,7 +29,7 @@ class Codec:
     """How numbers become bytes.
 
     none: fp32 as it is. bf16: rounded. int8: a scale for each 128 numbers. int4: one for each 32.
-    topk: of each 4096 the largest few, two bits each.
+    topk: of each 4096 the largest, two bits each, and where they are.
 
     Args:
         kind: see above.
@@ -141,7 +141,7 @@ def parse_codec(text: str) -> Codec:
     raise UserError(
         f"there is no codec {text!r}",
         where="outer.codec",
-        fix=f"use one of {', '.join(get_args(CodecKind))}; topk:0.02 sends 2 % of the numbers",
+        fix=f"use one of {', '.join(get_args(CodecKind))}; topk:0.1 sends 10 % of the numbers",
     )
 
 

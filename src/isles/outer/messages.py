@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when an older cluster could no longer talk with a newer rendezvous."""
 
 SAMPLE_TOKENS = "tokens of a sample"
