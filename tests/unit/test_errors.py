@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from isles.errors import ExitCode
 from isles.rundir.env import RankEnv
 from isles.rundir.paths import Attempt
+from isles.train.rank_edges import let_cause_end_first
+from isles.train.reports import failure_report
 from isles.train.worker import record_error
 
 
@@ -24,3 +27,28 @@ def test_out_of_memory_has_its_code_and_its_levers(tmp_path: Path) -> None:
     record = json.loads(attempt.rank_error(1).read_text())
     assert record["rank"] == 1 and not record["is_communication"]
     assert "micro_batch_size" in record["fix"]
+
+
+def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
+    tmp_path: Path,
+) -> None:
+    """Its exit code says so, to the agents of several nodes and to itself."""
+    attempt = Attempt(tmp_path, 1)
+    attempt.rank_error(0).mkdir(parents=True)  # nothing can be written there
+    error = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    env = RankEnv(0, 0, 2, 1, 1, None)
+    code = record_error(attempt, env, error)
+    assert code == ExitCode.COMMUNICATION and attempt.rank_error(0).is_dir()
+    attempt.rank_error(0).rmdir()
+
+    assert failure_report(attempt, 0, [0], 2, {0: code})["culprit"] is None
+    found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: 1})["culprit"]
+    assert found["what"] == "rank 1 ended with exit code 1"
+    found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: -9})["culprit"]
+    assert found["what"] == "rank 1 was killed by SIGKILL"
+
+    begun = time.monotonic()
+    let_cause_end_first(attempt, env, ExitCode.TRAINING)
+    assert time.monotonic() - begun < 1.0
+    let_cause_end_first(attempt, env, code)
+    assert time.monotonic() - begun > 1.0

@@ -29,7 +29,7 @@ def exit_status(attempt: Attempt, env: RankEnv, code: int) -> int:
     """What this rank tells torchrun, which ends all ranks at the first that is not 0."""
     if code in (ExitCode.OK, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
         return 0  # the records say which
-    let_cause_end_first(attempt, env)
+    let_cause_end_first(attempt, env, code)
     return code
 
 

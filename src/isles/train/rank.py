@@ -45,7 +45,7 @@ def rank_process(
 
     code = run_rank(run_dir, attempt, env, resume_from)
     if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
-        let_cause_end_first(attempt, env)
+        let_cause_end_first(attempt, env, code)
         # Not an exception: the rank's own record says more than a traceback through torch.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 
+from isles.errors import ExitCode
 from isles.rundir.env import RankEnv
 from isles.rundir.paths import Attempt
 from isles.rundir.records import read_record
@@ -24,14 +25,20 @@ def log_to_file(attempt: Attempt, env: RankEnv) -> None:
         sys.stderr.flush()
 
 
-def let_cause_end_first(attempt: Attempt, env: RankEnv) -> None:
+def let_cause_end_first(attempt: Attempt, env: RankEnv, code: int) -> None:
     """A rank that has only lost another one waits a moment before it ends.
 
     Whoever has started the ranks ends them all at the first end that it sees, which must be that of
     the cause, unless the cause has left word of itself. One that was killed leaves none.
+
+    Args:
+        attempt: where the ranks leave word.
+        env: of this rank.
+        code: with which it ends; all there is where its own record found no room on the disk.
     """
     mine = read_record(attempt.rank_error(env.rank, env.restart))
-    if mine is None or not mine["is_communication"]:
+    has_lost_another = code == ExitCode.COMMUNICATION if mine is None else mine["is_communication"]
+    if not has_lost_another:
         return
     end = time.monotonic() + _CAUSE_FIRST_S
     while time.monotonic() < end:

@@ -293,9 +293,10 @@ def _open(run_dir: RunDir, attempt: int, env: RankEnv, *, by_agent: bool) -> Scr
 
 def _failed(rank: ScriptRank, error: dict[str, Any]) -> int:
     write_error(rank.attempt, rank.env, error, by_agent=rank.by_agent)
+    code = int(error["exit_code"])
     if rank.by_agent:
-        let_cause_end_first(rank.attempt, rank.env)
-    return int(error["exit_code"])
+        let_cause_end_first(rank.attempt, rank.env, code)
+    return code
 
 
 def _guard(group: int) -> subprocess.Popen[bytes]:

@@ -58,7 +58,11 @@ def find_culprit(
         return min(errors, key=lambda error: float(error["at"])) if are_all else None
     if not failures:
         return _death(ranks[0], 0)
-    return _death(*next(iter(failures.items())))
+    # Who has lost another one ends with a code of its own; a full disk may hold no record of it.
+    causes = {rank: code for rank, code in failures.items() if code != ExitCode.COMMUNICATION}
+    if not causes and not are_all:
+        return None
+    return _death(*next(iter((causes or failures).items())))
 
 
 def judge(
