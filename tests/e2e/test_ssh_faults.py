@@ -107,7 +107,11 @@ def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
 
 
 def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> None:
-    """A rank dies while nothing can be written: the run ends, and says why."""
+    """A rank dies while nothing can be written: the run ends, and says why.
+
+    The agent beside it is held up: by then the head's has seen its own rank end, which has only
+    lost the other, and has found no room to say so.
+    """
     small = "mkdir -p /root/runs; mount -t tmpfs -o size=2m tmpfs /root/runs"
     with undone(lab, "a1", small, "umount /root/runs"):
         write_run(lab, "filled", output_dir="/root/runs", training={"max_steps": 1_000_000})
@@ -118,13 +122,15 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
             until(lambda: (read_last_step(attempt, 0) or 0) > 3, "steps are done")
             sh(lab, "a1", "cat /dev/zero > /root/runs/fill || true")
             record = RunDir(lab.root("a2") / name).attempt(1).rank_record(1)
-            sh(lab, "a2", f"kill -9 {(read_record(record) or {})['pid']}")
+            agent = sh(lab, "a2", "pgrep -f '[i]sles.train.agent .*--node 1'").strip()
+            pid = (read_record(record) or {})["pid"]
+            sh(lab, "a2", f"kill -STOP {agent} && kill -9 {pid}; sleep 5; kill -CONT {agent}")
             text = command.communicate(timeout=BOUND_S)[0].decode()
         finally:
             command.kill()
             command.wait()
         assert command.returncode == ExitCode.TRAINING, text
-        assert "rank 1 was killed by SIGKILL" in text and "Traceback" not in text
+        assert "error: rank 1 was killed by SIGKILL" in text and "Traceback" not in text, text
         outcome = read_record(attempt.outcome) or {}
         assert outcome["state"] == "failed" and "killed by SIGKILL" in outcome["reason"]
         assert_nothing_left(lab)

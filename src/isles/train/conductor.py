@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -335,7 +336,8 @@ class Conductor:
 
     def _judge(self, culprit: dict[str, Any]) -> None:
         attempt, restart, terms = self._attempt, self._members.restart, self._terms
-        self._ending.tries(lambda: keep_errors(attempt, restart, self._members.said()))
+        with suppress(OSError):  # the reserve is kept for the verdict
+            keep_errors(attempt, restart, self._members.said())
         verdict = lambda: judge(  # noqa: E731
             self._run_dir,
             attempt,
