@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from isles.errors import ExitCode
 from isles.launch.meeting import end_rendezvous, rendezvous_process
 from isles.monitor.stop import end_here, wait_for_end
 from isles.rundir.find import find_any, find_cluster
@@ -180,10 +181,13 @@ def _assert_finished(run: SeveralRun, command: Command, secret: str) -> None:
 
 def test_a_cluster_that_cannot_be_started_stops_the_start(two: Path) -> None:
     """All faults at once, and nothing is left; unless the user says that fewer will do."""
-    words = "clusters=[{name: a}, {name: b, gpus_per_node: 99}, {name: c, device: cuda}]"
+    far = "launcher: {kind: ssh, hosts: [192.0.2.1]}, gpus_per_node: 1, sync: {paths: [nowhere]}"
+    words = "clusters=[{name: a}, {name: b, gpus_per_node: 99}, {name: c, device: cuda}, "
+    words += f"{{name: d, workdir: /there, {far}}}]"
     command = Command(two, "refused.log", words)
-    assert command.ended() == 1
-    assert "2 of 3 clusters cannot be started" in command.text
+    assert command.ended() == ExitCode.PREFLIGHT  # the highest of theirs
+    assert "3 of 4 clusters cannot be started" in command.text
+    assert "clusters[3].sync.paths: there is no nowhere" in command.text
     assert "b: " in command.text and "99 ranks" in command.text and "no GPU is vis" in command.text
     assert not (two.parent / "runs").exists()
     command = Command(two, "dry.log", words, "outer.min_clusters=1", "--dry-run")

@@ -39,6 +39,15 @@ def of_cluster(loaded: Loaded, index: int) -> Loaded:
     return replace(loaded, config=loaded.config.of_cluster(index), origins=origins)
 
 
+def keys_of_cluster(text: str, index: int) -> str:
+    """What one cluster has said of its keys, with the keys that it has in the run file of all.
+
+    To itself it is the only one: `clusters[0]`, or `clusters.0.` in an override.
+    """
+    text = text.replace("clusters[0]", f"clusters[{index}]")
+    return text.replace("clusters.0.", f"clusters.{index}.")
+
+
 def only_cluster(loaded: Loaded) -> Loaded:
     """A run file with one cluster, whose own strategy and balance are the run's.
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Literal
 
+from isles.config.one_cluster import keys_of_cluster
 from isles.launch.passing import STARTED
 from isles.rundir.env import inherited
 
@@ -46,6 +47,7 @@ class Child:
         said: takes its lines, and its end.
         given: what it reads from stdin, a secret perhaps; None: orders come later, by `tell`.
         environ: variables that are added to this process' own.
+        index: its place in the run file, by which its errors name its keys.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Child:
         *,
         given: str | None = "",
         environ: Mapping[str, str] | None = None,
+        index: int = 0,
     ) -> None:
         self.cluster = cluster
+        self._index = index
         self._said = said
         self._process = subprocess.Popen(
             [sys.executable, "-m", "isles", *words],
@@ -111,7 +115,9 @@ class Child:
 
     def _read(self, stream: IO[str], kind: Literal["out", "err"]) -> None:
         for line in stream:
-            self._said.put(Word(self.cluster, kind, line.rstrip("\n")))
+            text = line.rstrip("\n")
+            text = keys_of_cluster(text, self._index) if kind == "err" else text
+            self._said.put(Word(self.cluster, kind, text))
 
 
 @dataclass(slots=True)
@@ -137,6 +143,7 @@ def run_all(
     hear: Callable[[Word], object] = lambda _: None,
     given: str = "",
     environs: Mapping[str, Mapping[str, str]] | None = None,
+    order: Sequence[str] = (),
 ) -> dict[str, Ended]:
     """Run a command for each cluster, all at once, to their ends.
 
@@ -147,6 +154,7 @@ def run_all(
         hear: told every line as it comes.
         given: what each reads from stdin.
         environs: variables, by the names of the clusters.
+        order: the names of all clusters of the run file.
 
     Raises:
         KeyboardInterrupt: as it came; the commands were interrupted, and have ended.
@@ -154,7 +162,14 @@ def run_all(
     said: Said = queue.Queue()
     found = {name: Ended() for name in commands}
     children = {
-        name: Child(name, words, said, given=given, environ=(environs or {}).get(name))
+        name: Child(
+            name,
+            words,
+            said,
+            given=given,
+            environ=(environs or {}).get(name),
+            index=order.index(name) if name in order else 0,
+        )
         for name, words in commands.items()
     }
     left, told_at = set(commands), time.monotonic()

@@ -58,7 +58,13 @@ class SeveralAttendant:
         self._width = max(len(name) for name in [*(c.name for c in run.clusters), "turns"])
         followed = [c for c in run.clusters if c.path and c.launcher != "manual"]
         self._children = {
-            c.name: Child(c.name, self._words(c, c.name in set(running)), self._said, given=None)
+            c.name: Child(
+                c.name,
+                self._words(c, c.name in set(running)),
+                self._said,
+                given=None,
+                index=run.clusters.index(c),
+            )
             for c in followed
         }
 

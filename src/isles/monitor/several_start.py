@@ -77,7 +77,9 @@ class SeveralStart:
         commands = {name: self._words(name, "--dry-run") for name in self.choice.todo}
         with interruptible():  # there is nothing yet that Ctrl+C could be for
             say, environs = self.options.say, self.environs
-            ended = run_all(commands, doing="looking", say=say, environs=environs)
+            ended = run_all(
+                commands, doing="looking", say=say, environs=environs, order=self._order()
+            )
         self._part_with({name: end for name, end in ended.items() if end.code}, "cannot be started")
         return {name: "\n".join(end.out) for name, end in ended.items() if not end.code}
 
@@ -101,6 +103,7 @@ class SeveralStart:
                     hear=self._hear,
                     given=line.secret_text() if line is not None else "",
                     environs=self.environs,
+                    order=self._order(),
                 )
                 hand_back()
             except BaseException:
@@ -113,6 +116,9 @@ class SeveralStart:
             self._undo()
             raise
         return self.run
+
+    def _order(self) -> list[str]:
+        return [cluster.name for cluster in self.loaded.config.clusters]
 
     def _part_with(self, refused: dict[str, Ended], what: str) -> None:
         """Go on without clusters that cannot take part, where the user has allowed it by word.

@@ -21,6 +21,7 @@ from isles.config.launcher import (
     SshLauncherConfig,
 )
 from isles.config.load import Loaded, load_run_file
+from isles.config.one_cluster import keys_of_cluster
 from isles.config.show import named_cluster
 from isles.errors import PreflightError, UserError
 from isles.launch.channel import Channel
@@ -124,17 +125,10 @@ def _check_one(
             sys.stderr.write(f"{line} …\n")
 
     found, columns = check_subject(subject, options, say)
-    findings = [replace(each, fix=_placed(each.fix, index)) for each in found]
+    findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
     lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
     return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
-
-
-def _placed(fix: str, index: int) -> str:
-    """What to do, with the keys of the cluster that it is about."""
-    return fix.replace("clusters[0]", f"clusters[{index}]").replace(
-        "clusters.0.", f"clusters.{index}."
-    )
 
 
 def check_subject(
