@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import yaml
 
 # Before anything imports the hub's library, which reads it once: no test reaches for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # So a shell starts what is in the background; what tests interrupt must not inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if _IS_WORKER:
     # Tests run side by side: a thread per core in each of them would fight for the cores.

@@ -173,9 +173,11 @@ def test_lora_alone_and_merged(workshop: Path) -> None:
     from peft import PeftModel
 
     file = run_file(workshop, "lora", path="chat.jsonl", type="chat")
-    isles("train", str(file), "adapter.type=lora", "training.learning_rate=0.02", cwd=workshop)
+    options = ("adapter.type=lora", "adapter.r=32", "training.learning_rate=0.02")
+    options += ("training.max_steps=120",)
+    isles("train", str(file), *options, cwd=workshop)
     first, last = losses(workshop, "lora")
-    assert last < 0.3 < first
+    assert last < 0.4 < first, (first, last)
     adapter = workshop / "runs" / "lora-1" / "model"
     assert not (adapter / "model.safetensors").exists(), "the adapter alone"
     base, tokenizer = load(workshop / "runs" / "base-1" / "model")

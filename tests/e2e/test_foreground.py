@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,9 +66,15 @@ class Foreground:
 
     def read_until(self, words: str) -> None:
         assert self.command.stdout is not None
-        for line in self.command.stdout:
-            if words in line.decode():
-                return
+        # Without a line in time the command is ended, and so is its output.
+        watch = threading.Timer(DEADLINE_S, self.command.kill)
+        watch.start()
+        try:
+            for line in self.command.stdout:
+                if words in line.decode():
+                    return
+        finally:
+            watch.cancel()
         raise AssertionError(f"never said {words!r}")
 
     def ended(self) -> tuple[int, str]:

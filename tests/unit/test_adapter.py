@@ -176,6 +176,27 @@ def test_tied_ends_do_not_come_apart(tmp_path: Path, changes: dict[str, Any]) ->
     assert "take" in caught.value.fix
 
 
+def test_four_bits_are_trained_on_after_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where bitsandbytes would pack the weights for a CPU with AVX512-BF16."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    config = make_base(tmp_path, LLAMA | {"hidden_size": 64})
+    model = build(config, AdapterConfig(type="qlora"))
+    tokens = torch.arange(8).view(1, 8)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    with torch.no_grad():
+        model.eval()(tokens)
+    assert all(
+        torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen
+    )
+    model.train()(tokens, labels=tokens).loss.backward()
+    grads = [
+        p.grad for name, p in model.named_parameters() if "layers.0" in name and "lora_B" in name
+    ]
+    assert grads and all(grad is not None and grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_quantised_bases_are_refused(tmp_path: Path, kind: Any) -> None:
     config = make_base(tmp_path, LLAMA)

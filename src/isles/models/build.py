@@ -322,7 +322,19 @@ def _load_pretrained(
                 fix="use a folder that holds one whole model, or init: scratch",
                 id="model.load",
             )
-    return model if options else model.to(device)
+    return _without_packing(model) if options else model.to(device)
+
+
+def _without_packing(model: Any) -> Any:
+    """4-bit weights that stay as they are when the model is evaluated.
+
+    On a CPU with AVX512-BF16 bitsandbytes packs them anew at the first forward pass in eval mode,
+    which fails where a row is no whole blocks, and through which no gradient passes afterwards.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def _four_bits(adapter: AdapterConfig, dtype: torch.dtype) -> Any:
