@@ -6,6 +6,7 @@ import errno
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,8 +216,18 @@ def test_only_an_unforeseen_error_shows_its_traceback(tmp_path: Path) -> None:
 def test_a_killed_run_shows_the_end_of_the_agents_log(tmp_path: Path) -> None:
     attempt = ended_run(tmp_path / "a-1", None)
     lines = failure_lines(attempt)
-    assert "no word" in lines[0]
+    assert lines[0].endswith("have left no word: killed, perhaps")
     assert lines[-1].strip() == "agent is ready"
+
+
+def test_a_run_that_found_no_room_for_its_end_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = ended_run(tmp_path / "a-1", None)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert failure_lines(attempt)[0].endswith(
+        f"no word: the disk of {attempt.path} is full (4.0 KiB are free)"
+    )
 
 
 def test_a_record_that_another_host_replaces_is_read_again(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from isles.errors import more_lines
+from isles.facts.units import format_bytes
 from isles.rundir.nodes import read_meeting
 from isles.rundir.paths import Attempt
 from isles.rundir.process import ProcessId
@@ -16,6 +19,8 @@ from isles.rundir.state import number_of
 
 _TRACEBACK_LINES = 15
 _LOG_LINES = 15
+_NO_ROOM_BYTES = 64 * 1024
+"""With less there was none for the record of an end."""
 
 
 def find_culprit(attempt: Attempt) -> dict[str, Any] | None:
@@ -58,11 +63,11 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     outcome = read_record(attempt.outcome) or {}
     culprit = find_culprit(attempt)
     if culprit is None:
-        what = (
-            outcome.get("reason")
-            or "the processes of this run are gone and have left no word: killed, perhaps"
-        )
-        return [f"error: {what}", *_agent_tail(attempt), *then]
+        return [
+            f"error: {outcome.get('reason') or _no_word(attempt)}",
+            *_agent_tail(attempt),
+            *then,
+        ]
     rank = number_of(culprit, "rank")
     what = str(culprit.get("what") or culprit.get("kind") or "unknown error").rstrip()
     lines = [f"error: {what}"]
@@ -83,6 +88,15 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     if log.is_file():
         lines.append(f"  log: {log}")
     return [*lines, *_others(attempt), *then, *more_lines([culprit.get("id")])]
+
+
+def _no_word(attempt: Attempt) -> str:
+    what = "the processes of this run are gone and have left no word"
+    with suppress(OSError):
+        free = shutil.disk_usage(attempt.path).free
+        if free < _NO_ROOM_BYTES:
+            return f"{what}: the disk of {attempt.path} is full ({format_bytes(free)} are free)"
+    return f"{what}: killed, perhaps"
 
 
 def _error_files(attempt: Attempt) -> list[Path]:
