@@ -225,9 +225,8 @@ def test_a_run_that_found_no_room_for_its_end_says_so(
 ) -> None:
     attempt = ended_run(tmp_path / "a-1", None)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
-    assert failure_lines(attempt)[0].endswith(
-        f"no word: the disk of {attempt.path} is full (4.0 KiB are free)"
-    )
+    text = "\n".join(failure_lines(attempt))
+    assert f"no word: the disk of {attempt.path} is full, 4.0 KiB are left\n  fix: free" in text
 
 
 def test_a_record_that_another_host_replaces_is_read_again(

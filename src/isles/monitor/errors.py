@@ -95,7 +95,8 @@ def _no_word(attempt: Attempt) -> str:
     with suppress(OSError):
         free = shutil.disk_usage(attempt.path).free
         if free < _NO_ROOM_BYTES:
-            return f"{what}: the disk of {attempt.path} is full ({format_bytes(free)} are free)"
+            full = f"the disk of {attempt.path} is full, {format_bytes(free)} are left"
+            return f"{what}: {full}\n  fix: free some of it, and start the run again"
     return f"{what}: killed, perhaps"
 
 

@@ -249,10 +249,11 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
     }
     with contextlib.suppress(OSError):  # a full disk: the log below still says it
         write_record(attempt.rank_error(env.rank, env.restart), record)
-        if env.attempt == 0 and not (is_communication and attempt.outcome.exists()):
-            # No agent of ours looks for the culprit; the first to fail by itself names itself.
-            outcome = {"state": "failed", "exit_code": exit_code, "step": None}
-            outcome |= {"reason": record["what"], "at": record["at"], "error": record}
+    if env.attempt == 0 and not (is_communication and attempt.outcome.exists()):
+        # No agent of ours looks for the culprit; the first to fail by itself names itself.
+        outcome = {"state": "failed", "exit_code": exit_code, "step": None}
+        outcome |= {"reason": record["what"], "at": record["at"], "error": record}
+        with contextlib.suppress(OSError):
             write_record(attempt.outcome, outcome)
     if isinstance(error, UserError):
         log.error("%s", error)
