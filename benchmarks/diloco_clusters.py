@@ -24,6 +24,7 @@ from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.layout import Layout, make_layout
+from isles.outer.pace import Schedule
 from isles.train.evaluate import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import learning_rate, make_optimizers
@@ -158,6 +159,7 @@ class Turn:
     fragment: int
     at: int
     average: Path
+    is_warmup: bool
 
 
 @dataclass
@@ -168,6 +170,7 @@ class Meeting:
     replicas: Sequence[Replica]
     clusters: Sequence[Cluster]
     folder: Path
+    schedule: Schedule
     delay: int
     alpha: float
     turns: int = 0
@@ -193,7 +196,8 @@ class Meeting:
                 pieces = [(d[start:end], max(1, w)) for d, w in zip(parts, weights, strict=True)]
                 file.write(combine(self.layout.codec.text, count, pieces))
                 start = end
-        self.under_way.append(Turn(fragment, step, goal))
+        is_warmup = self.turns < self.schedule.warmup_rounds * self.schedule.fragments
+        self.under_way.append(Turn(fragment, step, goal, is_warmup))
         self.turns += 1
 
     def take(self, step: int, *, is_last: bool = False) -> None:
@@ -202,12 +206,13 @@ class Meeting:
             turn = self.under_way.pop(0)
             digests = set()
             for cluster in self.clusters:
-                if turn.at == step:
-                    applied = cluster.apply(turn.fragment, turn.average, "on_time")
-                else:
-                    applied = cluster.apply(
-                        turn.fragment, turn.average, "overlap", alpha=self.alpha
-                    )
+                applied = cluster.apply(
+                    turn.fragment,
+                    turn.average,
+                    "on_time" if turn.at == step else "overlap",
+                    alpha=self.alpha,
+                    is_warmup=turn.is_warmup,
+                )
                 digests.add(applied.digest)
             assert len(digests) == 1, f"the clusters have diverged after step {step}"
             turn.average.unlink()
@@ -226,7 +231,7 @@ def open_meeting(
 ) -> Meeting:
     """The clusters' outer states, before the first step."""
     outer = bench.config.diloco
-    assert outer is not None
+    assert outer is not None and isinstance(outer.sync_every, int)
     num_fragments = outer.fragments if setting.has_fragments else 1
     layout = make_layout(
         replicas[0].engine.trained_shapes(),
@@ -244,6 +249,12 @@ def open_meeting(
         replicas,
         clusters,
         folder,
+        Schedule(
+            outer.sync_every,
+            num_fragments,
+            outer.warmup_rounds,
+            outer.warmup_sync_every or outer.sync_every,
+        ),
         delay=outer.delay if setting.has_fragments else 0,
         alpha=outer.alpha,
         contributed=[[0] * len(replicas) for _ in range(num_fragments)],

@@ -7,8 +7,10 @@ A small Llama learns the sources of Python's standard library. The synchronous r
 with the whole batch. K clusters share the same batch: each makes as many inner steps with 1/K of
 its rows, and they average every `sync_every` steps. So all runs make the same number of steps with
 the same samples, seed, inner optimizer and learning rates, and train on equally many tokens. All
-go on from the same checkpoint, weights and optimizer, of the first `--together` steps of the
-synchronous run. `sync, other samples` tells how far two synchronous runs differ by chance.
+begin from scratch, from the same random weights; the first rounds only average
+(`outer.warmup_rounds`). With `--together STEPS` they begin, without such rounds, from the weights
+and optimizer that the synchronous run has after so many steps. `sync, other samples` tells how far
+two synchronous runs differ by chance.
 
 All clusters live in this one process and step by turns: there is no rendezvous and no network. What
 they do to the weights is isles' own: engine, optimizer, loader, layout, codecs with error feedback,
@@ -54,7 +56,6 @@ from isles.train.tokenizer import write_tokenizer
 
 CODECS = ("none", "int8", "int4", "topk", "topk:0.02")
 POINTS = 6
-TOGETHER = 160
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,8 +81,8 @@ data:
   cache_dir: {folder}/cache
 training:
   max_steps: 640
-  global_batch_size: 16
-  micro_batch_size: 16
+  global_batch_size: 64
+  micro_batch_size: 64
   learning_rate: 4e-3
   lr_scheduler_type: cosine
   min_lr_ratio: 0.1
@@ -90,14 +91,22 @@ training:
   eval_samples: 256
 strategy: {{kind: ddp}}
 clusters: [{{gpus_per_node: 1}}]
-outer: {{kind: diloco, momentum: 0.8, sync_every: 12, fragments: 3, delay: 1, alpha: 0.0}}
+outer:
+  kind: diloco
+  lr: 0.7
+  momentum: 0.8
+  sync_every: 12
+  warmup_rounds: 13
+  fragments: 3
+  delay: 1
+  alpha: 0.0
 """
 
 
 def run(bench: Bench, setting: Setting) -> dict[str, Any]:
     """Train one setting to its end; its curve. All clusters must end with the same weights."""
-    outer, steps = bench.config.diloco, bench.config.training.max_steps
-    assert outer is not None and steps is not None and isinstance(outer.sync_every, int)
+    steps = bench.config.training.max_steps
+    assert steps is not None
     began, cpu = time.monotonic(), time.process_time()
     replicas = [Replica(bench, setting, number) for number in range(setting.num_clusters)]
     start = bench.start[0]
@@ -112,8 +121,7 @@ def run(bench: Bench, setting: Setting) -> dict[str, Any]:
                 replica.train()
             if meeting is not None:
                 meeting.take(step)
-                num_fragments = len(meeting.layout.fragments)
-                if step - start >= (meeting.turns + 1) * outer.sync_every // num_fragments:
+                if step - start >= meeting.schedule.step_of(meeting.turns):
                     meeting.contribute(step)
                     meeting.take(step)
                 if step == steps:
@@ -137,15 +145,16 @@ def run(bench: Bench, setting: Setting) -> dict[str, Any]:
     }
 
 
-def open_bench(folder: Path, overrides: Sequence[str], *, quick: bool) -> Bench:
+def open_bench(folder: Path, overrides: Sequence[str], *, quick: bool, together: bool) -> Bench:
     """Tokenizer, tokens, and the run file."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     path = folder / "quality.yaml"
     path.write_text(RUN_FILE.format(folder=folder), encoding="utf-8")
     steps = ["training.max_steps=64", "training.warmup_steps=8"]
-    short = [*steps, "outer.sync_every=16", "outer.delay=2"]
-    config = load_run_file(path, [*(short if quick else []), *overrides]).config
+    short = [*steps, "outer.sync_every=16", "outer.delay=2", "outer.warmup_rounds=1"]
+    own = [*(short if quick else []), *(["outer.warmup_rounds=0"] if together else []), *overrides]
+    config = load_run_file(path, own).config
     write_tokenizer(config, folder / "tokenizer")
     tokenizer = load_tokenizer(str(folder / "tokenizer"), trust_remote_code=False)
     training, validation = build_datasets(
@@ -206,15 +215,17 @@ def main() -> None:
     parser.add_argument("--clusters", default="2,4", help="how many, such as 2,4")
     parser.add_argument("--settings", default=both, help="codecs, some with +fragments")
     parser.add_argument("--folder", type=Path, help="keep data and results here")
-    parser.add_argument("--together", type=int, help="steps before the clusters part")
+    parser.add_argument(
+        "--together", type=int, default=0, help="steps of one run before the clusters part"
+    )
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the run file")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as fresh:
         folder = (given.folder or Path(fresh)).resolve()
-        bench = open_bench(folder, given.overrides, quick=given.quick)
-        together = TOGETHER if given.together is None else given.together
-        bench = train_together(bench, 16 if given.quick else together, folder)
+        together = given.together
+        bench = open_bench(folder, given.overrides, quick=given.quick, together=together > 0)
+        bench = train_together(bench, together, folder)
         log = folder / "results.jsonl"
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         known = {

@@ -104,9 +104,9 @@ def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
 
 
-def model_of(run_dir: RunDir) -> dict[str, torch.Tensor]:
-    """The weights of the last checkpoint."""
-    found = weights_of(run_dir)
+def model_of(run_dir: RunDir, step: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, or of the last one."""
+    found = weights_of(run_dir, step)
     return {name: found[name] for name in sorted(found) if name.startswith("model.")}
 
 
@@ -136,6 +136,25 @@ def test_one_cluster_with_rate_one_is_plain_training(made_up: Path) -> None:
     assert [row["mode"] for row in rows.values()] == ["on_time"] * 4
     assert spans_of(rows) == list(range(12 * 12))
     assert "outer" not in read_record(plain.status) and read_record(alone.status)["outer"]["turn"]
+
+
+def test_rounds_of_the_warmup_only_average(made_up: Path) -> None:
+    """One cluster is plain training as long as they last, also through a stop."""
+    outer = "outer={kind: diloco, sync_every: 8, fragments: 2, codec: none, warmup_rounds: 12, "
+    outer += "warmup_sync_every: 4}"
+    options = ("training.max_steps=60", "checkpoint.every_steps=12", "checkpoint.keep=9")
+    plain, _, plain_gang = start_training(made_up, 1, "name=plain", *options)
+    warm, _, gang = start_training(made_up, 1, "name=warm", outer, *options)
+    until(lambda: list_checkpoints(warm), "a checkpoint", gang)
+    gang.signal(signal.SIGTERM)
+    assert gang.wait(DEADLINE_S) == [int(ExitCode.REQUEUE)]
+    again, _, gang = start_training(made_up, 1, "name=warm", outer, *options, resume="auto")
+    assert (again.path, gang.wait(DEADLINE_S)) == (warm.path, [0])
+    assert plain_gang.wait(DEADLINE_S) == [0]
+    steps = [row["step"] for row in turns_of(warm).values()]
+    assert steps == [*range(2, 49, 2), 52, 56, 60, 60]
+    apart = [difference(model_of(plain, step), model_of(warm, step)) for step in (48, 60)]
+    assert apart[0] < 1e-6 and apart[1] > 1e-4, apart
 
 
 def reference(env: RankEnv, run_file: Path, steps: list[list[int]]) -> dict[str, Any]:
@@ -215,7 +234,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
     made_up: Path, tmp_path: Path
 ) -> None:
     """Two ranks under fsdp, one under ddp; int8, two fragments, two steps late; ranks killed."""
-    outer = "sync_every: 6, fragments: 2, delay: 2, codec: int8, deadline: 120s"
+    outer = "sync_every: 6, fragments: 2, delay: 2, codec: int8, deadline: 120s, warmup_rounds: 1"
     options = ("training.max_steps=24", "checkpoint.every_steps=4")
     fsdp = ("strategy={kind: fsdp}", "training.global_batch_size=6")
     with rendezvous(tmp_path, min_clusters=2, dead_after_s=4.0) as state:

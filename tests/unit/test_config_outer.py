@@ -64,6 +64,40 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={kind: diloco, fragments: 501}"], "501 fragments", "at most 500"),
         (["outer={kind: diloco, fragments: 5, delay: 100}"], "100 steps later", "less than 100"),
         (["outer={kind: diloco, wait: some}"], '"some"', "all"),
+        (["outer={kind: diloco, warmup_sync_every: 50}"], "nothing without warmup_rounds", "add"),
+        (
+            ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 501, sync_every: 400}"],
+            "warmup_sync_every 501 is more than sync_every 400",
+            "at most 400",
+        ),
+        (
+            ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 2, fragments: 3}"],
+            "3 fragments cannot have a turn each in warmup_sync_every 2 steps",
+            "at most 2",
+        ),
+        (
+            ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 50, delay: 50}"],
+            "50 steps later",
+            "a longer warmup_sync_every",
+        ),
+        (
+            ["outer={kind: diloco, warmup_rounds: 2}"],
+            "last until step 1000, and max_steps is 1000",
+            "use fewer",
+        ),
+        (
+            ["outer={kind: diloco, warmup_rounds: 1, lr: 1, momentum: 0}"],
+            "nothing to lr 1 and momentum 0",
+            "delete",
+        ),
+        (
+            [
+                "outer={kind: diloco, sync_every: auto, warmup_rounds: 1, warmup_sync_every: 50, "
+                "lr: 1}"
+            ],
+            "auto measures",
+            "give sync_every a number",
+        ),
         (["outer={kind: diloco, wait: {time_boxed: 60}}"], "without a unit", "60s"),
         (["outer={kind: diloco, wait: {grace: 5s}}"], "neither", "{time_boxed: 60s}"),
         (["outer={kind: diloco, wait: {time_boxed: 5s, quorum: 2}}"], "both", "{quorum: 2"),

@@ -88,6 +88,19 @@ def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
     assert due == [4, 8, 12, 16, 20]
 
 
+def test_rounds_of_the_warmup_are_shorter(tmp_path: Path) -> None:
+    chief, _ = chief_of(tmp_path, warmup_rounds=2, warmup_sync_every=3)
+    due = []
+    outlook = NEW
+    for step in range(1, 23):
+        if orders(chief, replace(outlook, steps=step - 1, step=step - 1)):
+            due.append(step)
+            assert chief.step_of(outlook.version) == step
+            outlook = replace(outlook, version=outlook.version + 1, contributed_at=step)
+    assert due == [1, 3, 4, 6, 10, 14, 18, 22]
+    assert [chief.round_steps(turn) for turn in (0, 3, 4)] == [3, 3, 8]
+
+
 def test_a_fragment_under_way_is_not_contributed_again(tmp_path: Path) -> None:
     chief, _ = chief_of(tmp_path)
     outlook = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
@@ -196,15 +209,15 @@ def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
 
 def test_auto_follows_the_slowest_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chief, line = chief_of(tmp_path, sync_every="auto", max_sync_overhead=0.1)
-    assert chief.sync_every == LEAST and chief.step_of(7) == 0
+    assert chief.round_steps(0) == LEAST and chief.step_of(7) == 0
     chief.pace.step_s = 0.5
     line.say(committed(0, sent_bytes=1000, received_bytes=1000, send_s=1.0, receive_s=1.0))
     chief.listen()
     # 2 fragments of 2000 bytes at 1000 bytes a second: 4 s, a tenth of 80 steps.
-    assert chief.sync_every == 80 and chief.interval == 40
+    assert chief.round_steps(1) == 80 and chief.interval(1) == 40
     # The other fragment is a third of that, and comes as fast.
     line.say(committed(1, sent_bytes=400, received_bytes=600, send_s=0.4, receive_s=0.6))
     chief.listen()
-    assert chief.sync_every == 60
+    assert chief.round_steps(2) == 60
     line.pace = 120
-    assert chief.sync_every == 120
+    assert chief.round_steps(2) == 120

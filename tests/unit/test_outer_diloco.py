@@ -49,9 +49,17 @@ class One:
         assert self.share.encoded is not None
         return bytes(self.share.encoded.numpy().tobytes())
 
-    def apply(self, average: bytes, mode: Mode, num_parts: int = 1, alpha: float = 0.0) -> None:
+    def apply(
+        self,
+        average: bytes,
+        mode: Mode,
+        num_parts: int = 1,
+        alpha: float = 0.0,
+        *,
+        is_warmup: bool = False,
+    ) -> None:
         data = torch.frombuffer(bytearray(average), dtype=torch.uint8)
-        move = self.share.step(data, num_parts, mode, alpha=alpha, scale=1.0)
+        move = self.share.step(data, num_parts, mode, alpha=alpha, scale=1.0, is_warmup=is_warmup)
         if move is None:
             self.local.copy_(self.share.anchor)
         else:
@@ -84,6 +92,22 @@ def test_nesterov_is_torchs(momentum: float) -> None:
         difference = (one.share.anchor - parameter.detach()).abs().max()
         assert float(difference) < 1e-7 * 2 * float(parameter.detach().abs().max())
         assert torch.equal(one.local, one.share.anchor)
+
+
+def test_the_warmup_averages_and_leaves_no_momentum() -> None:
+    """Then the outer optimizer begins as if the run began there."""
+    warmed, fresh = One("none", OuterSettings()), One("none", OuterSettings())
+    for turn in range(3):
+        warmed.local.sub_(normal(turn + 1, 0.01))
+        learnt = warmed.local.clone()
+        warmed.apply(mean(warmed.codec, [(warmed.contribute(), 5.0)]), "on_time", is_warmup=True)
+        assert torch.allclose(warmed.share.anchor, learnt, rtol=0, atol=1e-6)
+    fresh.share.anchor.copy_(warmed.share.anchor)
+    fresh.local.copy_(warmed.local)
+    for one in (warmed, fresh):
+        one.local.sub_(normal(9, 0.01))
+        one.apply(mean(one.codec, [(one.contribute(), 5.0)]), "on_time")
+    assert torch.equal(warmed.share.anchor, fresh.share.anchor)
 
 
 def by_hand(anchor: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

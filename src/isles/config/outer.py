@@ -143,6 +143,13 @@ class DiLoCoConfig(Section):
     """Nesterov momentum of the outer optimizer. codec topk: at most 0.7,
     with lr: 0.9."""
 
+    warmup_rounds: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """So many first rounds only average, with lr 1 and no momentum. A model that begins from
+    scratch learns better with some, see docs/clusters.md."""
+
+    warmup_sync_every: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    """warmup_rounds: inner steps of each of these rounds. null: as sync_every."""
+
     max_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the norm of an averaged update to this. null: no clipping."""
 

@@ -20,6 +20,7 @@ def outer_rules(config: RunConfig) -> Iterator[Violation]:
     yield from _clusters(config)
     if config.diloco is not None and config.training.script is None:
         yield from _turns(config, config.diloco)
+        yield from _warmup(config, config.diloco)
         yield from _waits(config.diloco)
         yield from _momentum(config.diloco)
         yield from _idle_keys(config.diloco)
@@ -92,19 +93,59 @@ def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
             "at the end",
             f"use at most {max(1, steps // 2)}",
         )
+    yield from _turns_fit(outer, "sync_every", every)
+
+
+def _turns_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Violation]:
+    """Whether a round of so many steps has room for its turns."""
     if outer.fragments > every:
         yield Violation(
-            ("outer.fragments", "outer.sync_every"),
-            f"{outer.fragments} fragments cannot have a turn each in sync_every {every} steps",
+            ("outer.fragments", f"outer.{key}"),
+            f"{outer.fragments} fragments cannot have a turn each in {key} {every} steps",
             f"use at most {every} fragments",
         )
     elif outer.delay >= every / outer.fragments:
         apart = every / outer.fragments
         yield Violation(
-            ("outer.delay", "outer.sync_every"),
+            ("outer.delay", f"outer.{key}"),
             f"delay {outer.delay} lasts until the next turn, {apart:g} steps later",
-            f"use less than {apart:g}, or a longer sync_every",
+            f"use less than {apart:g}, or a longer {key}",
         )
+
+
+def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
+    """Rounds that only average, at first."""
+    short, every, steps = outer.warmup_sync_every, outer.sync_every, config.training.max_steps
+    if not outer.warmup_rounds:
+        if short is not None:
+            what = f"warmup_sync_every {short} means nothing without warmup_rounds"
+            yield Violation(("outer.warmup_sync_every",), what, f"{_DELETE}, or add warmup_rounds")
+        return
+    if not isinstance(every, int):
+        if short is not None:
+            what = f"warmup_sync_every {short}, and sync_every auto measures how long rounds may be"
+            fix = f"{_DELETE}, or give sync_every a number"
+            yield Violation(("outer.warmup_sync_every", "outer.sync_every"), what, fix)
+        return
+    if short is not None and short > every:
+        yield Violation(
+            ("outer.warmup_sync_every", "outer.sync_every"),
+            f"warmup_sync_every {short} is more than sync_every {every}: the first rounds are the "
+            "ones that should be short",
+            f"use at most {every}",
+        )
+    elif short is not None:
+        yield from _turns_fit(outer, "warmup_sync_every", short)
+    if steps is not None and (ends := outer.warmup_rounds * (short or every)) >= steps:
+        yield Violation(
+            ("outer.warmup_rounds", "training.max_steps", "outer"),
+            f"warmup_rounds {outer.warmup_rounds} last until step {ends}, and max_steps is "
+            f"{steps}: the outer optimizer would never be used",
+            "use fewer; for averages only, write lr: 1 and momentum: 0 instead",
+        )
+    if (outer.lr, outer.momentum) == (1.0, 0.0) and short in (None, every):
+        what = "warmup_rounds mean nothing to lr 1 and momentum 0, which only average as well"
+        yield Violation(("outer.warmup_rounds",), what, _DELETE)
 
 
 def _waits(outer: DiLoCoConfig) -> Iterator[Violation]:

@@ -114,9 +114,12 @@ class Cluster:
         *,
         alpha: float = 0.0,
         sha256: str | None = None,
+        is_warmup: bool = False,
     ) -> Applied:
         """`advance` and `give` at once. All ranks must call this, between two inner steps."""
-        applied = self.advance(fragment, average, mode, alpha=alpha, sha256=sha256)
+        applied = self.advance(
+            fragment, average, mode, alpha=alpha, sha256=sha256, is_warmup=is_warmup
+        )
         self.give(fragment)
         return applied
 
@@ -129,6 +132,7 @@ class Cluster:
         *,
         alpha: float = 0.0,
         sha256: str | None = None,
+        is_warmup: bool = False,
     ) -> Applied:
         """Make the outer step with an average; the weights follow when they are given it.
 
@@ -145,6 +149,7 @@ class Cluster:
             mode: see there.
             alpha: for overlap, 0 to 1.
             sha256: of the file; None: not looked at.
+            is_warmup: average only, with learning rate 1 and no momentum; the same on all clusters.
 
         Raises:
             TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
@@ -164,7 +169,9 @@ class Cluster:
                 "look at the rendezvous' log",
             )
         scale = clip_scale(norm, self._settings.max_norm)
-        self._moves[fragment] = share.step(data, num_parts, mode, alpha=alpha, scale=scale)
+        self._moves[fragment] = share.step(
+            data, num_parts, mode, alpha=alpha, scale=scale, is_warmup=is_warmup
+        )
         return Applied(self.digest(fragment), norm)
 
     @torch.no_grad()

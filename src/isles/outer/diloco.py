@@ -113,7 +113,14 @@ class FragmentShare:
         return sums
 
     def step(
-        self, average: Tensor, num_parts: int, mode: Mode, *, alpha: float, scale: float
+        self,
+        average: Tensor,
+        num_parts: int,
+        mode: Mode,
+        *,
+        alpha: float,
+        scale: float,
+        is_warmup: bool = False,
     ) -> Tensor | None:
         """Make the outer step.
 
@@ -123,6 +130,7 @@ class FragmentShare:
             mode: how it finds the local weights.
             alpha: overlap: which part of the way from the snapshot to the anchor is not gone.
             scale: what the averaged pseudo-gradient is multiplied with, see `clip_scale`.
+            is_warmup: average only, with learning rate 1 and no momentum.
 
         Returns:
             What is to be added to the local weights; None: they become the anchor.
@@ -137,7 +145,7 @@ class FragmentShare:
             if mode != "late":
                 self._settle(index, rooms)
             before = None if move is None else self.piece(move, index).copy_(anchor)
-            anchor.sub_(self._direction(index, data, scale, rooms))
+            anchor.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))
             if before is not None:
                 torch.sub(anchor, before, out=before)
         if mode == "overlap":
@@ -204,13 +212,24 @@ class FragmentShare:
         torch.sub(update, sent, out=self.piece(self.error, index))
 
     def _direction(
-        self, index: int, data: Tensor, scale: float, rooms: tuple[Tensor, Tensor]
+        self,
+        index: int,
+        data: Tensor,
+        scale: float,
+        rooms: tuple[Tensor, Tensor],
+        *,
+        is_warmup: bool,
     ) -> Tensor:
-        """What the anchor is lowered by: torch.optim.SGD(nesterov=True), one rounding at a time."""
+        """What the anchor is lowered by: torch.optim.SGD(nesterov=True), one rounding at a time.
+
+        In the warmup that is the average itself, and the momentum stays as it is.
+        """
         gradient, spare = (room[: self.counts[index]] for room in rooms)
         decode_average(self._codec, data, gradient)
         if scale != 1.0:
             gradient.mul_(scale)
+        if is_warmup:
+            return gradient
         if self.momentum is not None:
             velocity = self.piece(self.momentum, index)
             velocity.mul_(self._settings.momentum)

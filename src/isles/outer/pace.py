@@ -1,11 +1,42 @@
-"""How many inner steps lie between two outer steps, where the run file leaves it open."""
+"""How many inner steps lie between two outer steps."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 LEAST, MOST = 10, 1000
 """Fewer hardly pay for the outer optimizer; with more, clusters learn too far apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """After which inner step each turn is due.
+
+    Args:
+        sync_every: inner steps in which every weight is averaged once.
+        fragments: turns in that time.
+        warmup_rounds: so many rounds come first, of other length.
+        warmup_sync_every: inner steps of each of them.
+    """
+
+    sync_every: int
+    fragments: int
+    warmup_rounds: int = 0
+    warmup_sync_every: int = 0
+
+    def round_steps(self, turn: int) -> int:
+        """Inner steps of the round that a turn belongs to."""
+        is_warmup = turn < self.warmup_rounds * self.fragments
+        return self.warmup_sync_every if is_warmup else self.sync_every
+
+    def step_of(self, turn: int) -> int:
+        """The inner step after which a turn is due."""
+        rounds = turn // self.fragments
+        short = min(rounds, self.warmup_rounds)
+        before = short * self.warmup_sync_every + (rounds - short) * self.sync_every
+        place = turn % self.fragments + 1
+        return before + place * self.round_steps(turn) // self.fragments
 
 
 def auto_sync_every(

@@ -258,6 +258,9 @@ def _identity(parts: Parts) -> dict[str, str]:
         # A pair of dpo has two answers.
         SAMPLE_TOKENS: str(seq_length * (2 if training.method == "dpo" else 1)),
     }
+    if outer.warmup_rounds:
+        found["outer.warmup_rounds"] = str(outer.warmup_rounds)
+        found["outer.warmup_sync_every"] = str(outer.warmup_sync_every)
     if parts.base is not None:
         text = json.dumps(parts.base, sort_keys=True)
         found["the frozen weights"] = hashlib.sha256(text.encode()).hexdigest()[:16]

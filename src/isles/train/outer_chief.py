@@ -30,7 +30,7 @@ from isles.outer.link_messages import (
     StateReady,
     TurnDue,
 )
-from isles.outer.pace import LEAST, auto_sync_every
+from isles.outer.pace import LEAST, Schedule, auto_sync_every
 from isles.train.outer_alone import OuterLine
 from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
 from isles.train.record import Recorder
@@ -130,6 +130,7 @@ class Chief:
         self.uses_reserve = False
         """Whether the samples that are read now were dealt by nobody."""
         self._config, self._num_fragments = config, num_fragments
+        self._schedule = schedule_of(config, num_fragments)
         self._batch, self._total_steps = batch, total_steps
         self._recorder, self._clock = recorder, clock
         self._began = clock()
@@ -145,16 +146,14 @@ class Chief:
         """Whether the rendezvous does not let this cluster in: nothing will come."""
         return self._refusal is not None
 
-    @property
-    def interval(self) -> int:
-        """Inner steps from one turn to the next."""
-        return max(1, self.sync_every // self._num_fragments)
+    def interval(self, turn: int) -> int:
+        """Inner steps from the turn before to this one."""
+        return max(1, self.round_steps(turn) // self._num_fragments)
 
-    @property
-    def sync_every(self) -> int:
-        """Inner steps in which all fragments have a turn."""
-        if self._config.sync_every != "auto":
-            return self._config.sync_every
+    def round_steps(self, turn: int) -> int:
+        """Inner steps in which all fragments have a turn, around this one."""
+        if self._schedule is not None:
+            return self._schedule.round_steps(turn)
         return max(self.line.pace, self._wish, LEAST)
 
     def _settle_wish(self) -> None:
@@ -170,9 +169,7 @@ class Chief:
 
     def step_of(self, turn: int) -> int:
         """The step after which a turn is due, at the latest; with `auto` nobody can say."""
-        if self._config.sync_every == "auto":
-            return 0
-        return (turn + 1) * self._config.sync_every // self._num_fragments
+        return 0 if self._schedule is None else self._schedule.step_of(turn)
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Hear what has happened, or wait for it."""
@@ -272,7 +269,8 @@ class Chief:
 
     def _wanted(self, outlook: Outlook) -> int:
         """Samples for a round, or for the steps that are left."""
-        steps = min(max(self.sync_every, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
+        steps = self.round_steps(self.next_turn(outlook))
+        steps = min(max(steps, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
         if self._total_steps is not None:
             steps = min(steps, self._total_steps - outlook.step)
         return steps * self._batch
@@ -293,7 +291,7 @@ class Chief:
             )
             return True
         since = outlook.steps + 1 - outlook.contributed_at
-        return since >= self.interval and outlook.step + 1 >= self.step_of(turn)
+        return since >= self.interval(turn) and outlook.step + 1 >= self.step_of(turn)
 
     def _hear(self, event: Event) -> None:
         """What follows from an event."""
@@ -368,6 +366,14 @@ class Chief:
 
     def _capped(self, step: int) -> int:
         return step if self._total_steps is None else min(step, self._total_steps)
+
+
+def schedule_of(config: DiLoCoConfig, num_fragments: int) -> Schedule | None:
+    """When turns are due; None with `sync_every: auto`."""
+    every = config.sync_every
+    if every == "auto":
+        return None
+    return Schedule(every, num_fragments, config.warmup_rounds, config.warmup_sync_every or every)
 
 
 def _finite(value: object) -> float | None:

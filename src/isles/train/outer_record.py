@@ -103,7 +103,7 @@ class OuterRecord:
                 "turn": outlook.version,
                 "round": outlook.version // self._fragments,
                 "fragments": self._fragments,
-                "sync_every": chief.sync_every,
+                "sync_every": chief.round_steps(outlook.version),
                 "steps_since": outlook.steps - outlook.contributed_at,
                 "waits_for_turns": list(outlook.sent),
                 "is_averaged": not outlook.sent and not outlook.has_learnt,

@@ -235,13 +235,14 @@ class Turns:
             self._applied(take, sent, Applied(self._cluster.digest(fragment), 0.0), mode)
             return
         alpha = self._config.alpha if self._config.delay else 0.0
+        is_warmup = turn < self._config.warmup_rounds * self.num_fragments
         if mode == "overlap" and sent is not None and self._is_early(sent):
             going = self._worker.submit(
-                self._cluster.advance, fragment, event.path, mode, alpha=alpha
+                self._cluster.advance, fragment, event.path, mode, alpha=alpha, is_warmup=is_warmup
             )
             self._move = _Move(take, sent, going)
             return
-        applied = self._cluster.apply(fragment, event.path, mode, alpha=alpha)
+        applied = self._cluster.apply(fragment, event.path, mode, alpha=alpha, is_warmup=is_warmup)
         self.exposed(turn, began)
         self._applied(take, sent, applied, mode)
 
