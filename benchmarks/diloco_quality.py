@@ -7,7 +7,7 @@ A small Llama learns the sources of Python's standard library. The synchronous r
 with the whole batch. K clusters share the same batch: each makes as many inner steps with 1/K of
 its rows, and they average every `sync_every` steps. So all runs make the same number of steps with
 the same samples, seed, inner optimizer and learning rates, and train on equally many tokens. All
-begin from scratch, from the same random weights; the first rounds only average
+begin from scratch, from the same random weights; the first rounds are short and only average
 (`outer.warmup_rounds`). With `--together STEPS` they begin, without such rounds, from the weights
 and optimizer that the synchronous run has after so many steps. `sync, other samples` tells how far
 two synchronous runs differ by chance.
@@ -80,7 +80,7 @@ data:
   validation_fraction: 0.02
   cache_dir: {folder}/cache
 training:
-  max_steps: 640
+  max_steps: 1280
   global_batch_size: 64
   micro_batch_size: 64
   learning_rate: 4e-3
@@ -96,7 +96,8 @@ outer:
   lr: 0.7
   momentum: 0.8
   sync_every: 12
-  warmup_rounds: 13
+  warmup_rounds: 40
+  warmup_sync_every: 4
   fragments: 3
   delay: 1
   alpha: 0.0
@@ -153,7 +154,9 @@ def open_bench(folder: Path, overrides: Sequence[str], *, quick: bool, together:
     path.write_text(RUN_FILE.format(folder=folder), encoding="utf-8")
     steps = ["training.max_steps=64", "training.warmup_steps=8"]
     short = [*steps, "outer.sync_every=16", "outer.delay=2", "outer.warmup_rounds=1"]
-    own = [*(short if quick else []), *(["outer.warmup_rounds=0"] if together else []), *overrides]
+    short.append("outer.warmup_sync_every=8")
+    warm = ["outer.warmup_rounds=0", "outer.warmup_sync_every=null"]  # it was warmed together
+    own = [*(short if quick else []), *(warm if together else []), *overrides]
     config = load_run_file(path, own).config
     write_tokenizer(config, folder / "tokenizer")
     tokenizer = load_tokenizer(str(folder / "tokenizer"), trust_remote_code=False)
