@@ -203,4 +203,8 @@ def resume(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is saved: a thread of a backend that is still there must not abort Python's end.
+    os._exit(exit_code)

@@ -6,6 +6,7 @@ Started by train_distributed_example.sh, by any srun or torchrun, by isles (run.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -215,4 +216,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is saved and told: a thread of a backend that is still there must not abort Python's end.
+    os._exit(exit_code)
