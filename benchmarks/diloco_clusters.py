@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from isles.config.outer import DiLoCoConfig
 from isles.config.run import RunConfig
 from isles.config.split import even_split
 from isles.data.dataset import Dataset
@@ -28,6 +29,7 @@ from isles.outer.pace import Schedule
 from isles.train.evaluate import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import learning_rate, make_optimizers
+from isles.train.outer_chief import schedule_of
 from isles.train.strategy import make_engine, settle_mesh
 
 FRAGMENTS = "+fragments"
@@ -170,6 +172,7 @@ class Meeting:
     replicas: Sequence[Replica]
     clusters: Sequence[Cluster]
     folder: Path
+    outer: DiLoCoConfig
     schedule: Schedule
     delay: int
     alpha: float
@@ -196,7 +199,7 @@ class Meeting:
                 pieces = [(d[start:end], max(1, w)) for d, w in zip(parts, weights, strict=True)]
                 file.write(combine(self.layout.codec.text, count, pieces))
                 start = end
-        is_warmup = self.turns < self.schedule.warmup_rounds * self.schedule.fragments
+        is_warmup = self.outer.is_warmup(self.turns, len(self.layout.fragments))
         self.under_way.append(Turn(fragment, step, goal, is_warmup))
         self.turns += 1
 
@@ -231,8 +234,10 @@ def open_meeting(
 ) -> Meeting:
     """The clusters' outer states, before the first step."""
     outer = bench.config.diloco
-    assert outer is not None and isinstance(outer.sync_every, int)
+    assert outer is not None
     num_fragments = outer.fragments if setting.has_fragments else 1
+    schedule = schedule_of(outer, num_fragments)
+    assert schedule is not None, "sync_every auto"
     layout = make_layout(
         replicas[0].engine.trained_shapes(),
         parse_codec(setting.codec),
@@ -249,12 +254,8 @@ def open_meeting(
         replicas,
         clusters,
         folder,
-        Schedule(
-            outer.sync_every,
-            num_fragments,
-            outer.warmup_rounds,
-            outer.warmup_sync_every or outer.sync_every,
-        ),
+        outer,
+        schedule,
         delay=outer.delay if setting.has_fragments else 0,
         alpha=outer.alpha,
         contributed=[[0] * len(replicas) for _ in range(num_fragments)],

@@ -205,6 +205,10 @@ class DiLoCoConfig(Section):
     """Longest wait of a cluster for an average; then its inner steps go on, and the average is
     taken in when it comes."""
 
+    def is_warmup(self, turn: int, num_fragments: int) -> bool:
+        """Whether a turn, of a layout of so many fragments, is of the rounds that only average."""
+        return turn // num_fragments < self.warmup_rounds
+
     @property
     def codec_config(self) -> CodecConfig:
         """The codec with its settings."""

@@ -27,7 +27,7 @@ class Schedule:
 
     def round_steps(self, turn: int) -> int:
         """Inner steps of the round that a turn belongs to."""
-        is_warmup = turn < self.warmup_rounds * self.fragments
+        is_warmup = turn // self.fragments < self.warmup_rounds
         return self.warmup_sync_every if is_warmup else self.sync_every
 
     def step_of(self, turn: int) -> int:

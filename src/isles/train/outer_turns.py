@@ -235,7 +235,7 @@ class Turns:
             self._applied(take, sent, Applied(self._cluster.digest(fragment), 0.0), mode)
             return
         alpha = self._config.alpha if self._config.delay else 0.0
-        is_warmup = turn < self._config.warmup_rounds * self.num_fragments
+        is_warmup = self._config.is_warmup(turn, self.num_fragments)
         if mode == "overlap" and sent is not None and self._is_early(sent):
             going = self._worker.submit(
                 self._cluster.advance, fragment, event.path, mode, alpha=alpha, is_warmup=is_warmup
