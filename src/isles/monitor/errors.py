@@ -84,6 +84,8 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
         lines += ["  traceback (its end):", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
     if note := _note(attempt):
         lines.insert(1, f"  {note}")
+    if (full := _full_disk(attempt)) and "disk" not in what:
+        lines.insert(1, f"  {full}: free some of it first")
     log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
     if log.is_file():
         lines.append(f"  log: {log}")
@@ -92,12 +94,18 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
 
 def _no_word(attempt: Attempt) -> str:
     what = "the processes of this run are gone and have left no word"
+    if full := _full_disk(attempt):
+        return f"{what}: {full}\n  fix: free some of it, and start the run again"
+    return f"{what}: killed, perhaps"
+
+
+def _full_disk(attempt: Attempt) -> str:
+    """That nothing can be written any more, if so: whoever failed could not say why."""
     with suppress(OSError):
         free = shutil.disk_usage(attempt.path).free
         if free < _NO_ROOM_BYTES:
-            full = f"the disk of {attempt.path} is full, {format_bytes(free)} are left"
-            return f"{what}: {full}\n  fix: free some of it, and start the run again"
-    return f"{what}: killed, perhaps"
+            return f"the disk of {attempt.path} is full, {format_bytes(free)} are left"
+    return ""
 
 
 def _error_files(attempt: Attempt) -> list[Path]:
