@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.each import each
 
 SRC = Path(__file__).parents[1] / "src" / "isles"
 
@@ -60,7 +60,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+@each("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_imports_point_down(path: Path) -> None:
     room = room_of(path)
     if room in ("__init__", "__main__"):
@@ -70,7 +70,7 @@ def test_imports_point_down(path: Path) -> None:
     assert not wrong, f"{room} may not import {wrong}"
 
 
-@pytest.mark.parametrize(
+@each(
     "path", [p for p in FILES if room_of(p) in CONTROL_WING], ids=lambda p: str(p.relative_to(SRC))
 )
 def test_control_wing_imports_nothing_heavy(path: Path) -> None:
@@ -124,7 +124,7 @@ isles.cli.main(["--help"])
     assert "train" in result.stdout
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+@each("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_files_and_functions_are_small_enough(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= 400, "400 lines at most"

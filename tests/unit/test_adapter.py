@@ -33,6 +33,7 @@ from isles.train.adapter import base_of, with_base
 from isles.train.model import count_parameters, flops_per_token
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import state_bytes
+from tests.each import each
 
 LLAMA = {
     "model_type": "llama",
@@ -92,8 +93,8 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("shape", [LLAMA, GPT2, GEMMA], ids=["llama", "gpt2", "gemma"])
+@each("adapter", ADAPTERS.values(), ids=ADAPTERS)
+@each("shape", [LLAMA, GPT2, GEMMA], ids=["llama", "gpt2", "gemma"])
 def test_whole_and_cut_models_begin_alike_and_as_their_base(
     tmp_path: Path, shape: dict[str, Any], adapter: AdapterConfig
 ) -> None:
@@ -146,7 +147,7 @@ def test_fresh_matrices_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     assert not every[name.replace("lora_A", "lora_B")].any()
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "what", "fix"),
     [
         ({"target_modules": ("q_prj",)}, "no module 'q_prj'", "did you mean q_proj"),
@@ -340,7 +341,7 @@ adapter:
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "where", "what", "fix"),
     [
         (["model.init=scratch"], "run.yaml:5", "learnt nothing", "init: pretrained"),

@@ -8,6 +8,7 @@ from isles.config.auto import Machine, choose_strategy, ddp_bytes
 from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.training import TrainingConfig
 from isles.facts.memory import ModelSize, activation_bytes
+from tests.each import each
 
 LLAMA_1B = ModelSize(1_235_814_400, 16, 2048, 128_256)
 LLAMA_8B = ModelSize(8_030_261_248, 32, 4096, 128_256)
@@ -16,7 +17,7 @@ FULL = TrainingConfig(max_steps=1, gradient_checkpointing="full")
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "ranks", "per_node", "memory_gib", "link", "chosen", "why"),
     [
         (LLAMA_1B, 8, 8, 80, None, "ddp", "the whole model fits"),

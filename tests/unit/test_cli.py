@@ -12,6 +12,7 @@ import pytest
 from isles.cli import main
 from isles.rundir.paths import RunDir
 from isles.rundir.records import write_record
+from tests.each import each
 from tests.runs import bare_run, running_agent
 
 Capture = pytest.CaptureFixture[str]
@@ -42,7 +43,7 @@ def test_help_imports_nothing_that_it_does_not_need() -> None:
         assert verb in result.stdout
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "hint"),
     [
         ("trian run.yaml", 'Did you mean "train"?'),
@@ -64,9 +65,7 @@ def test_a_wrong_command_line_is_exit_code_1(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(
-    "verb", ["status x", "logs", "stop", "checkpoint list", "eval", "generate"]
-)
+@each("verb", ["status x", "logs", "stop", "checkpoint list", "eval", "generate"])
 def test_a_run_that_is_not_there_is_exit_code_1(here: Path, capsys: Capture, verb: str) -> None:
     assert main(verb.split()) == 1
     assert "error: there is no run" in capsys.readouterr().err

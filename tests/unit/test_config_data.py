@@ -9,6 +9,7 @@ import pytest
 from isles.config.files import data_faults
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigErrors
+from tests.each import each
 
 RUN = """\
 model: {name_or_path: gpt2}
@@ -27,7 +28,7 @@ def load(tmp_path: Path, source: str, *overrides: str) -> Loaded:
     return load_run_file(file, overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "overrides", "what", "fix"),
     [
         ("columns: {mesages: a}", [], "data of type chat has no mesages", "did you mean messages?"),
@@ -70,7 +71,7 @@ def test_a_faulty_source_is_reported_at_its_line(
     assert found[0].where.startswith(f"{tmp_path}/run.yaml:6")
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "what", "fix"),
     [
         (["data.sources=[{type: sharegpt, path: a}]"], "sharegpt", "chat"),

@@ -13,6 +13,7 @@ from isles.config.foreign import foreign_names
 from isles.config.foreign_values import VALUES, VALUES_NOT_YET
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors
+from tests.each import each
 
 GOOD = """\
 model:
@@ -61,7 +62,7 @@ def test_a_good_file_loads_with_its_origins(tmp_path: Path) -> None:
 STEPS = "  max_steps: 100"
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "place", "what", "fix"),
     [
         (STEPS, '  max_steps: "8"', "10 training.max_steps", '"8" (text)', "remove the quotes"),
@@ -223,7 +224,7 @@ def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
         assert part in found
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "key", "value"),
     [
         ("training.max_steps=5", "training.max_steps", 5),
@@ -255,7 +256,7 @@ def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
     assert load(tmp_path, GOOD, "seed=1", "seed=2").config.seed == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "place", "words"),
     [
         ("seed", "command line", "not of the form key=value"),

@@ -13,6 +13,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.show import for_cluster, show
 from isles.errors import ConfigError, ConfigErrors
+from tests.each import each
 
 CONTENT = {
     "model": {"name_or_path": "llama-2m", "init": "scratch"},
@@ -35,7 +36,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "what", "fix"),
     [
         (["outer=diloco"], 'outer is "diloco", not a section', "{kind: diloco}"),

@@ -16,6 +16,7 @@ from isles.config.show import json_schema, show, write_duration
 from isles.config.template import TEMPLATES, template
 from isles.errors import ConfigError
 from isles.facts.units import parse_duration_s
+from tests.each import each
 
 GOOD = """\
 model: {name_or_path: llama-2m, init: scratch}
@@ -41,7 +42,7 @@ def settle(
     return resolve(load_run_file(file, overrides), num_gpus=num_gpus, world_size=world_size)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "num_gpus", "given", "ranks", "device"),
     [
         ((), 0, None, 1, "cpu"),
@@ -169,7 +170,7 @@ def test_what_is_shown_loads_again_and_means_the_same(tmp_path: Path) -> None:
     assert "# default" not in plain
 
 
-@pytest.mark.parametrize(
+@each(
     "seconds", [0.0, 1.0, 59.0, 60.0, 90.0, 1200.0, 84_600.0, 90_061.0, 0.1, 1e-7, 1e300, math.pi]
 )
 def test_a_duration_reads_back_the_same(seconds: float) -> None:
@@ -195,7 +196,7 @@ def test_the_schema_describes_every_key() -> None:
     assert schema["required"] == ["model", "data", "training"]
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@each("kind", TEMPLATES)
 def test_every_template_loads(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(template(kind), encoding="utf-8")

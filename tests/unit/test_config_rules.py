@@ -9,6 +9,7 @@ import pytest
 from isles.config.load import Loaded, load_run_file
 from isles.config.rules import check_rules
 from isles.errors import ConfigErrors
+from tests.each import each
 
 GOOD = """\
 model: {name_or_path: gpt2}
@@ -27,7 +28,7 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
     return load_run_file(file, overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "what", "fix"),
     [
         (["training.num_train_epochs=2"], "max_steps 100 and num_train_epochs 2", "keep one"),
@@ -101,7 +102,7 @@ def test_a_broken_rule_is_reported(
     assert found[0].where.startswith(("command line ", f"{tmp_path}/run.yaml:"))
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides",
     [
         [],

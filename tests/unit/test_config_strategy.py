@@ -24,6 +24,7 @@ from isles.facts.architectures import (
 )
 from isles.launch.start import settle_here
 from isles.rundir.env import hub_cache
+from tests.each import each
 
 GOOD = """\
 model: {name_or_path: gpt2}
@@ -48,7 +49,7 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
     return load_run_file(file, overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "what", "fix"),
     [
         (["strategy={kind: fsdp, shard_size: 2}"], f"shard_size 2 {NOTHING}", "HYBRID_SHARD"),
@@ -132,7 +133,7 @@ def test_a_broken_rule_is_one_fault(
     assert fault.where.startswith("command line ")
 
 
-@pytest.mark.parametrize(
+@each(
     "strategy",
     [
         "{kind: fsdp, shard_size: null, cp_method: allgather, pp_schedule: 1f1b}",
@@ -180,7 +181,7 @@ def shape_with(tmp_path: Path, strategy: str, **changes: Any) -> list[tuple[str,
     return [(v.what, v.fix) for v in check_shape(loaded.config, {**LLAMA, **changes})]
 
 
-@pytest.mark.parametrize(
+@each(
     ("strategy", "changes", "what", "fix"),
     [
         ("{kind: ddp, tp_size: 3}", {}, "heads 8, num_key_value_heads 4, inter", "use 2 or 4"),
@@ -231,7 +232,7 @@ def test_a_shape_that_does_not_fit_is_one_fault(
     assert fix in mended
 
 
-@pytest.mark.parametrize(
+@each(
     ("strategy", "changes"),
     [
         ("{kind: ddp, tp_size: 4, cp_size: 2, pp_size: 3}", {}),
@@ -308,7 +309,7 @@ def test_all_that_is_known_before_the_start_is_told_at_once(tmp_path: Path) -> N
         assert fault.where.startswith(f"{tmp_path / 'run.yaml'}:")
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "changed"),
     [
         ("{kind: ddp}", "{kind: deepspeed, zero_stage: 3}", []),

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from isles.config.emit import dump_yaml, scalar_text
 from isles.config.yaml import parse_value, parse_yaml
 from isles.errors import ConfigError, ConfigErrors
+from tests.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "value"),
     [
         ("4e-4", 4e-4),
@@ -87,7 +88,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "place", "words"),
     [
         ("", "run.yaml:1", "empty"),
@@ -174,6 +175,6 @@ def test_what_is_written_reads_back_the_same(data: dict[str, object]) -> None:
     assert repr(read) == repr(data)  # 1 is not 1.0 is not True
 
 
-@pytest.mark.parametrize("text", ["on", "4e-4", "0o17", "null", "12:30:00", "", "- a", "#", "ä: b"])
+@each("text", ["on", "4e-4", "0o17", "null", "12:30:00", "", "- a", "#", "ä: b"])
 def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
     assert parse_value(scalar_text(text), "x") == text

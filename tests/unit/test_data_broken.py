@@ -21,6 +21,7 @@ from isles.data.sources import open_source
 from isles.data.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
+from tests.each import each
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Hello"}
@@ -287,7 +288,7 @@ def tokenizer() -> Any:
     return made
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@each("kind", BROKEN)
 def test_broken_data_is_named_and_leaves_no_cache(tokenizer: Any, tmp_path: Path, kind: str):
     broken = BROKEN[kind]
     file, cache = tmp_path / broken.name, tmp_path / "cache"

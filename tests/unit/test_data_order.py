@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.data.order import PERIOD, SampleOrder, permute, shares
 from isles.data.rng import key_from
+from tests.each import each
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 seeds = st.integers(0, 2**63 - 1)
 
 
-@pytest.mark.parametrize("n", [*range(1, 40), 64, 97, 127, 128, 129, 1000, 65_536, 65_537, 99_991])
+@each("n", [*range(1, 40), 64, 97, 127, 128, 129, 1000, 65_536, 65_537, 99_991])
 def test_permute_is_a_bijection(n: int):
     placed = permute(np.arange(n), n, key_from(3))
     assert np.array_equal(np.sort(placed), np.arange(n))

@@ -31,6 +31,7 @@ from isles.dist.batch import IGNORE_INDEX
 from isles.dist.documents import block_mask
 from isles.errors import ConfigErrors, DataError, UserError
 from isles.models.attention import check_attention
+from tests.each import each
 
 END = 9999
 
@@ -462,7 +463,7 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
     return load_run_file(tmp_path / "run.yaml", overrides)
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "what", "fix"),
     [
         (
@@ -491,7 +492,7 @@ def test_rules_about_packing(tmp_path: Path, overrides: list[str], what: str, fi
     assert any(what in error.what and fix in error.fix for error in caught.value.faults)
 
 
-@pytest.mark.parametrize(
+@each(
     "overrides",
     [
         [],
@@ -506,7 +507,7 @@ def test_what_goes_together_is_let_through(tmp_path: Path, overrides: list[str])
     assert check_rules(load(tmp_path, *overrides).config) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "overrides", "what"),
     [
         ("mamba", [], "by model_type mamba: its layers carry a state from token to token"),

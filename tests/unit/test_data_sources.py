@@ -21,6 +21,7 @@ from isles.data.readers import PIECE_BYTES, WHOLE_BYTES
 from isles.data.rows import PLAIN
 from isles.data.sources import open_source
 from isles.errors import DataError
+from tests.each import each
 
 
 def documents(path: Path | str, **keys: Any) -> list[str]:
@@ -188,7 +189,7 @@ def test_json_lines(tmp_path: Path, name: str):
     assert documents(file) == ["aé😀", "b\nc"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "what", "fix"),
     [
         (b"{broken", "not JSON", "JSON object a line"),

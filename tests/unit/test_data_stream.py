@@ -26,6 +26,7 @@ from isles.data.stream_rows import row_stream
 from isles.data.stream_segment import HoldOut, SegmentRecord, Stream, make_segment, samples_of
 from isles.data.tokenizer import train_tokenizer
 from isles.errors import ConfigErrors, DataError
+from tests.each import each
 
 TEXTS = [f"document {i} " + "word " * (i * 7919 % 60) for i in range(700)]
 
@@ -72,7 +73,7 @@ def texts_of(rows: list[Any]) -> list[str]:
     return [row.columns.get("text", row.columns.get("")) for row in rows]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@each("name", MAKERS)
 def test_a_file_is_read_on_from_any_place(tmp_path: Path, name: str):
     path = MAKERS[name](tmp_path / name)
     parser = TextParser("text")

@@ -20,6 +20,7 @@ from isles.data.template_choice import stop_at_turns, use_template
 from isles.data.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
+from tests.each import each
 
 TEXT = [
     "The quick brown fox says hello there, fine thanks. assistant user system model think 0 1 2"
@@ -77,7 +78,7 @@ def chat_runs(tokenizer: Any, messages: Any, **source: Any) -> list[str]:
 # What the assistant says, by template
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "answers"),
     [
         ("LLAMA_3", ["Hello, zwölf 😀!<|eot_id|>", "fine<|eot_id|>"]),

@@ -18,6 +18,7 @@ from isles.config.rules import check_rules
 from isles.config.run import RunConfig
 from isles.config.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
+from tests.each import each
 
 # The example of the document that asks for DeepSpeed, as it stands there.
 EXAMPLE: dict[str, Any] = {
@@ -210,7 +211,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "training", "words"), CONTRADICTIONS)
+@each(("content", "training", "words"), CONTRADICTIONS)
 def test_a_contradiction_is_named_with_both_values(
     tmp_path: Path, content: dict[str, Any], training: dict[str, Any], words: list[str]
 ) -> None:

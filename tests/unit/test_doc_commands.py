@@ -35,6 +35,7 @@ from tests.documents import (
     named_in_text,
     simple_commands,
 )
+from tests.each import each
 
 ALL = (*PAGES, *EXAMPLE_PAGES)
 IDS = [str(page.relative_to(ROOT)) for page in ALL]
@@ -88,14 +89,14 @@ def source() -> str:
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
-@pytest.mark.parametrize("page", ALL, ids=IDS)
+@each("page", ALL, ids=IDS)
 def test_commands_between_backticks_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     unknown = [named for named in named_in_text(text) if not is_said(*named)]
     assert not unknown, unknown
 
 
-@pytest.mark.parametrize("page", ALL, ids=IDS)
+@each("page", ALL, ids=IDS)
 def test_commands_of_blocks_are_understood(page: Path) -> None:
     faults = [
         f"{page.name}:{block.line}: {line}: {fault}"
@@ -108,7 +109,7 @@ def test_commands_of_blocks_are_understood(page: Path) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("page", ALL, ids=IDS)
+@each("page", ALL, ids=IDS)
 def test_run_files_and_sections_resolve(page: Path) -> None:
     faults = [
         f"{page.name}:{block.line}: {fault}"
@@ -120,7 +121,7 @@ def test_run_files_and_sections_resolve(page: Path) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("page", ALL, ids=IDS)
+@each("page", ALL, ids=IDS)
 def test_python_and_json_of_blocks_can_be_read(page: Path) -> None:
     for block in blocks(page):
         if block.language == "python":
@@ -131,7 +132,7 @@ def test_python_and_json_of_blocks_can_be_read(page: Path) -> None:
                 json.loads(line)
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "word"),
     [
         ("isles trian run.yaml", "trian"),

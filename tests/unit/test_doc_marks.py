@@ -13,8 +13,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.documents import (
     EXAMPLE_PAGES,
     PAGES,
@@ -24,6 +22,7 @@ from tests.documents import (
     blocks,
     simple_commands,
 )
+from tests.each import each
 from tests.unit.test_requirements import functions_of
 
 MARKED = [
@@ -132,7 +131,7 @@ def missing(block: Block) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("page", "block"), MARKED, ids=IDS)
+@each(("page", "block"), MARKED, ids=IDS)
 def test_a_mark_is_true(page: Path, block: Block) -> None:
     assert block.kind in ("seen", "needs", "not isles")
     if block.kind != "seen":
@@ -162,7 +161,7 @@ def test_few_blocks_need_what_is_not_here() -> None:
     assert len(needs) <= MOST_NEEDS, needs
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "word"),
     [
         ("isles frobnicate run.yaml", "frobnicate"),

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from isles.cli import app
 from isles.config.load import load_run_file
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,14 +22,14 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [text for language, text in found if language in languages]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each("page", PAGES, ids=IDS)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each("page", PAGES, ids=IDS)
 def test_commands_exist(page: Path) -> None:
     verbs = {name for name in app if not name.startswith("-")}
     for text in blocks(page, "sh", "console", "text"):
@@ -38,7 +37,7 @@ def test_commands_exist(page: Path) -> None:
             assert verb in verbs, verb
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@each("page", PAGES, ids=IDS)
 def test_run_files_load(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "yaml"):
         if re.search(r"^model:", text, re.M) and re.search(r"^training:", text, re.M):

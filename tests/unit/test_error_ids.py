@@ -40,6 +40,7 @@ from isles.rundir.records import write_record
 from isles.rundir.wire import refusal
 from isles.train.worker import record_error
 from tests.documents import ROOT, is_key
+from tests.each import each
 
 SRC = ROOT / "src" / "isles"
 DEADLINE_S = 60.0
@@ -86,7 +87,7 @@ def ids_used() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "ids"),
     [
         ('raise DataError("x", where="y", id="data.rows")', {"data.rows"}),
@@ -133,7 +134,7 @@ def test_an_id_is_no_key_of_the_run_file() -> None:
     assert [id for id in finer if is_key(id)] == []
 
 
-@pytest.mark.parametrize("id", sorted(page.by_id()))
+@each("id", sorted(page.by_id()))
 def test_explain_prints_the_paragraph(id: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", id]) == ExitCode.OK
     out = capsys.readouterr().out
@@ -215,7 +216,7 @@ def test_an_error_that_is_quoted_is_not_followed_by_a_second_line() -> None:
     assert cut_more("a1: no run") == ("a1: no run", "")
 
 
-@pytest.mark.parametrize("id", ["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"])
+@each("id", ["", None, 5, "; rm -rf ~", "a b", "A.B", "data.rows\nx"])
 def test_what_is_no_id_has_no_line(id: object) -> None:
     assert more_lines([id]) == []
 

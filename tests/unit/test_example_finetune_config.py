@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from tests.finetune_example import (
     CONFIG,
     DEEPSPEED,
@@ -44,7 +45,7 @@ def test_config_yaml_becomes_a_run_file(project: Project) -> None:
     assert not {"report_to", "distributed"} & run.keys()
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "key", "value"),
     [
         ('  mixed_precision: "no"\n', "precision", "32-true"),
@@ -95,7 +96,7 @@ def test_the_batch_counts_the_ranks(project: Project, monkeypatch: pytest.Monkey
 DS, FS = "deepspeed_config: config/ds_config.json", "fsdp_config: config/fsdp_config.json"
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "words", "where", "what"),
     [
         (f"distributed: {{use_deepspeed: true, {DS}, use_fsdp: true}}", "", 6, "are both true"),

@@ -18,6 +18,7 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.run import RunConfig
 from isles.errors import UserError
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multicluster"
@@ -270,7 +271,7 @@ def test_what_a_worker_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_of().name == "multicluster"
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ("--num-workers", "2"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import each
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm_ddp"
 DEADLINE_S = 120.0
 
@@ -49,7 +51,7 @@ def places() -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "expected"),
     [
         (0, "(3, 4, 1)"),

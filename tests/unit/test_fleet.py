@@ -29,6 +29,7 @@ from isles.train.contact import Contact, Head
 from isles.train.lobby import Identity, Lobby
 from isles.train.members import Terms
 from isles.train.presence import Presence
+from tests.each import each
 from tests.runs import bare_run
 
 VERSIONS = {"isles": "1", "torch": "2"}
@@ -197,7 +198,7 @@ def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
         assert [c.order["ranks"] for c in contacts] == [[0, 1], [1, 3]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("other", "words"),
     [
         ({"digest": "0" * 64}, "another run file"),

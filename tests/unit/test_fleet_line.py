@@ -20,6 +20,7 @@ from isles.rundir.wire import Wire
 from isles.train.agent import kill_all
 from isles.train.contact import Contact, Head
 from isles.train.verdict import judge
+from tests.each import each
 from tests.unit.test_fleet import DEADLINE_S, Table, error, table
 
 
@@ -32,7 +33,7 @@ def knock(made: Table, said: bytes) -> bytes:
         return connection.makefile("rb").read()
 
 
-@pytest.mark.parametrize(
+@each(
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n",
@@ -150,7 +151,7 @@ def test_a_refusal_that_makes_no_sense_is_that_of_another_program(
             join(f"127.0.0.1:{port}", 1, "0" * 16, output_dir=None, timeout_s=0.1, say=print)
 
 
-@pytest.mark.parametrize("target", ["h0:99999", "h0:0", "h0", "h0:²", "a..b:29500"])
+@each("target", ["h0:99999", "h0:0", "h0", "h0:²", "a..b:29500"])
 def test_an_address_that_cannot_be_is_no_traceback(target: str) -> None:
     with pytest.raises(UserError, match=r"neither a run directory|has not answered"):
         join(target, 1, "0" * 16, output_dir=None, timeout_s=0.1, say=print)

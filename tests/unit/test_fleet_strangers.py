@@ -22,6 +22,7 @@ from isles.launch.join import join
 from isles.preflight import link
 from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire
 from isles.train.contact import Contact, Head
+from tests.each import each
 from tests.unit.test_fleet import DEADLINE_S, table
 
 
@@ -153,7 +154,7 @@ def test_a_head_that_is_frozen_at_the_start_is_no_other_program(
         head.wait()
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [
         {"run": "../x-1"},

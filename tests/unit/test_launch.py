@@ -19,6 +19,7 @@ from isles.launch.local import LocalLauncher, local_job
 from isles.monitor.stop import wait_for_end
 from isles.rundir.begin import new_attempt
 from isles.rundir.records import read_record
+from tests.each import each
 from tests.runs import DEADLINE_S, bare_run, running_agent
 
 FOUR = "".join(
@@ -48,7 +49,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert "--query-gpu=index,name,uuid,memory.total" in (tmp_path / "asked").read_text()
 
 
-@pytest.mark.parametrize(
+@each(
     ("visible", "expected"),
     [
         ("", []),
@@ -147,7 +148,7 @@ def test_nodes_are_a_number_or_a_range(nodes: int | str, least: int, most: int) 
     assert (cluster.min_nodes, cluster.max_nodes) == (least, most)
 
 
-@pytest.mark.parametrize("nodes", [0, "3:1", "0:2", "1:", "a:b", "1-3", 1.5, True])
+@each("nodes", [0, "3:1", "0:2", "1:", "a:b", "1-3", 1.5, True])
 def test_other_numbers_of_nodes_are_refused(nodes: object) -> None:
     with pytest.raises(ValidationError):
         ClusterConfig.model_validate({"nodes": nodes})
@@ -194,7 +195,7 @@ def test_a_program_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
         LocalLauncher().submit(job)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "expected"),
     [
         ("train r.yaml --training.max-steps 5", "train r.yaml training.max_steps=5"),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from isles.config.shape import check_shape
+from tests.each import each
 from tests.unit.test_config_strategy import LLAMA, load
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "seq_length", "cp_size", "is_refused"),
     [
         ({"rope_parameters": ROPE}, 2048, 2, True),

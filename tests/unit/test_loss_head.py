@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from isles.dist.batch import IGNORE_INDEX
 from isles.strategies import head as head_module
 from isles.strategies.head import LossHead
+from tests.each import each
 
 B, T, V = 3, 17, 96
 
@@ -79,8 +80,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("given", ["places", "no places"])
+@each("case", CASES)
+@each("given", ["places", "no places"])
 @pytest.mark.usefixtures("small_chunks")
 def test_loss_and_gradients_are_those_of_whole_logits(case: str, given: str) -> None:
     kind, settings = CASES[case]
@@ -99,7 +100,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(case: str, given: str) -> 
     assert_same(gradients(model), gradients(twin), 1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 @pytest.mark.usefixtures("small_chunks")
 def test_losses_of_tokens_and_their_gradients(case: str) -> None:
     kind, settings = CASES[case]

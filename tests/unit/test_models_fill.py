@@ -16,6 +16,7 @@ from isles.errors import UserError
 from isles.models.build import build_empty_model, build_model, fill_model
 from isles.models.fill import NotCoveredError, fill_fresh, weights_folder
 from isles.strategies.blocks import find_blocks
+from tests.each import each
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "gpt_neox", "mixtral", "phi3", "opt"])
+@each("kind", ["llama", "qwen3", "gemma", "gpt_neox", "mixtral", "phi3", "opt"])
 def test_fresh_weights_are_spread_as_transformers_spreads_them(kind: str) -> None:
     known = AutoConfig.for_model(kind).to_dict()
     config = AutoConfig.for_model(kind, **{k: v for k, v in SMALL.items() if k in known})

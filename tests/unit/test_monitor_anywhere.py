@@ -32,6 +32,7 @@ from isles.rundir.stop_request import read_stop_request, request_stop
 from isles.train.node_log import NodeLog
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
+from tests.each import each
 from tests.runs import DEADLINE_S, bare_run
 
 FAR = ProcessId("elsewhere", 1, 1.0)
@@ -56,7 +57,7 @@ def remote(name: str, host: str, started_at: float = 1.0, path: str = "") -> Rem
     return RemoteRun(name, f"me@{host}", where, (), "python3", "ssh", (f"me@{host}",), started_at)
 
 
-@pytest.mark.parametrize(
+@each(
     ("job", "outcome", "state", "is_alive"),
     [
         ("pending", None, "queued", True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +21,7 @@ from isles.rundir.env import RankEnv
 from isles.train.metrics import Speed, StepMeter
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import is_sharded, make_engine, settle_mesh
+from tests.each import each
 
 
 class ReadsToHost(TorchDispatchMode):
@@ -46,7 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "precision", "optimizer"), CASES)
+@each(("strategy", "precision", "optimizer"), CASES)
 def test_a_step_reads_nothing_back(
     tiny_model: Path, strategy: Any, precision: Any, optimizer: Any
 ) -> None:

@@ -16,6 +16,7 @@ from isles.config.training import TrainingConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.train.optimizer import make_optimizers
 from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
+from tests.each import each
 
 LR = 1e-3
 
@@ -107,7 +108,7 @@ def test_the_eight_bit_type_is_the_published_one() -> None:
         assert torch.allclose(dynamic_map(is_signed=is_signed), theirs, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
+@each(
     "settings",
     [
         {"optimizer": "adamw_8bit"},
@@ -115,7 +116,7 @@ def test_the_eight_bit_type_is_the_published_one() -> None:
         {"optimizer": "adamw", "stochastic_rounding": True},
     ],
 )
-@pytest.mark.parametrize("warm", [0, 3])
+@each("warm", [0, 3])
 def test_a_skipped_step_changes_no_bit(settings: dict[str, Any], warm: int) -> None:
     dtype = torch.bfloat16 if settings.get("stochastic_rounding") else torch.float32
     model = Model(dtype)

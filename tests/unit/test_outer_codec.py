@@ -13,6 +13,7 @@ from torch import Tensor
 from isles.errors import UserError
 from isles.outer.average import average_size, combine, decode_average, inspect, size
 from isles.outer.codec import LARGEST, Codec, UnsoundUpdateError, parse_codec
+from tests.each import each
 
 CODECS = ("none", "bf16", "int8", "int4", "topk:0.02", "topk:0.3", "topk:0.5", "topk:1.0")
 EDGES = (1, 2, 3, 31, 32, 33, 64, 65, 127, 128, 129, 4095, 4096, 4097, 8200)
@@ -42,8 +43,8 @@ def normal(n: int, seed: int = 0, scale: float = 1e-3) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.mark.parametrize("n", EDGES)
-@pytest.mark.parametrize("codec", CODECS)
+@each("n", EDGES)
+@each("codec", CODECS)
 def test_every_size_comes_back_and_every_byte_is_written(codec: str, n: int) -> None:
     x = normal(n)
     data = encoded(codec, x)
@@ -86,9 +87,9 @@ def test_tiny_numbers_become_zero_and_never_denormal() -> None:
         assert bool(torch.isfinite(back).all()), codec
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.0e38])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("place", [0, 4999])
+@each("value", [torch.nan, torch.inf, -torch.inf, 3.0e38])
+@each("codec", CODECS)
+@each("place", [0, 4999])
 def test_what_is_not_finite_is_refused_by_its_place(codec: str, value: float, place: int) -> None:
     x = normal(5000)
     x[place] = value
@@ -156,7 +157,7 @@ def test_error_feedback_sends_everything_in_the_end(codec: str) -> None:
     assert own.feeds_back
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@each("codec", CODECS)
 def test_an_average_is_weighted_by_tokens(codec: str) -> None:
     n = 6000
     left, right = encoded(codec, normal(n, 1)), encoded(codec, normal(n, 2))

@@ -19,6 +19,7 @@ from isles.outer.base import Mode, OuterSettings
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
 from isles.outer.diloco import FragmentShare, clip_scale, square_sum, total_norm
 from isles.outer.layout import Piece
+from tests.each import each
 
 COUNTS = (1000, 4096, 1, 333)
 PIECES = [Piece("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]
@@ -137,7 +138,7 @@ def test_no_two_roundings_are_fused_into_one() -> None:
     assert not torch.equal(fused, anchor - gradient * 0.7), "these numbers could not tell"
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@each("codec", CODECS)
 def test_all_clusters_keep_the_same_bits(codec: str) -> None:
     """Three clusters, unequal tokens; one misses a turn, another has gone on training meanwhile."""
     clusters = [One(codec, OuterSettings()) for _ in range(3)]

@@ -24,6 +24,7 @@ from isles.outer.side.gloo_attempt import Attempt, Made
 from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_plan
 from isles.outer.side.gloo_group import Group
 from isles.outer.side.gloo_reach import UnreachableError, call_each_other
+from tests.each import each
 
 COUNTS = [5000, 4096, 70_000, 3, 5000]
 TOKENS = [100, 300, 200]
@@ -62,8 +63,8 @@ def contribution(folder: Path, codec: str, rank: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk:0.05"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@each("codec", ["none", "bf16", "int8", "int4", "topk:0.05"])
+@each("ranks", [1, 3])
 def test_the_average_is_the_hubs_on_every_cluster(tmp_path: Path, codec: str, ranks: int) -> None:
     parts = [contribution(tmp_path, codec, rank) for rank in range(ranks)]
     plan = make_plan(codec, COUNTS, ranks)

@@ -12,6 +12,7 @@ from isles.errors import UserError
 from isles.outer.codec import Codec, parse_codec
 from isles.outer.layout import PIECE_NUMBERS, Fragment, Piece, make_layout
 from isles.outer.pace import LEAST, MOST, auto_sync_every
+from tests.each import each
 
 INT8 = Codec("int8")
 
@@ -25,7 +26,7 @@ def shapes(blocks: int = 6) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (32,), "lm_head.weight": (512, 32)}
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 3, 6, 7])
+@each("fragments", [1, 2, 3, 6, 7])
 def test_every_number_lies_in_one_piece_of_one_fragment(fragments: int) -> None:
     layout = make_layout(shapes(), INT8, num_fragments=fragments, piece_numbers=1000)
     covered: dict[str, list[int]] = {name: [] for name in shapes()}

@@ -27,6 +27,7 @@ from isles.outer.rendezvous.identity import lock_folder, make_identity
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.rules import divergence, outliers
 from isles.rundir.join_line import JoinLine, encode
+from tests.each import each
 from tests.outer_world import ZERO, World, member_id
 
 # The ledger of samples.
@@ -306,7 +307,7 @@ def test_a_turn_that_was_closed_is_averaged_over_the_same_after_a_restart(tmp_pa
 # Who may join, and who is behind.
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "kind", "says"),
     [
         ({"identity": {"layout": "b"}}, "other_run", "layout is b in b and a in the run"),
@@ -490,7 +491,7 @@ def test_outliers_and_what_is_not_finite_are_refused_by_name(tmp_path: Path) -> 
     assert world.close() == ["a", "b"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("contributions", "found"),
     [
         ({1: (1.0, 100), 2: (9.0, 100)}, []),

@@ -23,6 +23,7 @@ from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.rules import outliers
 from isles.outer.rendezvous.status import status
 from isles.outer.spans import reserve_of
+from tests.each import each
 from tests.outer_world import ZERO, World, member_id
 
 RUN = {"layout": "a", "outer.lr": "0.7", "steps of the run": "100"}
@@ -57,7 +58,7 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
         world.join("a", identity={**longer, "layout": "z"})
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"protocol": 10**5000},

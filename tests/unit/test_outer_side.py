@@ -28,6 +28,7 @@ from isles.outer.link_messages import (
 from isles.outer.side.gloo_average import make_plan
 from isles.outer.side.spool import Spool
 from isles.outer.spans import joined, without
+from tests.each import each
 
 
 def test_intervals_are_sets_of_numbers() -> None:
@@ -46,8 +47,8 @@ def test_intervals_are_sets_of_numbers() -> None:
             assert joined(spans) == spans, "neither empty intervals nor neighbours"
 
 
-@pytest.mark.parametrize("codec", ["none", "int4", "topk:0.02"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@each("codec", ["none", "int4", "topk:0.02"])
+@each("ranks", [1, 2, 3, 7])
 def test_every_piece_is_averaged_by_one_rank(codec: str, ranks: int) -> None:
     counts = [2**20] * 21 + [500, 2**20, 3]
     plan = make_plan(codec, counts, ranks)

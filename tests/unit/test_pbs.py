@@ -17,6 +17,7 @@ from isles.launch.pbs_reasons import ended_reason, pending_reason
 from isles.launch.pbs_request import request_lines
 from isles.launch.pbs_script import Alone, InRunDir, pbs_script
 from isles.rundir.paths import RunDir
+from tests.each import each
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -95,7 +96,7 @@ def test_the_script_that_looks_at_its_nodes_first(tmp_path: Path) -> None:
     check_golden("pbs-check.sh", text)
 
 
-@pytest.mark.parametrize("name", ["openpbs", "torque", "one-node", "alone", "check"])
+@each("name", ["openpbs", "torque", "one-node", "alone", "check"])
 def test_bash_reads_the_scripts(name: str) -> None:
     subprocess.run(["bash", "-n", GOLDEN / f"pbs-{name}.sh"], check=True)
 
@@ -224,7 +225,7 @@ def test_the_job_that_goes_on_in_place_of_the_first_is_asked_for(tmp_path: Path)
     assert PbsJob.of(pbs_job.run_dir, pbs_job.attempt, launch).state().state == "running"
 
 
-@pytest.mark.parametrize(
+@each(
     ("letter", "comment", "words"),
     [
         (
@@ -245,7 +246,7 @@ def test_reasons_in_words(letter: str, comment: str, words: str) -> None:
     assert words in pending_reason(letter, {"comment": comment}, "7")[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("status", "words"),
     [
         ("0", "its script ended"),

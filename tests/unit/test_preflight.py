@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from isles.config.cluster import ClusterConfig
 from isles.config.load import load_run_file
 from isles.facts.units import format_bytes
@@ -21,6 +19,7 @@ from isles.preflight.judge_net import judge_bandwidth, judge_reduce
 from isles.preflight.judge_versions import judge_versions
 from isles.preflight.report import report_lines
 from isles.preflight.subject import Subject
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +64,7 @@ def test_the_exit_code_and_the_order() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("own", "finding_id", "level"),
     [
         ({"python": "3.11.9"}, "version.python", "warning"),
@@ -127,7 +126,7 @@ CARD = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("own", "finding_id", "words"),
     [
         ({"uncorrected": 3}, "gpu.errors", "3 uncorrected"),
@@ -225,7 +224,7 @@ def test_a_mount_that_one_host_lacks() -> None:
     assert judge_shared("a", {"b": {"is_shared": False}})[0].level == "ok"
 
 
-@pytest.mark.parametrize(
+@each(
     ("state", "finding_id", "level", "words"),
     [
         ("ok", "hub.access", "ok", ""),

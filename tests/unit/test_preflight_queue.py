@@ -15,6 +15,7 @@ from isles.launch.slurm_queue import Slurm
 from isles.preflight.finding import Finding
 from isles.preflight.queue_pbs import check_pbs
 from isles.preflight.queue_slurm import check_slurm
+from tests.each import each
 
 PARTITIONS = """\
 PartitionName=gpu AllowAccounts=ALL Default=YES MaxTime=1-00:00:00 State=UP Nodes=n[1-4]
@@ -102,7 +103,7 @@ def test_slurm_has_room(slurm: Slurm) -> None:
     assert "State=RESUME" in nodes.fix
 
 
-@pytest.mark.parametrize(
+@each(
     ("asked", "finding_id", "words"),
     [
         ({"nodes": 3}, "queue.nodes", "2 of 4 nodes"),
@@ -144,7 +145,7 @@ def pbs(tmp_path: Path) -> Pbs:
     return Pbs(str(tmp_path))
 
 
-@pytest.mark.parametrize(
+@each(
     ("nodes", "launcher", "expected"),
     [
         (1, {}, {"queue.nodes": "warning", "queue.gres": "ok", "queue.partition": "ok"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -14,9 +13,10 @@ from isles.dist.world import join_world, leave_world
 from isles.rundir.env import RankEnv
 from isles.rundir.manifest import CheckpointInfo
 from isles.train.probe import choose_micro_batch_size
+from tests.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("wanted", "rows", "before", "expected"),
     [
         ("3", 12, None, 3),

@@ -15,6 +15,7 @@ from isles.config.load import load_run_file
 from isles.config.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.render import Kind, Rendered, render
+from tests.each import each
 from tests.unit.test_pbs import check_golden
 
 RUN = """\
@@ -135,7 +136,7 @@ TRAINING = [
 ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("strategy", "training"),
     [*((strategy, ()) for strategy in DEEPSPEED), *((DEEPSPEED[0], one) for one in TRAINING)],
     ids=str,
@@ -201,7 +202,7 @@ def test_the_trainer_takes_the_fsdp_json(
         assert plugin["transformer_cls_names_to_wrap"] == "LlamaDecoderLayer"
 
 
-@pytest.mark.parametrize(
+@each(
     ("to", "strategy", "words"),
     [
         ("deepspeed-json", "{kind: fsdp}", "the strategy is fsdp"),

@@ -12,6 +12,7 @@ import pytest
 from isles.config.keys import run_schema
 from isles.preflight.ids import MEANINGS
 from tests.documents import ROOT, broken_links, is_key, named_in_text
+from tests.each import each
 
 PAGE = ROOT / "docs" / "requirements.md"
 NUMBERS = {"S0": 111, "S1": 124, "S2": 86, "S3": 70, "S4": 75, "A6": 15}
@@ -50,7 +51,7 @@ def faults_of(cell: str) -> list[str]:
     return faults + [reason for reason in reasons if not _REASON.fullmatch(reason)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("cell", "num_faults"),
     [
         ("`unit/test_a.py::test_b`, `unit/test_a.py::test_c`", 0),
@@ -102,7 +103,7 @@ def names_what_is_there(code: str) -> bool:
     return first not in findings or dotted[1] in MEANINGS
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "is_there"),
     [
         ("training.max_steps", True),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from isles.rundir.paths import Attempt
 from isles.train.script_end import Ended, error_record
+from tests.each import each
 from tests.ranks import rank_env
 
 TRACEBACK = """\
@@ -21,7 +20,7 @@ terminate called after throwing an instance of 'std::system_error'
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "log", "what"),
     [
         (1, TRACEBACK, "mine.py failed: RuntimeError: no such shard"),

@@ -13,6 +13,7 @@ import pytest
 from isles.errors import PreflightError, UserError
 from isles.launch.channel import Channel
 from isles.launch.shell import Shell, on_all
+from tests.each import each
 
 DEADLINE_S = 60.0
 
@@ -66,7 +67,7 @@ def test_stdin_and_the_exit_status_travel(fake_ssh: FakeSsh) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "text", "no\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "what", "fix"),
     [
         ("me@host: Permission denied (publickey).", "refuses the key", "ssh-copy-id me@host"),

@@ -25,6 +25,7 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import list_restarts
 from isles.train.requeue import Gang
+from tests.each import each
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -129,7 +130,7 @@ def test_times_are_never_shorter_than_asked() -> None:
     assert slurm_time(36 * 3600 + 61) == "1-12:01:01"
 
 
-@pytest.mark.parametrize(
+@each(
     ("reason", "meaning", "fix"),
     [
         ("Resources", "waiting for nodes that are free", ""),

@@ -30,6 +30,7 @@ from isles.launch.wheel import wheel_bytes, wheel_name
 from isles.rundir.fleet import Fleet, FleetNode, read_fleet
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, write_record
+from tests.each import each
 
 
 def facts(name: str, *networks: str, reached: str | None = None, **more: Any) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def compared(*hosts: dict[str, Any]) -> list[str]:
     return warnings
 
 
-@pytest.mark.parametrize(
+@each(
     ("odd", "what"),
     [
         ({"packages": {"torch": "2.12.0"}}, "it has torch 2.12.0, and there is 2.13.0 on a, c"),
@@ -207,7 +208,7 @@ def test_every_number_of_nodes_that_may_be_left_must_fit(run_file: Path) -> None
     assert resolve(fixed, nproc=(2, 1, 5), device="cpu").world_size == 8
 
 
-@pytest.mark.parametrize(
+@each(
     ("profile", "device", "variables"),
     [
         ("auto", "cpu", {"GLOO_SOCKET_IFNAME": "eth0"}),

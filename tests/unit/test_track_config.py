@@ -13,6 +13,7 @@ from isles.config.show import show
 from isles.config.track import MLflowConfig, WandbConfig, tracker_sections
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
 from isles.rundir.trackers import require_trackers
+from tests.each import each
 
 RUN = """model: {name_or_path: llama-2m, init: scratch}
 tokenizer: {train_vocab_size: 300}
@@ -72,7 +73,7 @@ def load(tmp_path: Path, line: str) -> Loaded:
     return load_run_file(path)
 
 
-@pytest.mark.parametrize(("line", "key", "what", "fix"), FAULTS)
+@each(("line", "key", "what", "fix"), FAULTS)
 def test_a_fault_names_its_line_its_value_and_a_fix(
     tmp_path: Path, line: str, key: str, what: str, fix: str
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_fault_names_its_line_its_value_and_a_fix(
     assert "pa55word" not in str(fault)
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         "track: []",

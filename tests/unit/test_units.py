@@ -8,9 +8,10 @@ from isles.facts.flops import train_flops_per_token
 from isles.facts.gpus import GPUS, find_gpu
 from isles.facts.models import llama_parameters, load_shape, shape_names
 from isles.facts.units import format_bytes, format_count, format_duration, parse_duration_s
+from tests.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "seconds"),
     [
         ("90s", 90.0),
@@ -26,7 +27,7 @@ def test_durations_are_read(text: str, seconds: float) -> None:
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "5", "1h 5", "abc", "12:60:00", "1:2", "-5s", "1w", "h"])
+@each("text", ["", "5", "1h 5", "abc", "12:60:00", "1:2", "-5s", "1w", "h"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration_s(text)
@@ -40,7 +41,7 @@ def test_figures_are_written_for_people() -> None:
     assert [format_count(n) for n in (812, 4100, 2.1e6, 8e9)] == ["812", "4.1k", "2.1M", "8.0B"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("reported", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
