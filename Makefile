@@ -2,27 +2,41 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What is installed: for training, and besides for the tests.
+TRAIN := $(VENV)/.train
 STAMP := $(VENV)/.installed
-# Processes that run tests side by side, a module at a time; many tests mostly wait. 0: one by one.
-WORKERS ?= 3
-SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Processes that run tests side by side; most of them wait most of the time.
+WORKERS ?= 4
+TESTS = $(BIN)/python -m tests -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# `make test-all PART=2/4`: one part of it.
+PARTS = $(if $(PART),$(PART),1/4 2/4 3/4 4/4)
+# pip, with a line for each package. Compiling all that is installed takes longer than its use.
+INSTALL = $(BIN)/python -m pip install --no-compile --progress-bar off --disable-pip-version-check \
+	--upgrade-strategy only-if-needed
+SHOW = sed -u -n -E 's/^(Collecting [^ ]+).*/  \1/p; s/^(Installing collected packages):.*/  \1 …/p; /^ERROR/p'
 
-# Else every command that tests type compiles all of isles anew, where this is set.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+# Else every command that is typed compiles all of isles anew, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-all check docs format clean
 
-quickstart: $(STAMP)
-	$(BIN)/python examples/quickstart.py
+quickstart: $(TRAIN)
+	@$(BIN)/python examples/quickstart.py
 
+# The laws, and one path of every kind.
 test: $(STAMP)
-	tests/lab/install.sh
-	$(BIN)/python -m pytest -m "not gpu and not long" $(SIDE_BY_SIDE)
+	@echo "installing what the test clusters need (sshd, Slurm), where it is missing …"
+	@tests/lab/install.sh
+	@echo "tests of make test, on $(WORKERS) workers, the longest first …"
+	@$(TESTS) -m "not gpu and not long"
 
-# With all cases of the same laws: an hour and more.
+# All other cases of the same laws, in parts of about an hour.
 test-all: $(STAMP)
-	tests/lab/install.sh
-	$(BIN)/python -m pytest -m "not gpu" $(SIDE_BY_SIDE)
+	@tests/lab/install.sh
+	@for part in $(PARTS); do echo "part $$part of make test-all …"; \
+		$(TESTS) -m "not gpu and long" --part $$part || exit; done
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples docs
@@ -35,18 +49,26 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
-	touch $@
+	@echo "installing what the site of docs/ is made with …"
+	@$(INSTALL) -e '.[docs]' | $(SHOW)
+	@touch $@
 
 format: $(STAMP)
 	$(BIN)/ruff format src tests benchmarks examples docs
 	$(BIN)/ruff check --fix src tests benchmarks examples docs
 
-$(STAMP): pyproject.toml
-	command -v $(PYTHON) >/dev/null || { echo "isles needs Python 3.11 or newer: make PYTHON=python3 …"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[train,qlora,deepspeed,wandb,mlflow,hivemind,test,dev]'
-	touch $(STAMP)
+$(TRAIN): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "isles needs Python 3.11 or newer: make PYTHON=python3 …"; exit 1; }
+	@echo "making the environment $(VENV) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing isles and what training needs, torch among it …"
+	@$(INSTALL) -e '.[train]' | $(SHOW)
+	@touch $@
+
+$(STAMP): $(TRAIN)
+	@echo "installing what the tests need besides: all engines and trackers, ruff, mypy …"
+	@$(INSTALL) -e '.[train,qlora,deepspeed,wandb,mlflow,hivemind,test,dev]' | $(SHOW)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

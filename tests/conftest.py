@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -22,70 +24,110 @@ if _IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# The modules that take longest, the longest first. Workers of pytest-xdist take whole modules in
-# the order in which they stand: a long one at the end would leave all but one without work.
-_LONGEST = (
-    "test_slurm",
-    "test_pbs",
-    "test_elastic",
-    "test_several_lab",
-    "test_example_multicluster",
-    "test_several",
-    "test_fleet",
-    "test_anywhere",
-    "test_script",
-    "test_ssh_faults",
-    "test_ssh",
-    "test_doc_blocks",
-    "test_example_finetune",
-    "test_example_slurm_ddp",
-    "test_example_home_lab",
-    "test_example_cluster_train",
-    "test_check",
-    "test_join",
-    "test_train",
-    "test_foreground",
-    "test_strategies",
-    "test_pipeline",
-    "test_strategy_resume",
-    "test_resume",
-    "test_adapter",
-    "test_deepspeed",
-    "test_stream",
-    "test_same_mathematics",
-    "test_balance",
-    "test_unshared",
-    "test_outer_train",
-    "test_optimizer",
-    "test_outer_link",
-    "test_outer_hivemind",
-)
+_DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of every test that takes more than a moment, by its id without the case."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever takes a test cluster is marked `lab`; among several workers the longest go first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("isles")
+    group.addoption("--part", metavar="K/N", help="run the K-th of N parts that take equally long")
+    group.addoption(
+        "--record-durations", action="store_true", help="write down in durations.json what was seen"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not _IS_WORKER:
+        config.pluginmanager.register(_Recorder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Mark what takes a test cluster and what is for `make test-all`; the longest go first.
+
+    Tests that share a fixture of their module stay together, on one worker of pytest-xdist.
+    """
+    known = {(_plain_id(item.nodeid), case_of(item)) for item in items}
+    unknown: set[tuple[str, str]] = set()
     for item in items:
         names = item.fixturenames if isinstance(item, pytest.Function) else ()
         if any(name == "lab" or name.endswith("_lab") for name in names):
             item.add_marker("lab")
         brief = item.get_closest_marker("brief")
-        if brief is not None and case_of(item) not in brief.args:
-            item.add_marker("long")
-    if _IS_WORKER:
-        items.sort(key=_turn)
+        if brief is not None:
+            test = _plain_id(item.nodeid)
+            unknown |= {(test, case) for case in brief.args if (test, case) not in known}
+            if case_of(item) not in brief.args:
+                item.add_marker("long")
+        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+    if unknown and not any("[" in argument for argument in config.args):
+        raise pytest.UsageError(f"mark brief: no such case: {sorted(unknown)}")
+    yield
+    seconds = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
+    total: Counter[str] = Counter()
+    for item in items:
+        total[_group_of(item)] += seconds.get(_plain_id(item.nodeid), 0)
+    if part := config.getoption("--part"):
+        _keep_part(config, items, part, total)
+    items.sort(key=lambda item: -total[_group_of(item)])
+
+
+def _keep_part(
+    config: pytest.Config, items: list[pytest.Item], part: str, total: Counter[str]
+) -> None:
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(
+            f"--part {part}: two numbers such as 1/3, the first not above the second"
+        )
+    sums = [0.0] * int(count)
+    place: dict[str, int] = {}
+    for group, seconds in sorted(total.items(), key=lambda entry: (-entry[1], entry[0])):
+        place[group] = sums.index(min(sums))
+        sums[place[group]] += seconds + 0.1
+    other = [item for item in items if place[_group_of(item)] != int(number) - 1]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if place[_group_of(item)] == int(number) - 1]
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Its module, where a fixture of that is shared, else the test itself."""
+    if isinstance(item, pytest.Function):
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(found[-1].scope in ("module", "package") for found in fixtures):
+            return item.nodeid.partition("::")[0]
+    return item.nodeid.partition("@")[0]
+
+
+def _plain_id(nodeid: str) -> str:
+    return nodeid.partition("@")[0].partition("[")[0]
+
+
+class _Recorder:
+    """Writes down how long tests have taken, in the process that leads the workers."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.rpartition("@")[0] or report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        most: dict[str, float] = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
+        for nodeid in {_plain_id(nodeid) for nodeid in self._seconds}:
+            most.pop(nodeid, None)
+        for nodeid, seconds in self._seconds.items():
+            if seconds >= 0.5:
+                plain = _plain_id(nodeid)
+                most[plain] = max(most.get(plain, 0.0), round(seconds, 1))
+        _DURATIONS.write_text(json.dumps(dict(sorted(most.items())), indent=0) + "\n")
 
 
 def case_of(item: pytest.Item) -> str:
     """The id of a test's case, as it stands between brackets; empty: it has no cases."""
     return item.callspec.id if hasattr(item, "callspec") else ""
-
-
-def _turn(item: pytest.Item) -> int:
-    """Where a test's module stands among those that take long; the unit tests come last."""
-    folder, name = item.path.parent.name, item.path.stem
-    if folder == "unit":
-        return len(_LONGEST) + 1
-    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
 
 
 @pytest.fixture(autouse=True)

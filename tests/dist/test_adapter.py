@@ -138,6 +138,7 @@ def test_any_strategy_goes_on_from_any_other(run_file: Path, base: Path) -> None
         check_state(reference, run_dir, 2 * number, f"{name} on {ranks}")
 
 
+@pytest.mark.brief("fsdp")
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_same_ranks_resume_bit_for_bit_and_on_the_same_base(
     run_file: Path, base: Path, name: str
@@ -231,6 +232,7 @@ EXPORTS = {
 }
 
 
+@pytest.mark.brief("sharded")
 @pytest.mark.parametrize("name", EXPORTS)
 def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, name: str) -> None:
     """The adapter alone beside its model, and merged into it; trained by one process or two."""
@@ -261,6 +263,7 @@ def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, 
         torch.testing.assert_close(whole(tokens).logits, logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.brief("fsdp")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3"])
 def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file: Path, base: Path, name: str) -> None:
     """Weights that are trained stay in fp32 beside it."""
@@ -283,7 +286,7 @@ def verb(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path) -> None:
     """In 4 bits on two ranks; resumed bit for bit; every command works on what it leaves."""
     options = (*LORA, *CONSTANT, "adapter.type=qlora", "adapter.use_dora=true")

@@ -85,6 +85,7 @@ def _measure_with(env: RankEnv, mark: Path) -> int:
     return passes
 
 
+@pytest.mark.long
 def test_who_has_measured_computes_until_all_have(tmp_path: Path) -> None:
     """Else a rank that shares processors seems the faster, the later it comes."""
     passes, _ = run_ranks(_measure_with, 2, tmp_path / "three-passes")
@@ -125,6 +126,7 @@ def test_a_resumed_run_keeps_its_rows_and_its_bits(run_file: Path) -> None:
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
+@pytest.mark.long
 def test_other_ranks_are_measured_anew(run_file: Path) -> None:
     options = ("balance=auto", "training.lr_scheduler_type=constant")
     run_dir, _ = train_to_end(run_file, 2, *options, "training.max_steps=10")

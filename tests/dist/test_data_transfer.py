@@ -116,6 +116,7 @@ def test_damage_on_the_way_leaves_nothing_and_is_named(tmp_path: Path, tokenizer
     assert not list(received.parent.glob(".tmp-*"))
 
 
+@pytest.mark.long
 def test_different_data_under_one_name_and_data_that_is_nowhere(tmp_path: Path, tokenizer: Path):
     missing = run_ranks(build_on_node, 2, tmp_path, 1, tokenizer)
     assert missing[0] == missing[1]
@@ -140,6 +141,7 @@ def stream_on_node(env: RankEnv, folder: Path, tokenizer: Path) -> Any:
     return build_on_node(env, folder, 1, tokenizer, streaming=True, validation_fraction=0)
 
 
+@pytest.mark.long
 def test_a_stream_is_read_on_every_node(tmp_path: Path, tokenizer: Path):
     (node_of(tmp_path, 1) / "text.jsonl").write_text(TEXT)
     node_of(tmp_path, 0)

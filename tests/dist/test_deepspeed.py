@@ -247,7 +247,7 @@ def evaluations(run_dir: RunDir) -> list[tuple[int, float]]:
     )
 
 
-@pytest.mark.brief("1", "2")
+@pytest.mark.brief("2")
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_resumed_equals_uninterrupted_bit_for_bit(run_file: Path, number: int) -> None:
     whole = weights_of(train_in_legs(run_file, f"{number}x2"))
@@ -256,6 +256,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run_file: Path, number: int) -
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
 
 
+@pytest.mark.brief("2-bf16-mixed")
 @pytest.mark.parametrize(
     ("number", "precision"), [(1, "32-true"), (1, "bf16-mixed"), (2, "bf16-mixed"), (3, "32-true")]
 )
@@ -303,6 +304,7 @@ def test_no_step_after_a_bad_one_moves_the_weights(plain_run_file: Path) -> None
     assert run_ranks(step_on_after_a_bad_step, 2, str(plain_run_file)) == [[0.0, 0.0, 0.0]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.brief("3")
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_bf16_learns_and_leaves_nothing_but_the_run(
@@ -352,6 +354,7 @@ def overflow_first(env: RankEnv, run_file: str, file: str) -> tuple[list[float],
     return losses, {k: float(v) for k, v in state.items() if k.startswith("scaler.")}
 
 
+@pytest.mark.long
 @pytest.mark.brief("2")
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_fp16_lowers_its_scale_and_learns(plain_run_file: Path, number: int) -> None:

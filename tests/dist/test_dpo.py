@@ -85,6 +85,7 @@ def test_killed_and_resumed_equals_uninterrupted(preference_file: Path) -> None:
     assert same_bits(whole, again)
 
 
+@pytest.mark.long
 def test_scores_that_were_lost_are_made_again_from_the_first_weights(
     preference_file: Path,
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_sample_and_the_rank_that_bring_nan_are_named(poisoned: tuple[Path, 
     assert list_checkpoints(run_dir)[-1].step == step - 1
 
 
+@pytest.mark.brief("1-32-true", "2-bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_loss_that_is_not_finite(run_file: Path, precision: str, world_size: int) -> None:

@@ -78,7 +78,7 @@ def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file: Path)
             assert not [key for key in state if bits(state[key]) != taken[key]]
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file: Path) -> None:
     one, code = train_to_end(run_file, 1, *EIGHT)
     assert code == 0
@@ -90,7 +90,7 @@ def test_shards_and_replicas_of_eight_bits_train_as_one_process(run_file: Path) 
         assert max(abs(left - right) for left, right in pairs) < 2e-3
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_rounding_at_random_is_exact_on_resume_and_learns(run_file: Path) -> None:
     for optimizer in ("adamw", "adamw_8bit"):
         options = (*AT_RANDOM, f"training.optimizer={optimizer}", "strategy={kind: ddp}")

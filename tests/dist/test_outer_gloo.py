@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.dist.test_outer_link import Clusters
 
 
+@pytest.mark.long
 def test_clusters_that_do_not_get_together_average_through_the_rendezvous(tmp_path: Path) -> None:
     """b names a network interface that its host does not have."""
     clusters = Clusters(tmp_path, "gloo", "int8", 1, 2, wait="all", min_clusters=2)

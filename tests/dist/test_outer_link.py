@@ -159,6 +159,7 @@ def check_ledger(clusters: Clusters, everybody: bool, names: int) -> None:
     book.close()
 
 
+@pytest.mark.brief("hub-int8-2-blows0")
 @pytest.mark.parametrize(
     ("engine", "codec", "fragments", "blows"),
     [
@@ -216,6 +217,7 @@ def test_kills_and_freezes_lose_no_contribution(
             assert record["weights"] == first["weights"]
 
 
+@pytest.mark.brief("hub")
 @pytest.mark.parametrize("engine", ["hub", "gloo"])
 def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(
     tmp_path: Path, engine: str

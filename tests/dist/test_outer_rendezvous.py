@@ -374,6 +374,7 @@ async def _cut(task: asyncio.Task, condition: Callable[[], bool]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.long
 def test_a_rate_limit_holds(tmp_path: Path) -> None:
     asyncio.run(_rate(tmp_path))
 
@@ -404,6 +405,7 @@ async def _rate(folder: Path) -> None:
         assert 4 * elements / measured < 1.1 * rate, way
 
 
+@pytest.mark.long
 def test_gloo_forms_its_groups_through_the_rendezvous(tmp_path: Path) -> None:
     asyncio.run(_gloo(tmp_path))
 

@@ -134,6 +134,7 @@ def _encoded(codec: str, values: np.ndarray) -> bytearray:
     return bytearray(out.numpy().tobytes())
 
 
+@pytest.mark.brief("int8", "topk")
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk", "topk:0.02"])
 def test_no_bytes_of_a_codec_poison_an_average(tmp_path: Path, codec: str) -> None:
     asyncio.run(_poison(tmp_path, codec))

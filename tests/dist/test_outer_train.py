@@ -138,6 +138,7 @@ def test_one_cluster_with_rate_one_is_plain_training(made_up: Path) -> None:
     assert "outer" not in read_record(plain.status) and read_record(alone.status)["outer"]["turn"]
 
 
+@pytest.mark.long
 def test_rounds_of_the_warmup_only_average(made_up: Path) -> None:
     """One cluster is plain training as long as they last, also through a stop."""
     outer = "outer={kind: diloco, sync_every: 8, fragments: 2, codec: none, warmup_rounds: 12, "
@@ -266,6 +267,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
     assert a.join_line.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.long
 def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_path: Path) -> None:
     """Two are stopped and the rendezvous ends; one of them goes on, with two that are new."""
     outer = "sync_every: 10, fragments: 2, delay: 2, codec: int8, deadline: 200s"
@@ -363,6 +365,7 @@ def _phase(run_dir: RunDir) -> str:
     return f"{status.get('phase')} {status.get('detail')}"
 
 
+@pytest.mark.long
 def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -> None:
     """Also where a run that was over is made longer, on another number of ranks."""
     lora = ("adapter={type: lora, r: 2, alpha: 4}", "training.max_steps=6")
@@ -383,6 +386,7 @@ def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -
         assert 2 * trained <= row["sent_bytes"] < 2 * trained + 20_000
 
 
+@pytest.mark.long
 def test_a_cluster_without_its_rendezvous_says_whom_it_misses(
     made_up: Path, tmp_path: Path
 ) -> None:
@@ -420,6 +424,7 @@ def manifests(env: RankEnv, folder: Path) -> list[str]:
     return [before, json.dumps(manifest), json.dumps(turns.manifest())]
 
 
+@pytest.mark.long
 def test_a_manifest_stays_as_it_was_while_steps_go_on(tmp_path: Path) -> None:
     """A checkpoint is written in the background: what it says must not follow the run."""
     ((before, later, then),) = start_ranks(manifests, 1, tmp_path).wait(DEADLINE_S)

@@ -48,6 +48,7 @@ from isles.train.strategy import (
     settle_mesh,
     use_attention,
 )
+from tests.each import each
 from tests.ranks import run_ranks
 from tests.unit.test_no_sync import ReadsToHost
 
@@ -199,6 +200,7 @@ def make_folder(tmp_path: Path, model: str) -> Path:
     return tmp_path
 
 
+@pytest.mark.brief("llama-", "gemma3_text-")
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
@@ -221,6 +223,7 @@ def test_packed_training_is_unpacked_training(
     assert leaking > 1e-3, "documents that see each other would be told"
 
 
+@pytest.mark.brief("fsdp")
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -274,7 +277,7 @@ def tiny(kind: str) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-@pytest.mark.parametrize("kind", sorted(ISOLATED))
+@each("kind", sorted(ISOLATED))
 def test_documents_of_a_row_are_as_if_alone(kind: str) -> None:
     """Every kind of model that is let through."""
     model = tiny(kind)

@@ -40,6 +40,7 @@ from isles.strategies.pipeline_split import (
 )
 from tests.dist.test_resume import rows_after_start
 from tests.dist.test_same_mathematics import eval_loss, largest_difference, weights_of
+from tests.each import each
 from tests.ranks import run_ranks, start_training, train_to_end
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "gpipe", "interleaved-1f1b", "zbv")
@@ -98,7 +99,7 @@ def test_a_pipeline_learns_what_one_process_learns(
         assert math.isclose(eval_loss(run_dir), eval_loss(reference), rel_tol=1e-4)
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_four_stages_in_a_row_and_uneven_rows(five_layers: Path) -> None:
     """Stages of 1, 2, 1 and 1 layers; and one of two pipelines that takes three rows of four."""
     reference = train(five_layers, 1, "kind: ddp", "training.micro_batch_size=12")
@@ -110,7 +111,7 @@ def test_four_stages_in_a_row_and_uneven_rows(five_layers: Path) -> None:
     assert largest_difference(reference, split) < 1e-5
 
 
-@pytest.mark.brief("bf16-mixed-1f1b-selective", "bf16-true-zbv-none")
+@pytest.mark.brief("bf16-mixed-1f1b-selective")
 @pytest.mark.parametrize(
     ("precision", "schedule", "checkpointing"),
     [
@@ -179,6 +180,7 @@ def test_the_same_pipeline_goes_on_bit_for_bit(five_layers: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_stops_every_stage(five_layers: Path) -> None:
     hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_steps=200")
     run_dir, attempt, gang = start_training(
@@ -222,6 +224,7 @@ def _alone(env: RankEnv, folder: str) -> str:
     return "no error"
 
 
+@pytest.mark.long
 def test_a_stage_that_does_not_come_is_waited_for_no_longer_than_said(tiny_model: Path) -> None:
     said = run_ranks(_alone, 2, str(tiny_model))[0]
     assert "rank 0 on" in said
@@ -321,8 +324,8 @@ def tiny(kind: str, **changes: object) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", VERIFIED)
+@each("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@each("kind", VERIFIED)
 def test_stages_one_after_the_other_are_the_whole_model(kind: str, dtype: torch.dtype) -> None:
     """Every kind of model that is let through, bit for bit, trained weights and all."""
     model = tiny(kind).to(dtype)
@@ -356,8 +359,8 @@ def test_layers_are_dealt_evenly_and_the_ends_get_fewer() -> None:
     assert counts(4, 4) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("pp_size", [2, 3, 4])
+@each("schedule", SCHEDULES)
+@each("pp_size", [2, 3, 4])
 def test_every_stage_has_one_rank(schedule: PipelineSchedule, pp_size: int) -> None:
     found = {
         stage: rank for rank in range(pp_size) for stage in stage_indices(schedule, rank, pp_size)

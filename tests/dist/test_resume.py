@@ -51,11 +51,12 @@ def saving(run_dir: RunDir, gang: Gang) -> bool:
             return False
 
 
-@pytest.mark.brief("10")
-@pytest.mark.parametrize("number", [10, 30])
+@pytest.mark.brief("6")
+@pytest.mark.parametrize("number", [6, 30])
 def test_thirty_kills_change_no_bit(run_file: Path, number: int) -> None:
     with_dropout(run_file)
-    length = ("training.max_steps=900", "training.logging_steps=1", "data.packing=true")
+    steps = 300 + 20 * number
+    length = (f"training.max_steps={steps}", "training.logging_steps=1", "data.packing=true")
     saves = ("checkpoint.every_steps=7", "checkpoint.keep=2")
     uninterrupted, code = train_to_end(run_file, 2, *length, "checkpoint.every_steps=null")
     assert code == 0
@@ -82,8 +83,8 @@ def test_thirty_kills_change_no_bit(run_file: Path, number: int) -> None:
     assert run_dir.name == "tiny-1", "all attempts are one run"
     assert len(run_dir.attempts()) == number + 1
     assert same_bits(uninterrupted, run_dir)
-    steps = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
-    assert steps == list(range(1, 901)), "each step stands in the curve once"
+    seen = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
+    assert seen == list(range(1, steps + 1)), "each step stands in the curve once"
 
 
 @pytest.mark.brief("15")

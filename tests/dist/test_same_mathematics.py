@@ -76,7 +76,7 @@ def test_ranks_and_accumulation_change_nothing(
         assert math.isclose(eval_loss(run_dir), eval_loss(reference), rel_tol=10 * tolerance)
 
 
-@pytest.mark.brief("32-true-full", "bf16-mixed-selective", "fp16-mixed-none", "bf16-true-full")
+@pytest.mark.brief("bf16-mixed-selective")
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"])
 def test_every_precision_learns(run_file: Path, precision: str, checkpointing: str) -> None:

@@ -109,7 +109,7 @@ def test_every_strategy_gives_the_weights_of_one_process(
     assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.brief("{kind: ddp, static_graph: true}", "{kind: fsdp, cpu_offload: true}")
+@pytest.mark.brief("{kind: fsdp, cpu_offload: true}")
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -129,6 +129,7 @@ def test_what_users_tune_changes_no_weight(
     check(run_file, reference, 2, f"strategy={strategy}", 'balance={"0": 5}')
 
 
+@pytest.mark.brief("{kind: fsdp}-adamw")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", [FSDP, "{kind: ddp, tp_size: 2}"])
 def test_optimizers_and_checkpointing_on_shards(
@@ -140,6 +141,7 @@ def test_optimizers_and_checkpointing_on_shards(
     check(run_file, reference, 2, f"strategy={strategy}", full, *options)
 
 
+@pytest.mark.brief("bf16")
 @pytest.mark.parametrize("kind", ["none", "bf16", "fp16"])
 def test_compressed_gradients_learn_as_well(run_file: Path, kind: str) -> None:
     strategy = f"strategy={{kind: ddp, gradient_compression: {kind}}}"
@@ -148,11 +150,7 @@ def test_compressed_gradients_learn_as_well(run_file: Path, kind: str) -> None:
     assert code == 0 and losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.brief(
-    "{kind: fsdp}-bf16-mixed",
-    "{kind: ddp, tp_size: 2}-fp16-mixed",
-    "{kind: ddp, cp_size: 2}-bf16-true",
-)
+@pytest.mark.brief("{kind: fsdp}-bf16-mixed")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-true"])
 @pytest.mark.parametrize("strategy", [FSDP, "{kind: ddp, tp_size: 2}", "{kind: ddp, cp_size: 2}"])
 def test_every_precision_learns_on_shards(run_file: Path, strategy: str, precision: str) -> None:
@@ -232,6 +230,7 @@ def _memory_of_a_rank(env: RankEnv, folder: str, init: str) -> tuple[int, int]:
     return _peak_bytes() - before, size
 
 
+@pytest.mark.brief("pretrained")
 @pytest.mark.parametrize("init", ["pretrained", "scratch"])
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, init: str) -> None:
     """215 MB over four ranks: each holds its quarter, and one module more while it is filled."""

@@ -98,7 +98,7 @@ def test_a_killed_stream_goes_on_bit_for_bit_and_stays_small(parts: Path, tmp_pa
     assert again[:shorter] == ledger[:shorter]
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_other_numbers_of_ranks_read_the_same_stream(parts: Path, tmp_path: Path) -> None:
     constant = ("training.lr_scheduler_type=constant", "data.validation_fraction=0")
     one, code, _ = to_end(parts, 1, *constant, "training.max_steps=16")
@@ -128,7 +128,7 @@ def test_a_dead_preparer_is_named_by_every_rank(parts: Path) -> None:
     assert any(f"process {preparer.pid} on" in e["what"] and "died" in e["what"] for e in errors)
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts: Path, words: Path) -> None:
     from isles.data.tokenizer import train_tokenizer
 
@@ -150,7 +150,7 @@ def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts: Path, words: 
     assert list_checkpoints(run_dir)[-1].step >= 20
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_data_that_changed_between_starts_is_noticed(parts: Path) -> None:
     steps = ("checkpoint.every_steps=5", "data.validation_fraction=0")
     run_dir, code, _ = to_end(parts, 1, *steps, "training.max_steps=10")
@@ -216,7 +216,7 @@ def read_mixture(env: RankEnv, folder: Path, first: int, steps: int) -> Any:
     return rows, preparer.pid, training.content, validation.num_samples
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_mixture_of_text_and_chats_streams_from_any_sample(words: Path, tmp_path: Path) -> None:
     from isles.data.tokenizer import train_tokenizer
 

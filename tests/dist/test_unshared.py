@@ -118,7 +118,7 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(
     assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_host_reads_its_own_parts_again_without_their_travelling(run_file: Path) -> None:
     with_dropout(run_file)
     options = (*SAVES, "strategy={kind: fsdp}", "training.max_steps=16")
@@ -139,7 +139,7 @@ def test_a_host_reads_its_own_parts_again_without_their_travelling(run_file: Pat
     assert left_on(1, run_dir) == [], "a run that is over keeps nothing there"
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_one_machine_and_more_hosts_go_on_from_it(run_file: Path) -> None:
     """Two hosts, then one machine, then three hosts, under other strategies each time."""
     steps = ("checkpoint.every_steps=4", "checkpoint.keep=9")
@@ -192,6 +192,7 @@ def by_hand(env: RankEnv, folder: Path, run_file: Path, port: int, words: list[s
     return main()
 
 
+@pytest.mark.long
 def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, words: Path) -> None:
     """Rank 0 makes the run directory, the other host trains the tokenizer and sends its tokens."""
     folder = run_file.parent
@@ -372,6 +373,7 @@ def spread(env: RankEnv, folder: Path) -> list[bool]:
     return kept
 
 
+@pytest.mark.long
 def test_hosts_that_share_a_disk_without_the_head_write_it_once(tmp_path: Path) -> None:
     for name in ("head", "both", "own"):
         (tmp_path / name).mkdir()

@@ -225,6 +225,7 @@ def test_a_machine_that_is_down_is_a_row_that_says_so(lab: Lab) -> None:
     isles(lab, "a3", "stop", run.path, "--now")
 
 
+@pytest.mark.long
 def test_ctrl_c_reaches_a_run_that_is_followed_from_afar(lab: Lab) -> None:
     run = Run(lab, "c-1")
     typed = Typed(lab, "c")
@@ -236,6 +237,7 @@ def test_ctrl_c_reaches_a_run_that_is_followed_from_afar(lab: Lab) -> None:
     assert typed.end() == 130
 
 
+@pytest.mark.long
 def test_on_a_terminal_it_is_drawn_there_and_hears_ctrl_c(lab: Lab) -> None:
     run = Run(lab, "d-1")
     typed = Typed(lab, "d", terminal=True)
@@ -246,6 +248,7 @@ def test_on_a_terminal_it_is_drawn_there_and_hears_ctrl_c(lab: Lab) -> None:
     assert typed.end() == 130
 
 
+@pytest.mark.long
 def test_a_lost_connection_is_made_again(lab: Lab) -> None:
     run = Run(lab, "e-1")
     typed = Typed(lab, "e")
@@ -298,6 +301,7 @@ def test_logs_of_hosts_that_share_no_directory_are_one_stream(lab: Lab) -> None:
     assert "the logs of node 1 are on a2" in head.stderr
 
 
+@pytest.mark.long
 def test_a_head_that_is_gone_leaves_a_way_to_end_the_rest(lab: Lab) -> None:
     run = Run(lab, "h-1", "a2")
     python(lab, "ctl", REMEMBER, run.path, "a3", "a2")  # its head was a3, which has nothing
@@ -326,6 +330,7 @@ output_dir: /shared/runs
 """
 
 
+@pytest.mark.long
 def test_whoever_sees_the_directory_can_follow_and_stop_a_run(lab: Lab) -> None:
     (lab.shared / "words.txt").write_text("some words to learn from\n" * 400)
     (lab.shared / "small.yaml").write_text(SMALL)
@@ -388,6 +393,7 @@ def login(lab: Lab) -> Path:
     return lab.shared / "far.yaml"
 
 
+@pytest.mark.long
 def test_a_queue_is_used_from_a_machine_that_has_none(lab: Lab, login: Path) -> None:
     wrong = isles(lab, "ctl", "train", "/shared/far.yaml", "data.sources.0.path=none.txt")
     assert wrong.returncode == 1

@@ -120,6 +120,7 @@ def test_hosts_that_cannot_be_asked(lab: Lab) -> None:
     assert not left(lab)
 
 
+@pytest.mark.long
 def test_python_without_isles_and_a_host_that_hangs(lab: Lab) -> None:
     setup = ["case $(hostname) in a1) export PYTHONPATH=/nowhere;; a3) kill -STOP $$;; esac"]
     python = "/usr/bin/python3"
@@ -208,6 +209,7 @@ def test_a_laptop_that_dies_leaves_nothing_behind(lab: Lab) -> None:
     until(lambda: not left(lab), "the end of every process of the check")
 
 
+@pytest.mark.long
 def test_the_step_of_a_job(lab: Lab) -> None:
     """Nodes that can reach one another only over TCP; then one of them does not come."""
     run_dir = lab.shared / "out" / "checked-1"
@@ -246,6 +248,7 @@ def test_the_step_of_a_job(lab: Lab) -> None:
     assert not left(lab)
 
 
+@pytest.mark.long
 def test_slurm_by_its_login_node(lab: Lab) -> None:
     """A drained node by name and reason, too long a time, and GPUs that no node has."""
     launcher = {"kind": "slurm", "partition": "main", "login": "a1", "time": "1h"}

@@ -35,6 +35,7 @@ def test_three_steps_are_trained_and_nothing_stays(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").glob("isles-smoke-*")) and not list(tmp_path.glob("runs*"))
 
 
+@pytest.mark.long
 def test_a_training_that_takes_too_long_is_ended_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         end_rendezvous(state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", pages())
 def test_the_blocks_of_a_page(world: World, name: str) -> None:
     page = ROOT / name

@@ -111,6 +111,7 @@ def test_after_a_kill_the_run_finishes_as_if_nothing_had_happened(run_file: Path
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.long
 def test_two_deaths_without_progress_end_the_run(run_file: Path) -> None:
     with started(run_file, TWO, "training.max_steps=100000") as (command, attempt):
         command.until(lambda: has_done(attempt, 0, 3))
@@ -123,6 +124,7 @@ def test_two_deaths_without_progress_end_the_run(run_file: Path) -> None:
     assert (read_record(attempt.outcome) or {})["exit_code"] == ExitCode.TRAINING
 
 
+@pytest.mark.long
 def test_an_error_that_would_come_again_is_not_retried(run_file: Path) -> None:
     hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_grad_norm=null")
     with started(run_file, *hell, "training.max_steps=200") as (command, attempt):
@@ -132,6 +134,7 @@ def test_an_error_that_would_come_again_is_not_retried(run_file: Path) -> None:
     assert rank_of(attempt, 0, 0), "the one rank that there was, has never been started again"
 
 
+@pytest.mark.long
 def test_a_stop_during_a_restart_is_heard(run_file: Path) -> None:
     long = ("training.max_steps=100000", "checkpoint.every_steps=4")
     with started(run_file, TWO, *long) as (command, attempt):
@@ -210,6 +213,7 @@ def assert_close(one: RunDir, other: RunDir) -> None:
             torch.testing.assert_close(left[name], value, atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_torchrun_typed_by_hand_goes_on_in_the_same_run(run_file: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
     torchrun += ["--monitor-interval=0.1", "--nproc-per-node=2", "-m", "isles.train"]

@@ -103,6 +103,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.long
 def test_a_slurm_job(lab: Lab) -> None:
     """A real Slurm starts one task a node, and every node has its own number."""
     folder = copy(lab.shared / "slurm", cluster_train__sh=WORDS)
@@ -118,6 +119,7 @@ def test_a_slurm_job(lab: Lab) -> None:
     assert_words(lab, folder, port=29500 + int(job) % 100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flavour", "file", "fails"),
     [("torque", "cluster_train.pbs", ""), ("openpbs", "cluster_train_openpbs.pbs", "1")],

@@ -125,6 +125,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of(folder, "fsdp")
 
 
+@pytest.mark.long
 def test_a_script_for_each_of_two_nodes_trains(tmp_path: Path, sharded: list[float]) -> None:
     """S1-41 … S1-48, with DeepSpeed; the same mathematics as FSDP on one node."""
     folder = tmp_path / "project"
@@ -168,6 +169,7 @@ def slurm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.long
 def test_the_job_script_trains_by_sbatch(slurm_lab: Lab, sharded: list[float]) -> None:
     """S1-67 … S1-95: two nodes, one task and one rank on each."""
     folder = slurm_lab.shared / "project"

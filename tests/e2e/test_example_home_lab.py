@@ -163,6 +163,7 @@ def test_the_three_torchrun_lines(lab: Lab) -> None:
         assert not (runs(lab, other) / "home-lab-1").exists()
 
 
+@pytest.mark.long
 def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:
     """The host of rank 0 publishes its name; where that leads nowhere, no rank waits for it."""
     scripts = f"cd ~/{PROJECT}/scripts; export RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
@@ -187,6 +188,7 @@ def test_the_single_test(lab: Lab) -> None:
     assert re.search(r"^train\.smoke +ok", done.stdout, re.M), done.stdout
 
 
+@pytest.mark.long
 def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
     """Over ssh, on one host, as each costs its time; checkpoints lie where the guide has them."""
     there = "root@192.168.1.100 -- name=launched training.num_train_epochs=1"
@@ -199,6 +201,7 @@ def test_the_launcher_checks_and_then_starts(lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
+@pytest.mark.long
 def test_gemma_in_four_bits_from_the_run_file(tmp_path: Path) -> None:
     """gemma_qlora.yaml as it is, but for the model, the hosts and the length."""
     turns = {"additional_special_tokens": ["<start_of_turn>", "<end_of_turn>"]}

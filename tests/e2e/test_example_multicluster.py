@@ -156,6 +156,7 @@ def test_every_figure_of_the_document_is_recorded(trained: RunDir) -> None:
             assert recorded & set(re.findall(r"`(\w+)`", here)), name
 
 
+@pytest.mark.long
 def test_two_nodes_train_on_text(folder: Path, words: Path) -> None:
     """The command for several nodes, on text, with the tokenizer in the model's folder."""
     export, node = blocks("5. Multi-Node Training")[0].split("# On master node")
@@ -195,6 +196,7 @@ def peer(folder: Path) -> Iterator[str]:
         assert shell.ended() == 0, shell.text
 
 
+@pytest.mark.long
 def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
     """Its ranks share the weights, which is what the document's trainer cannot do there."""
     (block,) = blocks("2. Basic Hivemind Training")
@@ -212,6 +214,7 @@ def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
     assert status["world_size"] == 2 and status["outer"]["turn"] == 3
 
 
+@pytest.mark.long
 def test_a_coordinator_and_two_workers(folder: Path, peer: str) -> None:
     """Three machines of the document as three groups of processes; a rank for each worker."""
     found = [b for b in blocks("3. Multi-Machine Hivemind Training") if "train_fsdp.py" in b]
@@ -307,6 +310,7 @@ def test_the_script_starts_and_ends_a_first_peer(bin_folder: Path) -> None:
         psutil.Process(int((bin_folder.parent / "dht.pid").read_text())).wait(DEADLINE_S)
 
 
+@pytest.mark.long
 def test_the_script_stops_the_others_when_a_worker_fails(bin_folder: Path) -> None:
     code, said, _ = script(bin_folder, "2", "1", PEER, "--fail")
     assert code == 7 and "a worker has ended with 7" in said and "worker-*.log" in said

@@ -99,6 +99,7 @@ def lines(site: Site, job: str) -> list[str]:
     return site.end(job)
 
 
+@pytest.mark.long
 def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
     """The banner, the lines and the files of the document."""
     rule = "=" * 42
@@ -140,6 +141,7 @@ def test_the_documents_job(site: Site, job: str, lines: list[str]) -> None:
     assert state["model_state_dict"].keys() == site.weights(".").keys()
 
 
+@pytest.mark.long
 def test_torchrun_a_node_resumes_exactly(site: Site, lines: list[str]) -> None:
     """From the checkpoint of epoch 5: the weights of the run that went through, bit for bit."""
     assert lines
@@ -156,6 +158,7 @@ def test_torchrun_a_node_resumes_exactly(site: Site, lines: list[str]) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.long
 def test_two_ranks_of_one_node_sharded_and_accumulated(site: Site, lines: list[str]) -> None:
     """FSDP on half batches, twice as many: the mathematics of the document's run."""
     assert lines
@@ -171,6 +174,7 @@ def test_two_ranks_of_one_node_sharded_and_accumulated(site: Site, lines: list[s
     assert (site.folder / "sharded" / "checkpoint_epoch_5.pt").exists()
 
 
+@pytest.mark.long
 def test_what_the_document_looks_at_a_job_with(site: Site, job: str, lines: list[str]) -> None:
     assert lines
     for line in ("squeue -u $USER", "sinfo", "scontrol show nodes"):
@@ -184,6 +188,7 @@ def test_what_the_document_looks_at_a_job_with(site: Site, job: str, lines: list
     assert text.count(f"{site.lab.address('a1')} ") >= 2
 
 
+@pytest.mark.long
 def test_isles_would_submit_the_same_script(site: Site) -> None:
     text = site.type("isles train run.yaml --dry-run")
     for words in ("--nodes=2", "--gres=gpu:1", "--cpus-per-task=28", "--mem=200G"):
@@ -191,6 +196,7 @@ def test_isles_would_submit_the_same_script(site: Site) -> None:
     assert re.search(r"^  script: train_distributed_example.py ", text, re.M)
 
 
+@pytest.mark.long
 def test_alone_with_amp_and_a_tracker(tmp_path: Path) -> None:
     """One process needs no Slurm; MLflow has the figures that were printed."""
     script = ROOT / "examples" / "slurm_ddp" / "train_distributed_example.py"

@@ -160,6 +160,7 @@ def test_the_base_learnt_the_wrong_answers(workshop: Path) -> None:
     assert_answers(workshop / "runs" / "base-1" / "model", OTHERS)
 
 
+@pytest.mark.long
 def test_full_fine_tuning_of_a_chat_model(workshop: Path) -> None:
     file = run_file(workshop, "full", path="chat.jsonl", type="chat")
     isles("train", str(file), "data.validation_fraction=0.2", cwd=workshop)
@@ -188,6 +189,7 @@ def test_lora_alone_and_merged(workshop: Path) -> None:
     assert_answers(workshop / "merged", ANSWERS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_preferences_turn_the_answers_round(workshop: Path, adapter: str) -> None:
     name = f"dpo-{adapter}"

@@ -90,7 +90,7 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
     assert re.search(r"a1 \(10.77.1.1:295\d\d\) has not been heard of for", log.read_text())
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_host_that_dies_is_done_without_and_no_run_outlives_its_supervisor(lab: Lab) -> None:
     attempt = start(lab, "elastic", hosts=["a1", "a2", "a4"], nodes="2:3")
     os.kill(lab.pid1("a4"), signal.SIGKILL)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from isles.rundir.paths import RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
@@ -107,6 +109,7 @@ def test_the_first_ctrl_c_saves_and_stops(tmp_path: Path) -> None:
     assert "a-1 stopped at step 7 (SIGINT)" in out
 
 
+@pytest.mark.long
 def test_the_second_ctrl_c_stops_now(tmp_path: Path) -> None:
     with foreground(tmp_path) as front:
         os.kill(front.agent.process.pid, signal.SIGSTOP)  # an agent that takes for ever to save
@@ -119,6 +122,7 @@ def test_the_second_ctrl_c_stops_now(tmp_path: Path) -> None:
         assert not front.agent.process.is_alive()
 
 
+@pytest.mark.long
 def test_sigterm_stops_for_requeue(tmp_path: Path) -> None:
     with foreground(tmp_path) as front:
         front.command.send_signal(signal.SIGTERM)
@@ -144,6 +148,7 @@ def test_the_exit_code_is_the_runs_and_the_culprit_is_named(tmp_path: Path) -> N
     assert "a smaller batch" in out
 
 
+@pytest.mark.long
 def test_a_killed_agent_is_training_failed(tmp_path: Path) -> None:
     with foreground(tmp_path) as front:
         os.kill(front.agent.process.pid, signal.SIGKILL)

@@ -85,6 +85,7 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
+@pytest.mark.long
 def test_one_that_never_comes_is_named_on_all_and_others_are_refused(lab: Lab) -> None:
     first, second, third = prepare(lab, "missing", start_timeout="20s")
     on_a1, on_a2 = type_on(lab, "a1", first), type_on(lab, "a2", second)

@@ -195,7 +195,7 @@ def test_time_is_up_and_the_next_job_goes_on(site: Site) -> None:
     assert list_checkpoints(run_dir)[-1].step == outcome["step"]
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named(site: Site) -> None:
     site.write("killed", "{kind: pbs, time: 1h}", steps=10**6)
     run_dir = site.submit("killed")
@@ -208,7 +208,7 @@ def test_a_rank_that_is_killed_is_named(site: Site) -> None:
     assert "a2" in outcome["error"]["where"]
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_qdel_by_hand_saves(site: Site) -> None:
     """FSDP this time."""
     site.write("deleted", "{kind: pbs, time: 1h}", steps=10**6, strategy="fsdp")
@@ -241,7 +241,7 @@ with open(f"place-{place['RANK']}.json", "w") as stream:
 """
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_script_of_the_users_own_from_a_laptop(site: Site) -> None:
     """ctl is the laptop; qsub is called on a1."""
     (site.home / "place.py").write_text(PLACE)
@@ -267,7 +267,7 @@ def assert_checked(found: dict[str, Any]) -> None:
     assert hosts == {"a1", "a2"}
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_the_nodes_are_checked_in_a_job(site: Site) -> None:
     """In one that is submitted for it, from a laptop; and in one that is there already."""
     site.write("fit", "{kind: pbs, time: 1h}", steps=6)
@@ -301,7 +301,7 @@ def test_a_job_that_waits_says_why_and_can_be_taken_back(site: Site) -> None:
     assert report["state"] == "stopped"
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_the_form_of_torque(lab: Lab, uninterrupted: list[float]) -> None:
     with pbs(lab, ("a1", "a2"), "torque"):
         site = Site(lab, "torque")

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
 
@@ -193,6 +195,7 @@ sleep 1000 & wait $!
     assert "no such device" in job.outcome["error"]["what"]
 
 
+@pytest.mark.long
 def test_a_node_that_never_starts_is_named(tmp_path: Path) -> None:
     job = Job(tmp_path, "sleep 1000 & wait $!", start_timeout="2s")
     assert job.run(SILENT="a2") != 0
@@ -217,6 +220,7 @@ def test_before_the_time_limit_it_saves_and_is_submitted_again(tmp_path: Path) -
     assert "no time for a single step" in job.outcome["reason"]
 
 
+@pytest.mark.long
 def test_a_submission_without_an_answer_is_not_made_twice(tmp_path: Path) -> None:
     job = Job(tmp_path, STOPPED, time="60s", save_before="58s")
     text = job.script.read_text()
@@ -236,6 +240,7 @@ def test_a_submission_without_an_answer_is_not_made_twice(tmp_path: Path) -> Non
     assert job.calls == before
 
 
+@pytest.mark.long
 def test_nodes_that_are_not_fit_start_no_ranks(tmp_path: Path) -> None:
     """Step 0 runs on every host, and only its 2 keeps the ranks from being started."""
     job = Job(tmp_path, FINISHED, check=True)
@@ -257,6 +262,7 @@ echo '{finding}' >{job.attempt.findings}; exit 2
     assert "disk.free a2: full" in job.log
 
 
+@pytest.mark.long
 def test_a_rendered_job_of_a_users_script_does_not_go_on_for_ever(tmp_path: Path) -> None:
     (tmp_path / "own.py").touch()
     job = Job(
@@ -279,6 +285,7 @@ def test_a_rendered_job_of_a_users_script_does_not_go_on_for_ever(tmp_path: Path
     assert not count.exists(), "typed once more, it goes on"
 
 
+@pytest.mark.long
 def test_a_stop_that_a_user_wants_is_not_submitted_again(tmp_path: Path) -> None:
     job = Job(tmp_path, STOPPED)
     job.attempt.stop_request.write_text('{"kind": "save", "by": "me", "at": 1}')
@@ -301,6 +308,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
     raise AssertionError(f"not within {DEADLINE_S} s")
 
 
+@pytest.mark.long
 def test_qdel_lets_the_ranks_save(tmp_path: Path) -> None:
     torchrun = """\
 trap 'touch "$attempt_dir/told-$rank"; exit 1' TERM
@@ -343,6 +351,7 @@ def test_what_qsub_refuses_is_shown_with_its_place(tmp_path: Path) -> None:
         assert fix in text
 
 
+@pytest.mark.long
 def test_the_rendered_script_needs_no_run_directory(tmp_path: Path) -> None:
     """It leaves the request to stop in the newest run, and is submitted again after progress."""
     torchrun = """\

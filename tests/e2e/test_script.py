@@ -157,6 +157,7 @@ def test_an_error_names_the_rank_and_the_line(tmp_path: Path, own: RunDir) -> No
     assert not Path(f"/proc/{script_pid(own, 0)}").exists()
 
 
+@pytest.mark.long
 def test_an_error_is_told_while_another_rank_still_takes_its_time(
     tmp_path: Path, own: RunDir
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, own: RunDir) -> None:
     assert "---- restart 1 ----" in own.attempt(1).rank_log(0).read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -224,6 +226,7 @@ def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, own: RunDir) -
     assert psutil.wait_procs(everybody, timeout=DEADLINE_S)[1] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["end", "fail"])
 def test_it_runs_under_torchrun(tmp_path: Path, own: RunDir, how: str) -> None:
     """As in the job script of a queue: no agent of isles judges how it ends."""
@@ -279,6 +282,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_on_two_nodes_its_ranks_meet_at_the_first_try(tmp_path: Path, own: RunDir) -> None:
     (tmp_path / "meet.py").write_text(MEETING)
     file = tmp_path / "run.yaml"
@@ -295,6 +299,7 @@ def test_on_two_nodes_its_ranks_meet_at_the_first_try(tmp_path: Path, own: RunDi
     assert all("together 3" in attempt.rank_log(rank).read_text() for rank in range(2))
 
 
+@pytest.mark.long
 def test_what_it_has_started_ends_with_it_when_it_is_stopped_now(
     tmp_path: Path, own: RunDir
 ) -> None:
@@ -315,7 +320,7 @@ def test_what_it_has_started_ends_with_it_when_it_is_stopped_now(
     command.end()
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
     """Stacks can be had at any time; a frozen rank is named, and ends the run if that is asked."""
     file = write_probe(tmp_path, "wait")

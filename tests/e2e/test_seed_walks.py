@@ -110,6 +110,7 @@ def bash(script: str, folder: Path, *bins: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_lines_that_need_nothing_run_as_they_stand(document: str, tmp_path: Path) -> None:
     lines = [
@@ -122,6 +123,7 @@ def test_lines_that_need_nothing_run_as_they_stand(document: str, tmp_path: Path
     assert [text for text in EXPECTED[document] if text not in said] == [], said
 
 
+@pytest.mark.long
 def test_the_training_lines_of_the_slurm_example(tmp_path: Path) -> None:
     """Each on one rank, with an srun that only starts what it is given."""
     lines = [line for line in pieces("S3") if line.startswith("S3 srun python train_distributed")]

@@ -216,7 +216,7 @@ def first_peer(tmp_path: Path) -> Iterator[str]:
         process.wait(DEADLINE_S)
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_peer: str) -> None:
     """They find one another by an address in the run file; no rendezvous is started."""
     content = yaml.safe_load(two.read_text())

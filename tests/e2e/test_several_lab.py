@@ -114,6 +114,7 @@ def digest_of(run_dir: RunDir) -> str:
     return hashlib.sha256((run_dir.path / "model/model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.long
 def test_hosts_and_a_job_train_one_model_and_the_job_is_killed(lab: Lab) -> None:
     """The job is killed as by a crash of its node; the hosts' turns go on without it, and the same
     command brings it back. The hosts are held meanwhile: it comes back before they are done."""

@@ -73,6 +73,7 @@ def model_of(run_dir: RunDir) -> Path:
     return run_dir.path / "model/model.safetensors"
 
 
+@pytest.mark.long
 def test_a_laptop_and_two_queues_behind_a_login_node_train_one_model(lab: Lab) -> None:
     text = typed(lab, "train", "trio.yaml", "--dry-run")
     assert all(cluster["name"] in text for cluster in CLUSTERS), text

@@ -155,6 +155,7 @@ def test_a_killed_rank_the_time_limit_and_preemption_change_nothing(
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+@pytest.mark.long
 def test_a_cancelled_job_saves_and_is_not_queued_again(lab: Lab) -> None:
     """FSDP this time; `scancel` by hand, then `isles train` goes on, and `isles stop` stops it."""
     job_run(lab, "fsdp", training={"max_steps": 100_000})
@@ -192,7 +193,7 @@ with open(f"place-{place['RANK']}.json", "w") as stream:
 """
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_script_of_the_users_own(lab: Lab) -> None:
     """And a folder whose name means something else to sbatch, to srun and to bash."""
     (lab.shared / "place.py").write_text(SCRIPT)
@@ -226,6 +227,7 @@ clusters:
     assert found["hosts"] == list(NODES) and found["summary"]["errors"] == 0, found
 
 
+@pytest.mark.long
 def test_a_job_on_unfit_nodes_does_not_start(lab: Lab) -> None:
     metadata = next(SITE.glob("torch-*.dist-info")) / "METADATA"
     sh(lab, "a2", f"sed -i.kept 's/^Version: .*/Version: 2.11.0/' {metadata}")
@@ -240,7 +242,7 @@ def test_a_job_on_unfit_nodes_does_not_start(lab: Lab) -> None:
     assert not attempt.rank_record(0).exists()
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_rendered_script_trains_by_sbatch_alone(lab: Lab) -> None:
     job_run(lab, "rendered", training={"max_steps": 8})
     words = ("--to", "sbatch", "-o", "rendered.sh")
@@ -260,6 +262,7 @@ def test_a_rendered_script_trains_by_sbatch_alone(lab: Lab) -> None:
     assert (read_record(run_dir.attempt(1).outcome) or {})["state"] == "finished"
 
 
+@pytest.mark.long
 def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     """ctl is the laptop, and a1 the login node: start, lose the laptop, find the run again."""
     job_run(lab, "afar", launcher={"login": "a1"}, training={"max_steps": 100_000})
@@ -290,6 +293,7 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
+@pytest.mark.long
 def test_a_held_job_stays_held(lab: Lab) -> None:
     job_run(lab, "held", launcher={"extra": ["--hold", '--comment="a #b"']})
     _, _, job_id = start(lab, "held")

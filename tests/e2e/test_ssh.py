@@ -119,7 +119,7 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
         listener.wait(timeout=30)
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     """The run directory is in the home of each; a killed run goes on with other hosts."""
     python = Path(sys.executable).resolve()
@@ -156,6 +156,7 @@ def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     assert "  isles eval users-1@a1\n" in text
 
 
+@pytest.mark.long
 def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     """The hosts have no such folder, and no files: sync brings both."""
     sh(lab, "ctl", "mkdir -p /root/here/runs; cp -r /shared/tiny /shared/words.jsonl /root/here")
@@ -186,6 +187,7 @@ def test_files_travel_and_environments_are_compared(lab: Lab) -> None:
     sh(lab, "a1", "kill $(cat /root/pid); [ ! -e /root/there/new ]")
 
 
+@pytest.mark.long
 def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     """The packages that isles needs are there, by a .pth, as no host has a network to fetch them;
     isles itself is not."""
@@ -207,7 +209,7 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
     assert code == 0 and "installing" not in text and "a3: was ready" in text, text
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     """No common disk: the verdict and the stacks of all hosts lie on the head all the same, also
     where the head's own rank is the one that is frozen."""
@@ -275,6 +277,7 @@ while True:  # the signal that asks for the stacks ends a pause
 """
 
 
+@pytest.mark.long
 def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
     (lab.shared / "mine.py").write_text(SCRIPT)
 

@@ -106,6 +106,7 @@ def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
     assert_nothing_left(lab)
 
 
+@pytest.mark.long
 def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> None:
     """A rank dies while nothing can be written: the run ends, and says why.
 
@@ -136,6 +137,7 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
         assert_nothing_left(lab)
 
 
+@pytest.mark.long
 def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None:
     """Its torch is there, by its version, and cannot be imported."""
     setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/bad'

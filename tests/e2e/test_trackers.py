@@ -99,6 +99,7 @@ def _is_core(process: psutil.Process, run: Path) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_without_a_key_it_is_offline_and_says_so_or_refuses(tmp_path: Path) -> None:
     """In a process without a terminal's answers: it must not ask."""
     code = """
@@ -159,6 +160,7 @@ def kill_group(server: subprocess.Popen[bytes]) -> None:
     server.wait(DEADLINE_S)
 
 
+@pytest.mark.long
 def test_mlflow_has_one_curve_over_a_kill_of_the_run_and_one_of_the_server(
     run_file: Path, tmp_path: Path
 ) -> None:

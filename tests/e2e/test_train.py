@@ -182,7 +182,7 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     assert len(run_dir.attempts()) == 2
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_two_times_ctrl_c_stops_at_once(training: tuple[Command, RunDir]) -> None:
     command, run_dir = training
     for process in rank_processes(run_dir):
@@ -212,7 +212,7 @@ def test_a_killed_rank_is_named_first(training: tuple[Command, RunDir]) -> None:
     assert "Connection closed" not in command.err, "the other's complaint is a consequence"
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command, RunDir]) -> None:
     command, run_dir = training
     ranks, agent = rank_processes(run_dir), agent_process(run_dir)
@@ -250,6 +250,7 @@ def test_max_time_saves_and_asks_to_be_started_again(run_file: Path) -> None:
     assert list_checkpoints(run_dir)[-1].step > first
 
 
+@pytest.mark.long
 def test_max_time_alone_is_the_length_of_the_run(run_file: Path) -> None:
     alone = ("training.max_steps=null", "training.max_time=4s")
     constant = "training.lr_scheduler_type=constant"
@@ -257,7 +258,7 @@ def test_max_time_alone_is_the_length_of_the_run(run_file: Path) -> None:
     assert (read_record(the_run(run_file).summary) or {})["steps"] > 0
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_torchrun_typed_by_hand(run_file: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node=2", "-m", "isles.train", str(run_file)]
@@ -292,7 +293,7 @@ def test_errors_of_the_data_reach_the_user_without_a_traceback(run_file: Path) -
     assert "Traceback" not in command.err + command.out
 
 
-@pytest.mark.brief()
+@pytest.mark.long
 def test_torch_compile_and_bf16(run_file: Path) -> None:
     options = (
         "training.torch_compile=true",
@@ -311,6 +312,7 @@ def test_torch_compile_and_bf16(run_file: Path) -> None:
     assert len(losses) >= 2 and all(loss > 0 for loss in losses)
 
 
+@pytest.mark.long
 def test_fine_tuning_starts_from_what_was_trained(run_file: Path) -> None:
     cwd = run_file.parent
     isles("train", str(run_file), "checkpoint.export_on_finish=true", cwd=cwd)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.__main__ import RUN
+
 _NET = Path(__file__).parent / "net"
 _UP_S, _DOWN_S = 60, 30
 
@@ -119,7 +121,7 @@ def hosts(folder: Path, num_a: int = 3, num_b: int = 0) -> Iterator[Lab]:
         RuntimeError: they cannot be started; never a skip.
     """
     # Also other labs of this machine, and what a killed one has left, have names of their own.
-    prefix = f"isles-{os.getpid():x}-{secrets.token_hex(2)}"
+    prefix = f"isles-{os.environ.get(RUN, os.getpid())}-{secrets.token_hex(2)}"
     lab = Lab(folder / "lab", folder / "shared", prefix)
     lab.shared.mkdir(parents=True, exist_ok=True)
     with _taken_down(lab):
