@@ -15,6 +15,7 @@ from torch import Tensor
 from isles.config.outer import DiLoCoConfig
 from isles.config.run import RunConfig
 from isles.config.split import even_split
+from isles.config.training import learning_rate
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.data.rng import Int64Array
@@ -28,7 +29,7 @@ from isles.outer.layout import Layout, make_layout
 from isles.outer.pace import Schedule
 from isles.train.evaluate import evaluate
 from isles.train.model import count_parameters, whole_model
-from isles.train.optimizer import learning_rate, make_optimizers
+from isles.train.optimizer import make_optimizers
 from isles.train.outer_chief import schedule_of
 from isles.train.strategy import make_engine, settle_mesh
 

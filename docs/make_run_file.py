@@ -97,14 +97,19 @@ Data that is named by a path or a glob must be there when the run is started.
 
 `isles train` goes on with the newest unfinished run of the same name. If a value has changed that
 the weights depend on, it stops and names it, and you choose: put it back, `--resume no` for a new
-run, or `--resume runs/NAME-N` to go on with the new value. These may change freely:
+run, or `--resume runs/NAME-N` to go on with the new value.
 
-"""
+The length of the run (`training.max_steps`, `training.num_train_epochs`, or `training.max_time`
+where it is given alone) is such a value in two cases:
 
-AFTER_FREE = """
+- It is shorter: the run would end earlier, or at once where so many steps are done already.
+- It is longer, and changes the learning rate of the next step: with `linear` and `cosine` after the
+  warm-up, with `wsd` once the decay has begun. The message has both rates. The rest of the curve
+  follows the new length.
 
-With `linear`, `cosine` and `wsd`, the rest of the learning rate's curve follows a changed length:
-a longer `training.max_steps` stretches it.
+A longer one may change freely otherwise: with `constant`, in the warm-up, before the decay of
+`wsd`. So may all of these:
+
 """
 
 
@@ -245,7 +250,7 @@ def _free_keys() -> str:
     for section in sections:
         bound = [f"`{key}`" for key in _ROUNDING if key.startswith(section.strip("`*"))]
         free.append(section + (f", except {' and '.join(bound)}" if bound else ""))
-    return "\n".join(f"- {key}" for key in free) + AFTER_FREE
+    return "\n".join(f"- {key}" for key in free) + "\n"
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def train(
     announce: Annotated[bool, Parameter(show=False)] = False,
     join_file: Path | None = None,
     cluster: Annotated[str, Parameter(show=False)] = "",
+    typed: Annotated[str, Parameter(show=False)] = "",
 ) -> int:
     """Train: start the ranks, follow them, and go on where the last start ended.
 
@@ -102,7 +103,9 @@ def train(
         announce: The same, and say which run it is; for isles on another machine.
         join_file: A file with the join line by which this cluster reaches the others.
         cluster: Of several in the run file, start only this one.
+        typed: The command by which the user goes on with this run, where isles starts it for him.
     """
+    from isles.launch.arguments import train_command
     from isles.launch.start import StartOptions
     from isles.monitor.started import start_and_follow
 
@@ -112,7 +115,15 @@ def train(
 
         join = JoinLine.read(join_file).secret_text()
     options = StartOptions(
-        run_file, overrides, resume, dry_run, _say, _warn, cluster=cluster, join=join
+        run_file,
+        overrides,
+        resume,
+        dry_run,
+        _say,
+        _warn,
+        cluster=cluster,
+        join=join,
+        typed=typed or train_command(run_file, overrides, resume),
     )
     return start_and_follow(options, detach=detach, announce=announce)
 

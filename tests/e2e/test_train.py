@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from isles.rundir.records import read_record, read_rows
 
 DEADLINE_S = 240.0
 ISLES = (sys.executable, "-m", "isles")
+TWO = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
 
 
@@ -95,8 +97,7 @@ def agent_process(run_dir: RunDir) -> ProcessId:
 def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     """A long run of two ranks that has made its first checkpoint."""
     run_dir = the_run(run_file)
-    two = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
-    command = Command("train", str(run_file), *two, *LONG, cwd=run_file.parent)
+    command = Command("train", str(run_file), *TWO, *LONG, cwd=run_file.parent)
     command.until(lambda: list_checkpoints(run_dir) and trained_steps(run_dir) > 20)
     ranks = [*rank_processes(run_dir), agent_process(run_dir)]
     yield command, run_dir
@@ -169,13 +170,23 @@ def test_stop_from_another_terminal_and_going_on(training: tuple[Command, RunDir
     command, run_dir = training
     cwd = run_dir.path.parents[1]
     assert "running" in isles("status", cwd=cwd).out
-    isles("stop", "tiny", cwd=cwd)
+    stopped = isles("stop", "tiny", cwd=cwd).out
     assert command.end() == ExitCode.REQUEUE
     step = list_checkpoints(run_dir)[-1].step
-    run_file = str(cwd / "run.yaml")
-    shorter = ("clusters.0.gpus_per_node=2", f"training.max_steps={step + 5}")
-    going_on = isles("train", run_file, *shorter, cwd=cwd)
-    assert f"from step {step}" in going_on.out
+    words = ["isles", "train", str(cwd / "run.yaml"), *TWO, *LONG]
+    typed = f"`{shlex.join(words)}`"
+    assert f"{typed} goes on from step {step}" in stopped
+    assert f"  {typed} goes on from step {step}\n" in command.out
+
+    # The same without the overrides would end it at once.
+    plain = isles("train", words[2], cwd=cwd, expected=ExitCode.USER)
+    assert "training.max_steps: 100000 -> 20" in plain.err and "the run ends there" in plain.err
+    assert f"it was started by {typed}" in plain.err
+    assert f"from step {step}\n" in isles(*words[1:], "--dry-run", cwd=cwd).out
+
+    shorter = (*TWO, f"training.max_steps={step + 5}", "--resume", str(run_dir.path))
+    going_on = isles("train", words[2], *shorter, cwd=cwd)
+    assert f"learning rate of step {step + 1}: " in going_on.out
     train = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
     assert train[-1] == step + 5
     assert len(train) == len(set(train))
@@ -223,7 +234,7 @@ def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command,
     cwd = run_dir.path.parents[1]
     assert "killed" in isles("status", "tiny", cwd=cwd).out
     step = list_checkpoints(run_dir)[-1].step
-    shorter = ("clusters.0.gpus_per_node=2", f"training.max_steps={step + 3}")
+    shorter = (*TWO, f"training.max_steps={step + 3}", "--resume", str(run_dir.path))
     assert f"step {step}" in isles("train", str(cwd / "run.yaml"), *shorter, cwd=cwd).out
 
 

@@ -55,10 +55,10 @@ def end_attempt(run_dir: RunDir, state: str | None) -> Attempt:
     return attempt
 
 
-def add_checkpoint(run_dir: RunDir, step: int) -> Path:
+def add_checkpoint(run_dir: RunDir, step: int, **more: object) -> Path:
     folder = run_dir.checkpoints / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    manifest = {"version": 1, "step": step, "files": {}, "created_at": 1.0}
+    manifest = {"version": 1, "step": step, "files": {}, "created_at": 1.0, **more}
     write_record(folder / "manifest.json", manifest)
     return folder
 
@@ -81,13 +81,13 @@ def test_an_unfinished_run_is_gone_on_with(run_file: Path, state: str | None) ->
     first = begin(run_file)
     end_attempt(first.run_dir, state)
     add_checkpoint(first.run_dir, 8)
-    again = begin(run_file, "training.max_steps=30", "checkpoint.keep=1")
+    again = begin(run_file, "training.max_time=1h", "checkpoint.keep=1")
     assert again.resumed
     assert again.run_dir.path == first.run_dir.path
     assert again.resume_from is None
     assert "tiny-1 from step 8" in again.note
     config = load_resolved(again.run_dir.resolved.read_text()).config
-    assert config.training.max_steps == 30
+    assert config.training.max_time == 3600
 
 
 def test_a_node_s_logs_of_another_host_s_run_are_no_run_of_its_own(run_file: Path) -> None:
@@ -142,6 +142,60 @@ def test_changed_mathematics_are_refused_with_every_value(run_file: Path) -> Non
     assert begun.resumed
     assert "seed: 0 -> 3" in begun.note
     assert load_resolved(run_dir.resolved.read_text()).config.seed == 3
+
+
+CONSTANT = ("training.lr_scheduler_type=constant",)
+WSD = ("training.lr_scheduler_type=wsd", "training.decay_steps=4")
+EPOCHS = ("training.max_steps=null", "training.num_train_epochs=6")
+ONE_HOUR = (*CONSTANT, "training.max_steps=null", "training.max_time=1h")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ((), "max_steps=30", "learning rate of step 9: 8.01e-04 -> 9.18e-04"),
+        ((), "max_steps=10", "steps left after step 8: 12 -> 2"),
+        ((), "max_steps=8", "steps left after step 8: 12 -> 0: the run ends there"),
+        (CONSTANT, "max_steps=19", "training.max_steps: 20 -> 19"),
+        (CONSTANT, "max_steps=21", None),
+        (WSD, "max_steps=30", None),
+        (WSD, "max_steps=11", "learning rate of step 9: 1.00e-03 -> 7.50e-04"),
+        (EPOCHS, "num_train_epochs=2", "steps left after step 8: 22 -> 2"),
+        (ONE_HOUR, "max_time=30m", "time left after step 8: 40m 00s -> 10m 00s"),
+        (ONE_HOUR, "max_time=10m", "time left after step 8: 40m 00s -> 0s: the run ends there"),
+        (ONE_HOUR, "max_time=2h", None),
+    ],
+)
+def test_another_length_is_asked_for_where_something_depends_on_it(
+    run_file: Path, before: tuple[str, ...], after: str, said: str | None
+) -> None:
+    """Epochs of 60 samples: 5 steps of 12."""
+    run_dir = begin(run_file, *before).run_dir
+    attempt = end_attempt(run_dir, "stopped")
+    typed = "isles train run.yaml training.max_steps=20"
+    write_record(attempt.launch, {**(read_record(attempt.launch) or {}), "typed": typed})
+    add_checkpoint(run_dir, 8, samples_per_epoch=60, elapsed_s=1200)
+    if said is None:
+        begun = begin(run_file, *before, f"training.{after}")
+        assert begun.resumed and "tiny-1 from step 8, with these new values" in begun.note
+        return
+    with pytest.raises(UserError, match="not finished") as caught:
+        begin(run_file, *before, f"training.{after}")
+    assert said in caught.value.what and typed in caught.value.fix
+    assert begin(run_file, *before).note == "going on with tiny-1 from step 8"
+    begun = begin(run_file, *before, f"training.{after}", resume=str(run_dir.path))
+    assert begun.resumed and said in begun.note
+
+
+def test_a_longer_file_of_a_finished_run_is_told_how_to_train_that_one_on(run_file: Path) -> None:
+    run_dir = begin(run_file).run_dir
+    end_attempt(run_dir, "finished")
+    add_checkpoint(run_dir, 20)
+    assert begin(run_file).note == "tiny-1 is finished; this is a new run: tiny-2"
+    longer = choose_run(resolved_from(run_file, "training.max_steps=30"), "auto")
+    assert f"`--resume {run_dir.path}` trains tiny-1 on instead" in longer.note
+    other = choose_run(resolved_from(run_file, "training.max_steps=30", "seed=3"), "auto")
+    assert "--resume" not in other.note
 
 
 def test_other_values_before_the_first_checkpoint_make_a_new_run(run_file: Path) -> None:
@@ -256,7 +310,7 @@ def test_a_later_run_file_lies_beside_its_attempt(run_file: Path) -> None:
 
 def test_a_launch_record_carries_what_readers_need(run_file: Path) -> None:
     run_dir = begin(run_file).run_dir
-    attempt = new_attempt(run_dir)
+    attempt = new_attempt(run_dir, typed="isles train run.yaml seed=3")
     claim = read_record(attempt.launch)
     checkpoint = Path("x/checkpoints/step-00000008")
     process = dead_process()
@@ -272,6 +326,7 @@ def test_a_launch_record_carries_what_readers_need(run_file: Path) -> None:
         "device": "cpu",
         "command": ["a", "b"],
         "begun_at": claim["begun_at"],
+        "typed": "isles train run.yaml seed=3",
         "resumed_from": str(checkpoint),
     }
 

@@ -1,7 +1,8 @@
-"""The section `training`."""
+"""The section `training`; the length of a run and the learning rate of each step."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -121,3 +122,50 @@ class TrainingConfig(Section):
 
     eval_samples: PositiveInt | None = 512
     """Validation sequences per evaluation, always the same ones. null: all of them."""
+
+
+def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> int | None:
+    """The length of a run in inner steps.
+
+    Args:
+        config: the run file's section.
+        samples_per_epoch: training samples in one pass over the data; None: not known.
+
+    Returns:
+        None where the length is a time, or cannot be told without the samples.
+    """
+    if config.max_steps is not None:
+        return config.max_steps
+    if config.num_train_epochs is None or samples_per_epoch is None:
+        return None
+    samples = config.num_train_epochs * samples_per_epoch
+    return max(1, -(-int(samples) // config.global_batch_size))
+
+
+def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
+    """The learning rate of an inner step.
+
+    Args:
+        config: the run file's section.
+        step: 1 for the first step.
+        total_steps: length of the run; None only for a constant rate.
+
+    Returns:
+        The rate. Falling shapes reach `min_lr_ratio` of the peak just after the last step, so that
+        no step is wasted on a rate of zero.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step <= warmup:
+        return peak * step / (warmup + 1)
+    if config.lr_scheduler_type == "constant":
+        return peak
+    assert total_steps is not None, "config/rules.py lets only a constant rate run without an end"
+    falling = total_steps - warmup
+    if config.lr_scheduler_type == "wsd":
+        falling = min(falling, config.decay_steps or max(1, total_steps // 5))
+    start = total_steps - falling
+    progress = min(1.0, max(0.0, (step - 1 - start) / max(1, falling)))
+    low = config.min_lr_ratio
+    if config.lr_scheduler_type == "cosine":
+        return peak * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+    return peak * (low + (1 - low) * (1 - progress))

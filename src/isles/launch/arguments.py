@@ -1,8 +1,10 @@
-"""Overrides as people type them on a command line."""
+"""The command line of `isles train`: as people type it, and as isles shows it to them."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def normalise_overrides(tokens: Sequence[str]) -> list[str]:
@@ -25,3 +27,19 @@ def normalise_overrides(tokens: Sequence[str]) -> list[str]:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         result.append(f"{flag[2:].replace('-', '_')}={value}")
     return result
+
+
+def train_command(run_file: Path, overrides: Sequence[str], resume: str) -> str:
+    """The command that goes on with a run, from what was typed to start it.
+
+    Args:
+        run_file: the run file.
+        overrides: as `key.path=value`.
+        resume: what followed `--resume`; of a checkpoint the run is taken, which has newer ones.
+    """
+    words = ["isles", "train", str(run_file), *overrides]
+    if resume not in ("auto", "no"):
+        path = Path(resume)
+        is_checkpoint = path.parent.name == "checkpoints"
+        words += ["--resume", str(path.parent.parent if is_checkpoint else path)]
+    return shlex.join(words)

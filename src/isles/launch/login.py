@@ -111,6 +111,7 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
 def _script(there: str, lines: list[str], python: str, options: StartOptions) -> str:
     words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]
     words += [f"--resume={options.resume}", "--dry-run" if options.dry_run else "--announce"]
+    words += [f"--typed={options.typed}"] if options.typed else []
     secret = ""
     if options.join:
         secret = f"{there.rpartition('/')[0]}/join-line"

@@ -73,7 +73,7 @@ def start_manual(
         require_train()
         require_trackers(resolved.config)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
-        attempt = new_attempt(begun.run_dir, loaded.text)
+        attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         number = attempt.number
     asked = str(begun.resume_from.absolute()) if begun.resume_from else None
     fleet = _fleet(launcher, cluster, resolved, addresses, asked)

@@ -70,7 +70,8 @@ class NodeStart:
 
         Args:
             args: `resolved` and `text`, both files word for word; `resume`; `join`, a secret for
-                the run directory; `fleet`, a record; `dry_run`: only say what would be done.
+                the run directory; `typed`, see `new_attempt`; `fleet`, a record; `dry_run`: only
+                say what would be done.
 
         Returns:
             run_dir, elsewhere (the same on the other nodes), attempt (a number), note,
@@ -87,7 +88,7 @@ class NodeStart:
             attempt = begun.run_dir.attempt(last.number + 1 if last else 1)
         else:
             begun = begin_run(resolved, args["text"], args["resume"], join=args.get("join", ""))
-            attempt = new_attempt(begun.run_dir, args["text"])
+            attempt = new_attempt(begun.run_dir, args["text"], typed=args.get("typed", ""))
         found = {
             "run_dir": str(begun.run_dir.path.absolute()),
             "elsewhere": path_elsewhere(begun.run_dir.path.absolute(), resolved.config),
@@ -236,15 +237,15 @@ class NodeStart:
 
     def _write_launch(self, process: ProcessId, fleet: Fleet, command: tuple[str, ...]) -> None:
         assert self._attempt is not None
-        # The claim of `begin`, and the moment that names the attempt, are kept.
-        claimed = read_record(self._attempt.launch) or {}
+        from isles.rundir.begin import claim_of
+
         record = {
             "attempt": self._attempt.number,
             **process.record(),
             "world_size": fleet.world_size,
             "device": fleet.device,
             "command": list(command),
-            "begun_at": claimed.get("begun_at", time.time()),
+            **claim_of(self._attempt),  # its moment names the attempt
             "resumed_from": fleet.resume_from,
             "launcher": fleet.launcher,
             "hosts": [node.ssh for node in fleet.nodes],

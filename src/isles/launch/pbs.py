@@ -71,7 +71,7 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
         if begun.note:
             options.say(begun.note)
         run_dir = RunDir(begun.run_dir.path.absolute())
-        attempt = new_attempt(run_dir, loaded.text)
+        attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
         with submission(begun, attempt):
             text = _script(resolved, launcher, dialect, run_dir, attempt, begun, workdir)
             write_text_atomic(attempt.script, text)

@@ -66,7 +66,7 @@ def start_slurm(
         refresh_last(resolved, options.resume)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         run_dir = RunDir(begun.run_dir.path.absolute())
-        attempt = new_attempt(run_dir, loaded.text)
+        attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
         write_text_atomic(attempt.script, _script(resolved, launcher, begun, attempt, workdir))
         slurm = Slurm(launcher.bin_path)
         with submission(begun, attempt):

@@ -216,6 +216,7 @@ class _SshStart:
             text=self.loaded.text,
             resume=self.options.resume,
             join="" if dry_run else self.options.join,
+            typed=self.options.typed,
             fleet=self.fleet.record(),
             dry_run=dry_run,
         )

@@ -97,6 +97,7 @@ class StartOptions:
             `join` of the run directory, and nowhere else. Empty: a run that goes on keeps its own.
         loaded: the run file of `path` where it is no file of this machine; its text says
             everything, so that there are no overrides.
+        typed: the command that goes on with the run, as the user types it; empty: not known.
     """
 
     path: Path
@@ -108,6 +109,7 @@ class StartOptions:
     cluster: str = ""
     join: str = field(default="", repr=False)
     loaded: Loaded | None = None
+    typed: str = ""
 
 
 def start(options: StartOptions) -> Started | Loaded | str:
@@ -144,7 +146,12 @@ def _start_one(loaded: Loaded, options: StartOptions) -> Started | str:
                 return dry_run_text(resolved, options.resume)
             require_train()
             return start_run(
-                loaded, resolved, resume=options.resume, say=options.say, join=options.join
+                loaded,
+                resolved,
+                resume=options.resume,
+                say=options.say,
+                join=options.join,
+                typed=options.typed,
             )
         case SshLauncherConfig() as launcher:
             from isles.launch.ssh import start_ssh
@@ -167,7 +174,13 @@ def _start_one(loaded: Loaded, options: StartOptions) -> Started | str:
 
 
 def start_run(
-    loaded: Loaded, resolved: Resolved, *, resume: str, say: Say, join: str = ""
+    loaded: Loaded,
+    resolved: Resolved,
+    *,
+    resume: str,
+    say: Say,
+    join: str = "",
+    typed: str = "",
 ) -> Started:
     """Make or choose the run directory, and start the ranks on this machine.
 
@@ -176,7 +189,7 @@ def start_run(
         resolved: its values.
         resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
         say: takes lines for the user.
-        join: see `StartOptions`.
+        join, typed: see `StartOptions`.
 
     Raises:
         UserError: the run cannot be begun, or the machine cannot start it.
@@ -192,7 +205,7 @@ def start_run(
     if begun.note:
         say(begun.note)
     run_dir = begun.run_dir
-    attempt = new_attempt(run_dir, loaded.text)
+    attempt = new_attempt(run_dir, loaded.text, typed=typed)
     job = local_job(
         run_dir,
         attempt,

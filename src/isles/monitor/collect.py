@@ -13,7 +13,7 @@ from isles.facts.units import format_duration
 from isles.launch.queue import JobReport, refresh
 from isles.monitor.nodes import NodeReport, checked_text, node_reports
 from isles.monitor.stalls import stall_texts
-from isles.rundir.find import typed_name
+from isles.rundir.find import typed_command, typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
@@ -232,7 +232,9 @@ def _hint(
         case "finished":
             return f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
-            return f"`isles train` with its run file goes on {place}"
+            typed = typed_command(run_dir)
+            command = f"`{typed}`" if typed else "`isles train` with its run file"
+            return f"{command} goes on {place}"
         case "unknown":
             return _unknown_hint(run_dir, state, host, now_s)
         case "running" if silent_s is not None and silent_s > QUIET_S:

@@ -11,7 +11,7 @@ from isles.errors import ExitCode
 from isles.facts.units import format_count, format_duration
 from isles.monitor.collect import generate_command
 from isles.monitor.errors import failure_lines
-from isles.rundir.find import typed_name
+from isles.rundir.find import typed_command, typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
@@ -117,11 +117,13 @@ def _killed_lines(run_dir: RunDir, attempt: Attempt) -> list[str]:
 
 def _next_start(run_dir: RunDir) -> list[str]:
     checkpoints = list_checkpoints(run_dir)
+    typed = typed_command(run_dir)
+    command = f"`{typed}`" if typed else "the same `isles train` command"
     if script_of(run_dir) is not None:
-        return ["  the same `isles train` command starts the script again"]
+        return [f"  {command} starts the script again"]
     if not checkpoints:
-        return ["  nothing was saved; the same `isles train` command starts from the beginning"]
-    return [f"  the same `isles train` command goes on from step {checkpoints[-1].step}"]
+        return [f"  nothing was saved; {command} starts from the beginning"]
+    return [f"  {command} goes on from step {checkpoints[-1].step}"]
 
 
 def _print(console: Console, lines: list[str]) -> None:

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isles.config.load import Loaded
-from isles.config.resume import changed_mathematics
+from isles.config.resume import (
+    change_lines,
+    changed_error,
+    changed_length,
+    changed_mathematics,
+)
 from isles.config.run import RunConfig
 from isles.errors import UserError
 from isles.monitor.collect import RunReport
@@ -105,8 +110,8 @@ def _go_on(loaded: Loaded, old: SeveralRun, *, may_change: bool) -> Choice:
     )
     notes: list[str] = []
     if todo or running:
-        is_saved = any(report.checkpoint_step is not None for report in reports.values())
-        changes = _changes(loaded, old, may_change=may_change or not is_saved)
+        saved = [r.checkpoint_step for r in reports.values() if r.checkpoint_step is not None]
+        changes = _changes(loaded, old, max(saved, default=None), may_change=may_change)
         notes = [*_notes(run, todo, running, reports), *_gone(old, names, reports), *changes]
     return Choice(run, True, todo, tuple(running), "\n".join(notes))
 
@@ -157,21 +162,17 @@ def _gone(old: SeveralRun, names: list[str], reports: dict[str, RunReport]) -> l
     return lines
 
 
-def _changes(loaded: Loaded, old: SeveralRun, *, may_change: bool) -> list[str]:
+def _changes(loaded: Loaded, old: SeveralRun, saved: int | None, *, may_change: bool) -> list[str]:
+    """Lines about values that have changed; `saved`: the step of the newest checkpoint."""
     try:
         before = RunConfig.model_validate(old.config)
     except ValueError:
         return [f"  the old values of {old.name}, of another isles, could not be compared"]
     changes = changed_mathematics(before, loaded.config)
-    lines = [f"    {change.key}: {change.old} -> {change.new}" for change in changes]
-    if not lines:
+    if saved is not None:
+        changes += changed_length(before, loaded.config, {"step": saved})
+    if not changes:
         return []
-    if may_change:
-        return ["  with these new values:", *lines]
-    raise UserError(
-        f"{old.name} is not finished, and these values have changed since:\n" + "\n".join(lines),
-        where=str(old.path),
-        fix="put them back to go on with it, or `--resume no` for a new run, or "
-        f"`--resume {typed_name(old)}` to go on with the new values",
-        id="run.changed",
-    )
+    if may_change or saved is None or all(change.is_free for change in changes):
+        return ["  with these new values:", change_lines(changes)]
+    raise changed_error(old.path, typed_name(old), old.typed, changes)

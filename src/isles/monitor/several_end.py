@@ -42,7 +42,8 @@ def end_lines(run: SeveralRun, codes: Mapping[str, int]) -> tuple[list[str], int
         lines.append(f"  {cluster.name.ljust(width)}  {_end_text(reports.get(cluster.name))}")
     lines += model_lines(run, reports)
     if state != "finished" and not any(r.state in ALIVE for r in reports.values()):
-        lines.append("  the same `isles train` command goes on with all of them")
+        typed = f"`{run.typed}`" if run.typed else "the same `isles train` command"
+        lines.append(f"  {typed} goes on with all of them")
     return lines, worst(codes.values())
 
 

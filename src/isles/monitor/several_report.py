@@ -96,7 +96,8 @@ def several_lines(report: SeveralReport) -> list[str]:
     if report.state == "finished":
         lines += model_lines(run, report.clusters)
     elif not any(r.state in ALIVE for r in report.clusters.values()):
-        lines.append("  `isles train` with its run file goes on with all of them")
+        typed = f"`{run.typed}`" if run.typed else "`isles train` with its run file"
+        lines.append(f"  {typed} goes on with all of them")
     lines.append(f"  directory  {run.path}")
     return lines
 

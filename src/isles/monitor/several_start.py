@@ -143,6 +143,7 @@ class SeveralStart:
         options = self.options
         words = ["train", str(options.path), *options.overrides, "--cluster", name]
         words += [f"--resume={self.choice.todo[name]}", how]
+        words += [f"--typed={options.typed}"] if options.typed else []
         has_line = how == "--announce" and self.run.meets
         return words + (["--join-file=/dev/stdin"] if has_line else [])
 
@@ -153,7 +154,7 @@ class SeveralStart:
             path.mkdir(exist_ok=self.choice.is_resumed)
             if not self.choice.is_resumed:
                 write_text_atomic(self.run.run_file, self.loaded.text)
-        self.run = replace(self.run, started_at=time.time())
+        self.run = replace(self.run, started_at=time.time(), typed=self.options.typed)
         self.run.write()
 
     def _open(self) -> JoinLine:

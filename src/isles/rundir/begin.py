@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.resolve import Resolved, dump_resolved, load_resolved
-from isles.config.resume import Change, changed_mathematics
+from isles.config.resume import (
+    Change,
+    changed_error,
+    changed_length,
+    changed_mathematics,
+    has_more_to_do,
+    with_changes,
+)
+from isles.config.run import RunConfig
 from isles.errors import UserError
-from isles.rundir.find import find_run, is_run_dir, numbered_runs
-from isles.rundir.manifest import list_checkpoints
+from isles.rundir.find import find_run, is_run_dir, numbered_runs, typed_command
+from isles.rundir.manifest import CheckpointInfo, list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record, write_secret, write_text_atomic
@@ -124,7 +132,11 @@ def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.ti
 
 
 def new_attempt(
-    run_dir: RunDir, run_file_text: str | None = None, now: Clock = time.time
+    run_dir: RunDir,
+    run_file_text: str | None = None,
+    now: Clock = time.time,
+    *,
+    typed: str = "",
 ) -> Attempt:
     """The folder of the next start of a run, claimed for this process.
 
@@ -135,6 +147,7 @@ def new_attempt(
         run_dir: the run.
         run_file_text: the run file of this start; kept beside its logs if it is not the first's.
         now: the clock.
+        typed: the command that goes on with this run, as its user would type it.
 
     Raises:
         UserError: the run is running, or the folder cannot be written.
@@ -150,7 +163,8 @@ def new_attempt(
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
-                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, now)
+                claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now(), "typed": typed}
+                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, claim)
                 staged.rename(attempt.path)
             except OSError as error:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -185,7 +199,6 @@ def write_job_launch(
         bin_path: the folder of the queue's commands; None: on PATH.
         now: the clock, for an attempt that `new_attempt` did not make.
     """
-    claimed = read_record(attempt.launch) or {}
     record: dict[str, Any] = {
         "attempt": attempt.number,
         "launcher": launcher,
@@ -195,7 +208,7 @@ def write_job_launch(
         "world_size": world_size,
         "device": device,
         "command": list(command),
-        "begun_at": claimed.get("begun_at", now()),
+        **claim_of(attempt, now),
         "resumed_from": str(resumed_from) if resumed_from else None,
     }
     with clear_errors(attempt.path):
@@ -225,14 +238,13 @@ def write_launch(
         agents: under a torchrun typed by hand, the processes that start ranks again.
         now: the clock, for an attempt that `new_attempt` did not make.
     """
-    claimed = read_record(attempt.launch) or {}
     record: dict[str, Any] = {
         "attempt": attempt.number,
         **process.record(),
         "world_size": world_size,
         "device": device,
         "command": list(command),
-        "begun_at": claimed.get("begun_at", now()),
+        **claim_of(attempt, now),
         "resumed_from": str(resumed_from) if resumed_from else None,
         **({"agents": agents} if agents else {}),
     }
@@ -240,10 +252,15 @@ def write_launch(
         write_record(attempt.launch, record)
 
 
-def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, now: Clock) -> None:
+def claim_of(attempt: Attempt, now: Clock = time.time) -> dict[str, Any]:
+    """What the record of a start keeps of the claim that `new_attempt` has made."""
+    claim = read_record(attempt.launch) or {}
+    return {"begun_at": claim.get("begun_at", now()), "typed": claim.get("typed", "")}
+
+
+def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, claim: Any) -> None:
     attempt.path.chmod(0o755)
-    claim = {"attempt": attempt.number, **ProcessId.of(os.getpid()).record(), "begun_at": now()}
-    write_record(attempt.launch, claim)
+    write_record(attempt.launch, {"attempt": attempt.number, **claim})
     first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
     if text is not None and text != first:
         write_text_atomic(attempt.path / "run.yaml", text)
@@ -291,26 +308,23 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     refuse_running(run_dir, state, now)
     if state.state == "finished":
         note = f"{run_dir.name} is finished; this is a new run: {fresh.name}"
+        if _is_longer(run_dir, resolved):
+            note += f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
         return Begun(fresh, resumed=False, note=note)
-    steps = [info.step for info in list_checkpoints(run_dir)]
-    changes = _changes(run_dir, resolved)
-    if changes and not steps:
+    saved = list_checkpoints(run_dir)
+    changes = _changes(run_dir, resolved, saved[-1] if saved else None)
+    asked = not all(change.is_free for change in changes)
+    if asked and not saved:
         note = (
             f"{run_dir.name} ended before its first checkpoint, with other values; "
             f"this is a new run: {fresh.name}"
         )
         return Begun(fresh, resumed=False, note=note)
-    if changes:
-        raise UserError(
-            f"{run_dir.name} is not finished, and these values have changed since:\n"
-            + _lines(changes),
-            where=str(run_dir.path),
-            fix="put them back to go on with it, or `--resume no` for a new run, or "
-            f"`--resume {run_dir.path}` to go on with the new values",
-            id="run.changed",
-        )
-    place = f"from step {steps[-1]}" if steps else "from the start: it has no checkpoint"
-    return Begun(run_dir, resumed=True, note=f"going on with {run_dir.name} {place}")
+    if asked:
+        raise changed_error(run_dir.path, str(run_dir.path), typed_command(run_dir), changes)
+    place = f"from step {saved[-1].step}" if saved else "from the start: it has no checkpoint"
+    note = with_changes(f"going on with {run_dir.name} {place}", changes)
+    return Begun(run_dir, resumed=True, note=note)
 
 
 def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
@@ -338,13 +352,13 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
         )
     refuse_running(run_dir, run_state(run_dir, now), now)
     note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
+    saved = [info for info in list_checkpoints(run_dir) if checkpoint in (None, info.path)]
     try:
-        changes = _changes(run_dir, resolved)
+        changes = _changes(run_dir, resolved, saved[-1] if saved else None)
     except UserError as error:
         note += f"; its old values could not be compared: {error.what}"
     else:
-        if changes:
-            note += ", with these new values:\n" + _lines(changes)
+        note = with_changes(note, changes)
     return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)
 
 
@@ -354,17 +368,33 @@ def _other_head(run_dir: RunDir) -> str | None:
     return str(mark.get("head")) if mark is not None else None
 
 
-def _changes(run_dir: RunDir, resolved: Resolved) -> list[Change]:
+def _changes(run_dir: RunDir, resolved: Resolved, info: CheckpointInfo | None) -> list[Change]:
+    """What has changed since the last start; `info`: the checkpoint that would be loaded."""
+    old = _old_config(run_dir)
+    changes = changed_mathematics(old, resolved.config)
+    return changes + (changed_length(old, resolved.config, info.manifest) if info else [])
+
+
+def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
+    """Whether a run file is that of a finished run, with a greater length."""
+    saved = list_checkpoints(run_dir)
+    if not saved or not has_more_to_do(resolved.config, saved[-1].manifest):
+        return False
     try:
-        old = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
+        old = _old_config(run_dir)
+    except UserError:
+        return False  # of another isles: it could not be gone on with
+    return not (
+        has_more_to_do(old, saved[-1].manifest) or changed_mathematics(old, resolved.config)
+    )
+
+
+def _old_config(run_dir: RunDir) -> RunConfig:
+    try:
+        return load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     except (OSError, ValueError) as error:
         raise UserError(
             f"resolved.yaml cannot be read: {error}",
             where=str(run_dir.resolved),
             fix="`--resume no` starts a new run",
         ) from error
-    return changed_mathematics(old.config, resolved.config)
-
-
-def _lines(changes: list[Change]) -> str:
-    return "\n".join(f"    {change.key}: {change.old} -> {change.new}" for change in changes)

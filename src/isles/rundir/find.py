@@ -192,6 +192,13 @@ def typed_name(run_dir: RunDir | SeveralRun) -> str:
     return shlex.quote(str(run_dir.path))
 
 
+def typed_command(run_dir: RunDir) -> str:
+    """The command that goes on with a run, with all that was typed at its last start; empty where
+    that is not on record."""
+    attempt = run_dir.last_attempt()
+    return str((read_record(attempt.launch) or {}).get("typed") or "") if attempt else ""
+
+
 def _names(run: RemoteRun) -> tuple[str, ...]:
     """What means exactly this run, or others that are called the same."""
     return run.name, run.label, f"{run.name}@{run.ssh}", run.place, run.path

@@ -44,6 +44,7 @@ class SeveralRun:
         config: every value of the run file at its last start.
         rendezvous: HOST:PORT of one that was started by itself; empty: it belongs to this run, or
             there is none (`meets`).
+        typed: the command that goes on with it, as the user types it; empty: not known.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class SeveralRun:
     started_at: float
     config: dict[str, Any]
     rendezvous: str = ""
+    typed: str = ""
 
     @property
     def name(self) -> str:
@@ -132,6 +134,7 @@ def read_several(path: Path) -> SeveralRun | None:
             float(record["started_at"]),
             dict(record["config"]),
             str(record.get("rendezvous", "")),
+            str(record.get("typed", "")),
         )
     except (KeyError, TypeError, ValueError):
         return None  # of another version

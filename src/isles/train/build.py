@@ -22,6 +22,7 @@ from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
 from isles.config.run import RunConfig
 from isles.config.shape import check_shape
+from isles.config.training import length_in_steps
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
@@ -87,7 +88,7 @@ def build(
     base = agree_on_base(config, world, resume_from)
     built = _make_engine(config, world, recorder, tokenizer, resume_from)
     mesh, balancer, engine = built.mesh, built.balancer, built.engine
-    total_steps = _total_steps(config, training)
+    total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is taken over.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
@@ -118,6 +119,7 @@ def build(
         total_steps=total_steps,
         git_commit=_git_commit() if world.is_main else None,
         data_content=training.content,
+        samples_per_epoch=training.samples_per_epoch,
         base=base,
     )
     if between is not None:
@@ -343,16 +345,6 @@ def _take_over(
         checkpoint.path,
     )
     return progress
-
-
-def _total_steps(config: RunConfig, training: Dataset) -> int | None:
-    limits = config.training
-    if limits.max_steps is not None:
-        return limits.max_steps
-    if limits.num_train_epochs is None:
-        return None
-    samples = limits.num_train_epochs * training.samples_per_epoch
-    return max(1, -(-int(samples) // limits.global_batch_size))
 
 
 def _git_commit() -> str | None:

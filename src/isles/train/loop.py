@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from isles.config.training import learning_rate
 from isles.errors import ExitCode
 from isles.train.finite import check_finite
-from isles.train.optimizer import learning_rate
 from isles.train.outer_step import outer_step
 from isles.train.parts import Parts
 from isles.train.stop import TIME_IS_UP

@@ -1,8 +1,7 @@
-"""Optimizers and the learning rate of each step."""
+"""Optimizers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -61,35 +60,6 @@ def make_optimizers(
             )
             _start_momentum(muon)
             return [muon, _adamw(config, rest)] if rest else [muon]  # adapters have none
-
-
-def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
-    """The learning rate of an inner step.
-
-    Args:
-        config: the run file's section.
-        step: 1 for the first step.
-        total_steps: length of the run; None only for a constant rate.
-
-    Returns:
-        The rate. Falling shapes reach `min_lr_ratio` of the peak just after the last step, so that
-        no step is wasted on a rate of zero.
-    """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    if step <= warmup:
-        return peak * step / (warmup + 1)
-    if config.lr_scheduler_type == "constant":
-        return peak
-    assert total_steps is not None, "config/rules.py lets only a constant rate run without an end"
-    falling = total_steps - warmup
-    if config.lr_scheduler_type == "wsd":
-        falling = min(falling, config.decay_steps or max(1, total_steps // 5))
-    start = total_steps - falling
-    progress = min(1.0, max(0.0, (step - 1 - start) / max(1, falling)))
-    low = config.min_lr_ratio
-    if config.lr_scheduler_type == "cosine":
-        return peak * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
-    return peak * (low + (1 - low) * (1 - progress))
 
 
 def _start_momentum(optimizer: Optimizer) -> None:

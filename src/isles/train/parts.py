@@ -52,6 +52,7 @@ class Parts:
     total_steps: int | None
     git_commit: str | None
     data_content: str
+    samples_per_epoch: int
     base: dict[str, str] | None
     outer: Outer | None = None
 
@@ -174,6 +175,7 @@ class Parts:
             "outer": None if self.outer is None else self.outer.turns.manifest(),
             "seed": self.config.seed,
             "data": self.data_content,
+            "samples_per_epoch": self.samples_per_epoch,
             "base": self.base,
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
