@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_a_killed_rank_is_noticed_by_the_others(run_file: Path) -> None:
     error = read_record(attempt.rank_error(0)) or {}
     assert error["is_communication"]
     assert error["exit_code"] == ExitCode.COMMUNICATION
+
+
+def test_ranks_without_an_agent_end_when_their_run_directory_is_deleted(run_file: Path) -> None:
+    saves = ("checkpoint.every_steps=2", "training.logging_steps=1")
+    run_dir, _, gang = start_training(run_file, 2, "training.max_steps=100000", *saves)
+    assert rows_after_start(run_dir, gang, 4)
+    while run_dir.path.exists():  # what a rank writes meanwhile may keep a folder
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+    assert gang.wait()[0] == ExitCode.TRAINING
+    assert f"the run directory {run_dir.path} is not there any more" in gang.log.read_text()
+    assert not run_dir.path.exists(), "nobody makes it again"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")

@@ -352,6 +352,7 @@ def one_rank_or_two(env: RankEnv, run_file: str, folder: str) -> dict[str, Any]:
     found["pending"] = cluster.pending
     for fragment in range(2):
         cluster.export_state(fragment, path / f"{fragment}.safetensors", version=2)
+    (path / "saved").mkdir(exist_ok=True)
     write_shards(stage(cluster.state_dict(), (0, 1)), path / "saved", world.saving)
     weights = coarse.weights()
     if world.is_main:

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,6 +237,19 @@ def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command,
     step = list_checkpoints(run_dir)[-1].step
     shorter = (*TWO, f"training.max_steps={step + 3}", "--resume", str(run_dir.path))
     assert f"step {step}" in isles("train", str(cwd / "run.yaml"), *shorter, cwd=cwd).out
+
+
+def test_a_run_whose_directory_is_deleted_ends_at_once(training: tuple[Command, RunDir]) -> None:
+    command, run_dir = training
+    ranks, agent = rank_processes(run_dir), agent_process(run_dir)
+    while run_dir.path.exists():  # what a rank writes meanwhile may keep a folder
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+    assert command.end() == ExitCode.TRAINING
+    assert not [process for process in (*ranks, agent) if process.is_alive()]
+    assert not run_dir.path.exists(), "nobody makes it again"
+    assert f"error: the run directory {run_dir.path} is not there any more" in command.err
+    assert f"where: host {agent.host}, where its processes have ended\n" in command.err
+    assert "isles explain run.gone" in command.err and "Traceback" not in command.err
 
 
 def test_nothing_listens_but_on_loopback(training: tuple[Command, RunDir]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -317,6 +318,19 @@ def test_a_wish_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> 
         outcome = made.ends("it is over")
         made.look_until(lambda: second.order["phase"] == "over", "the other hears of it too")
         assert outcome["state"] == "stopped"
+
+
+def test_a_run_directory_that_is_deleted_ends_all_nodes_at_once(tmp_path: Path) -> None:
+    with table(tmp_path) as made:
+        contacts = made.begin(0, 1)
+        shutil.rmtree(made.run_dir.path)
+        made.look_until(
+            lambda: all(c.order.get("phase") == "over" for c in contacts), "all are told"
+        )
+        for contact in contacts:
+            assert contact.order["now"] and contact.order["exit_code"] == ExitCode.TRAINING
+            assert f"{made.run_dir.path} is not there any more" in contact.order["reason"]
+        assert not made.run_dir.path.exists()
 
 
 def test_files_are_given_for_the_right_digest_only(tmp_path: Path) -> None:

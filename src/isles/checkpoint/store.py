@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -72,8 +76,20 @@ def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGro
         save(staged, storage_writer=_Writer(folder), process_group=group)
 
 
+class _FoldersThatAreThere(FileSystem):
+    """torch makes the folder of a checkpoint with all that is above it, and so made a run directory
+    again that was deleted. The folder is there: `CheckpointManager` and `Travel` make it."""
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make nothing."""
+
+
 class _Writer(FileSystemWriter):
     """Says where a disk is that does not take a part: the others hear of it by this error alone."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _FoldersThatAreThere()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part.

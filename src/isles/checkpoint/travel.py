@@ -77,7 +77,8 @@ class Travel:
             staging = self.staging(partial)
             try:
                 shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
+                staging.parent.mkdir(exist_ok=True)
+                staging.mkdir()
             except OSError as error:
                 fault = disk_fault(error, self._run_dir.path, self._world.rank)
         raise_first(self._world.gather(fault))
@@ -220,7 +221,7 @@ class Travel:
                     file.stat().st_size == expected["size"]
                     and hash_file(file) == expected["sha256"]
                 ):
-                    folder.mkdir(parents=True, exist_ok=True)
+                    folder.mkdir(exist_ok=True)
                     (folder / file.name).hardlink_to(file)
                     has.add(file.name)
             except OSError:

@@ -89,7 +89,7 @@ class Ledger:
         assert segment.number == len(self._segments), "a start begins with a segment on record"
         if not self._is_ours:
             # Whole, for the last line may be torn, or all of it of other data.
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(exist_ok=True)
             rows = [{"identity": self._identity}, *(known.record() for known in self._segments)]
             write_text_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             self._is_ours = True

@@ -124,6 +124,12 @@ def send_parcels(
         ends.close()
 
 
+def _make_folder(folder: Path) -> None:
+    """With the one above it and no further: a deleted run directory must not come back."""
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+
+
 class Incoming:
     """A file that is being taken: written as it comes, and hashed.
 
@@ -133,7 +139,7 @@ class Incoming:
     """
 
     def __init__(self, path: Path, spans: Sequence[Span]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         self._stream = io.FileIO(path, "wb")
         self._places = _Places(spans)
         self._hash = hashlib.sha256()
@@ -301,7 +307,7 @@ class _Ends:
         self._digests[-1] = digest
 
     def _check_space(self, wanted: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(self._folder)
         free = shutil.disk_usage(self._folder).free
         if free < wanted + _SPARE_BYTES:
             raise TrainingError(

@@ -8,20 +8,25 @@ import threading
 
 from rich.console import Console
 
-from isles.errors import ExitCode, UserError
+from isles.errors import ExitCode, UserError, more_lines
 from isles.launch.queue import queue_job, refresh
 from isles.launch.start import Started
 from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
 from isles.monitor.inbox import Inbox
-from isles.monitor.stop import Stopping
+from isles.monitor.stop import Stopping, wait_for_end
 from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
+from isles.rundir.process import ProcessId
+from isles.rundir.refusals import deleted
 from isles.rundir.remote import RemoteRun
 from isles.rundir.state import attempt_state
 
 _QUEUE_S = 5.0
 """How often the queue is asked."""
+
+_GONE_S = 60.0
+"""How long the processes of a run may take to end once its directory is gone."""
 
 
 class _Attendant:
@@ -101,6 +106,7 @@ def attend(
 
         return RemoteAttendant(started.remote, attempt.number, inbox, errors).attend()
     attendant = _Attendant(started, inbox, errors)
+    process = started.process or attempt_state(run_dir, attempt).process
     is_over = threading.Event()
     if queue_job(run_dir, attempt) is not None:
         threading.Thread(target=_ask_queue, args=(run_dir, attempt, is_over), daemon=True).start()
@@ -110,6 +116,8 @@ def attend(
             return ExitCode.OK
         if attendant.was_killed:
             return ExitCode.INTERRUPTED
+        if (gone := deleted(attempt)) is not None:
+            return _conclude_gone(gone, process, errors)
         return conclude(run_dir, attempt, console, errors)
     except BrokenPipeError:
         name = typed_name(run_dir)
@@ -117,6 +125,19 @@ def attend(
         raise
     finally:
         is_over.set()
+
+
+def _conclude_gone(gone: UserError, process: ProcessId | None, errors: Console) -> int:
+    """The run directory is not there any more: say so once the processes of the run have ended."""
+    place = gone.where
+    if process is not None and process.is_here():
+        has_ended = wait_for_end(process, _GONE_S)
+        still = f"where pid {process.pid} has not ended yet"
+        place += f", {'where its processes have ended' if has_ended else still}"
+    lines = [f"error: {gone.what}", f"  where: {place}", f"  fix: {gone.fix}"]
+    for line in (*lines, *more_lines(gone.ids)):
+        errors.print(line, markup=False, highlight=False, soft_wrap=True)
+    return int(gone.exit_code)
 
 
 def attend_here(run_dir: RunDir, number: int | None, *, takes_orders: bool, is_begun: bool) -> int:

@@ -138,7 +138,7 @@ class _File:
             return
         try:
             if writes:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(exist_ok=True)
             self._stream = io.FileIO(self._partial if writes else path, "wb" if writes else "rb")
         except OSError as error:
             self._fail(error)

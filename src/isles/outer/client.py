@@ -372,7 +372,7 @@ class Client:
 
     async def _fetch_state(self, answer: StateAnswer, folder: Path, end: float) -> StateAnswer:
         loop = asyncio.get_running_loop()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for index, file in enumerate(answer.files):
             place = f"/v1/states/{answer.state}/files/{index}"
             target = folder / file.name

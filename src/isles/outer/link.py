@@ -132,7 +132,7 @@ class Link:
         Returns:
             The link, at once.
         """
-        spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
         link = cls(member, settings, join_file, spool, version, anchors, holding, log_file)
         link._attendant.start()
         return link

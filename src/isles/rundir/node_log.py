@@ -32,7 +32,8 @@ def new_node_log(run_dir: RunDir, node: int) -> Path:
         OSError: it cannot be written.
     """
     folder = node_log_folder(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path = folder / f"cluster_train_{time.strftime('%Y%m%d_%H%M%S')}_node{node}.log"
     path.touch()
     staged = folder / f".latest_node{node}.{os.getpid()}"

@@ -1,13 +1,15 @@
-"""What the operating system's refusals to write mean."""
+"""What the operating system's refusals to write mean, and that a run directory is gone."""
 
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from isles.errors import UserError
+from isles.errors import TrainingError, UserError
+from isles.rundir.paths import Attempt
 
 
 @contextmanager
@@ -29,3 +31,25 @@ def clear_errors(path: Path) -> Iterator[None]:
                 what = f"the run directory cannot be written: {error.strerror or error}"
                 fix = "set another output_dir"
         raise UserError(what, where=where, fix=fix) from error
+
+
+def deleted(attempt: Attempt) -> TrainingError | None:
+    """The end of a start whose folder is not there any more; None while it is.
+
+    Whoever leads ranks asks this at each look: what they go on to write would be a part of nothing.
+    """
+    try:
+        attempt.path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        run = attempt.path.parent.parent
+        return TrainingError(
+            f"the run directory {run} is not there any more: it was deleted or moved away while "
+            "the run was training",
+            where=f"host {socket.gethostname()}",
+            fix="`isles train` starts a new run; where it was moved, move it back first, to go on "
+            "with what it has saved",
+            id="run.gone",
+        )
+    except OSError:  # a disk that fails or is slow: it may come back
+        return None
+    return None

@@ -30,6 +30,8 @@ class TensorBoardTracker:
             # Imported with the first row: it costs a second that the first step need not wait for.
             from torch.utils.tensorboard import SummaryWriter
 
+            for folder in (self._folder.parent, self._folder):
+                folder.mkdir(exist_ok=True)  # the writer would make the run directory again, too
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         for name, value in row.items():
             if name not in ("kind", "step", "at") and isinstance(value, int | float):

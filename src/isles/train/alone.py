@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isles.errors import ExitCode
+from isles.rundir.refusals import deleted
 from isles.rundir.restarts import (
     checkpoint_to_load,
     newest_step,
@@ -48,9 +49,12 @@ class Alone:
                 with relay.between_ranks():
                     part = self._part(restart)
                 crew.begin(part)
-                while crew.is_running:
+                while crew.is_running and deleted(self.gang.attempt) is None:
                     time.sleep(_LOOK_S)
                     crew.look()
+                if (gone := deleted(self.gang.attempt)) is not None:
+                    say(f"{gone}: the ranks end at once")
+                    break
                 try:
                     restart = self._after(crew, relay, ending)
                 except OSError as error:

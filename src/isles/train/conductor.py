@@ -15,6 +15,7 @@ from isles.rundir.fleet import Fleet
 from isles.rundir.pace import CLOSING_S, END_GRACE_S, LOST_AFTER_S, WAITING_EVERY_S
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
+from isles.rundir.refusals import deleted
 from isles.rundir.restarts import (
     Restart,
     checkpoint_to_load,
@@ -100,6 +101,9 @@ class Conductor:
     def look(self) -> None:
         """One look at everything; called ten times a second or so."""
         self._lobby.look(self._clock())
+        if not self.is_over and (gone := deleted(self._attempt)) is not None:
+            self._is_now = True
+            self.fail(trouble(gone.what, gone.fix, gone.exit_code, id=gone.id))
         try:
             self._decide()
             self._ending.is_well()

@@ -79,7 +79,7 @@ class Alone:
         self.members: tuple[str, ...] = (name,)
         self.is_connected = True
         self.pace = self.sent_bytes = self.received_bytes = 0
-        spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spool.mkdir(mode=0o700, exist_ok=True)
 
     def contribution_path(self, turn: int) -> Path:
         """Where a contribution is to be written."""

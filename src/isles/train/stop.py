@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.rundir.paths import Attempt
+from isles.rundir.refusals import deleted
 from isles.rundir.stop_request import StopKind, read_stop_request
+
+log = logging.getLogger(__name__)
 
 _STUCK_S = 3.0
 _LOOK_S = 0.5
@@ -103,9 +107,15 @@ class StopSignals:
             os._exit(_CODES[signal.Signals(number)])
 
     def _look(self, attempt: Attempt) -> None:
-        """Turn a request in the attempt's folder into the signal that means the same."""
+        """Turn a request in the attempt's folder into the signal that means the same.
+
+        Where that folder is gone, the rank ends: it may have no agent of ours that would end it.
+        """
         told: StopKind | None = None
         while not self._is_over.wait(_LOOK_S):
+            if (gone := deleted(attempt)) is not None:
+                log.error("%s", gone)
+                os._exit(gone.exit_code)
             try:
                 request = read_stop_request(attempt) if attempt.stop_request.exists() else None
             except OSError:  # a disk of the network, while the file is replaced: looked at again

@@ -72,6 +72,7 @@ def write_tokenizer(config: RunConfig, folder: Path) -> None:
         stop_at_turns(tokenizer)
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()  # transformers would make the run directory again, were it deleted
     tokenizer.save_pretrained(partial)
     partial.replace(folder)
     log.info("tokenizer vocabulary=%d folder=%s", len(tokenizer), folder)

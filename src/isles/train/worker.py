@@ -32,6 +32,7 @@ from isles.rundir.manifest import CheckpointInfo, read_checkpoint, verify_checkp
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import write_record
+from isles.rundir.refusals import deleted
 from isles.rundir.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
@@ -227,6 +228,7 @@ def _start_logging(env: RankEnv) -> None:
 
 def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
     """Put an error on record for whoever looks for the culprit; returns the exit code."""
+    error = deleted(attempt) or error  # what fails then is a consequence
     named = _as_user_error(error)
     host = socket.gethostname()
     is_communication = is_communication_error(error)

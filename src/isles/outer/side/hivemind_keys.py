@@ -71,7 +71,7 @@ class Keys:
 
     def write_identity(self, folder: Path) -> None:
         """Token and certificate of a rendezvous: whoever hosts it shows the same ones."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         key, certificate = self._certificate()
         write_secret(folder / "token", encode(self._derive("token")))
         write_secret(

@@ -49,7 +49,7 @@ class Node:
         secret = self._settings.secret_file
         self._keys = Keys.read(self._settings.run, None if secret is None else Path(secret))
         self._folder = begin.spool / "hivemind"
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         self._dead_after_s = float(self._settings.rules.get("dead_after_s", 10.0))
         self._known: dict[str, list[str]] = read_record(self._folder / "peers.json") or {}
         self._heard: dict[str, tuple[float, Hello]] = {}

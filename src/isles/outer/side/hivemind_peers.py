@@ -72,7 +72,7 @@ class Peers:
         Raises:
             CommunicationError: none of the initial peers answers.
         """
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         key = Path(self._settings.identity_path or self._folder / "identity.key").expanduser()
         if not key.exists():
             P2P.generate_identity(str(key))
