@@ -138,6 +138,20 @@ def test_other_mathematics_is_no_resume(tmp_path: Path) -> None:
     assert "clusters" not in str(caught.value)
     assert "outer.lr: 0.7 -> 0.5" in choose(new, "t-1").note
 
+    shorter = load(tmp_path, "[{name: a}, {name: b}]", "training.max_steps=500")
+    with pytest.raises(UserError, match="steps left after step 5: 995 -> 495"):
+        choose(shorter, "auto")
+
+
+def test_the_end_says_the_whole_command_that_goes_on(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "[{name: a}]")
+    run = several(loaded, cluster_run(tmp_path, "a", "stopped", step=5))
+    replace(run, typed="isles train run.yaml seed=3").write()
+    found = read_several(run.path)
+    assert found is not None
+    lines, _ = end_lines(found, {"a": 130})
+    assert lines[-1] == "  `isles train run.yaml seed=3` goes on with all of them"
+
 
 def test_clusters_of_one_machine_share_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
