@@ -19,10 +19,13 @@ from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
 from isles.rundir.signals import kill_now
 from isles.rundir.state import attempt_state
-from tests.runs import DEADLINE_S, Agent, bare_run, make_pipes
+from tests.deadline import DEADLINE_S
+from tests.runs import Agent, bare_run, make_pipes
 
+# As below a terminal, also where the tests run below nohup: a signal that is ignored stays so.
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
