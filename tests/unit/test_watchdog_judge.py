@@ -56,10 +56,14 @@ def quiet_beats(rank: int, keeper: int | None = None) -> Beats:
     return beats
 
 
-def overdue(tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0) -> Watchdog:
+def overdue(
+    tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0, took_s: float = 2_000.0
+) -> Watchdog:
     """The watchdog of a rank that has been in a phase since long before NOW."""
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "run.yaml").write_text(RUN)
-    clock = StepClock(lambda: NOW - 2_000.0, lambda: 0.0)
+    clock = StepClock(lambda: NOW - took_s, lambda: 0.0)
+    clock.steps.extend([1.0] * 3)
     clock.step(7)
     if phase != "step":
         clock.begin(phase)
@@ -106,9 +110,21 @@ def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(
     assert (found is not None) == judges
 
 
+def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> None:
+    """Of min_time, which is a minute here."""
+    found = {
+        (phase, took_s): judge(
+            overdue(tmp_path / f"{phase}-{took_s}", quiet_beats(0), phase, took_s=took_s)
+        )
+        for phase in ("step", "evaluating")
+        for took_s in (40.0, 200.0, 400.0)
+    }
+    stalls = [case for case, record in found.items() if record is not None]
+    assert stalls == [("step", 200.0), ("step", 400.0), ("evaluating", 400.0)]
+
+
 def test_a_save_whose_parts_move_is_no_stall(tmp_path: Path) -> None:
     assert judge(overdue(tmp_path, quiet_beats(0), "saving", moved_at=NOW - 5.0)) is None
-    (tmp_path / "still").mkdir()
     assert judge(overdue(tmp_path / "still", quiet_beats(0), "saving")) is not None
 
 
