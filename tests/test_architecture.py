@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tests.each import each
 
+from tests.deadline import DEADLINE_S
+
 SRC = Path(__file__).parents[1] / "src" / "isles"
 
 # Room -> rooms it may import. What stands here is the drawing in docs/architecture.md.
@@ -118,7 +120,11 @@ for room in {sorted(CONTROL_WING - {"errors", "cli"})!r}:
 isles.cli.main(["--help"])
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "train" in result.stdout

@@ -16,6 +16,7 @@ from isles.launch.shell import Shell, on_all
 from tests.each import each
 
 DEADLINE_S = 60.0
+from tests.deadline import DEADLINE_S
 
 FakeSsh = Callable[[str], None]
 
