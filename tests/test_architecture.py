@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.each import each
-
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 SRC = Path(__file__).parents[1] / "src" / "isles"
 

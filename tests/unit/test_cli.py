@@ -12,8 +12,8 @@ import pytest
 from isles.cli import main
 from isles.rundir.paths import RunDir
 from isles.rundir.records import write_record
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.runs import bare_run, running_agent
 
 Capture = pytest.CaptureFixture[str]

@@ -21,8 +21,8 @@ from isles.data.readers import PIECE_BYTES, WHOLE_BYTES
 from isles.data.rows import PLAIN
 from isles.data.sources import open_source
 from isles.errors import DataError
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 
 def documents(path: Path | str, **keys: Any) -> list[str]:

@@ -18,8 +18,8 @@ from isles.config.rules import check_rules
 from isles.config.run import RunConfig
 from isles.config.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 # The example of the document that asks for DeepSpeed, as it stands there.
 EXAMPLE: dict[str, Any] = {

@@ -18,8 +18,8 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.run import RunConfig
 from isles.errors import UserError
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multicluster"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm_ddp"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import re
+import shutil
 import socket
 import threading
 import time
@@ -31,8 +31,8 @@ from isles.train.contact import Contact, Head
 from isles.train.lobby import Identity, Lobby
 from isles.train.members import Terms
 from isles.train.presence import Presence
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.runs import bare_run
 
 VERSIONS = {"isles": "1", "torch": "2"}

@@ -20,9 +20,8 @@ from isles.rundir.wire import Wire
 from isles.train.agent import kill_all
 from isles.train.contact import Contact, Head
 from isles.train.verdict import judge
-from tests.each import each
-from tests.unit.test_fleet import DEADLINE_S, Table, error, table
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.unit.test_fleet import Table, error, table
 
 

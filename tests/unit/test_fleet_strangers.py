@@ -22,9 +22,8 @@ from isles.launch.join import join
 from isles.preflight import link
 from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire
 from isles.train.contact import Contact, Head
-from tests.each import each
-from tests.unit.test_fleet import DEADLINE_S, table
 from tests.deadline import DEADLINE_S
+from tests.each import each
 from tests.unit.test_fleet import table
 
 

@@ -19,8 +19,8 @@ from isles.outer.base import Mode, OuterSettings
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
 from isles.outer.diloco import FragmentShare, clip_scale, square_sum, total_norm
 from isles.outer.layout import Piece
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 COUNTS = (1000, 4096, 1, 333)
 PIECES = [Piece("w", sum(COUNTS[:i]), count) for i, count in enumerate(COUNTS)]

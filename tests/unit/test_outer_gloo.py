@@ -24,8 +24,8 @@ from isles.outer.side.gloo_attempt import Attempt, Made
 from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_plan
 from isles.outer.side.gloo_group import Group
 from isles.outer.side.gloo_reach import UnreachableError, call_each_other
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 COUNTS = [5000, 4096, 70_000, 3, 5000]
 TOKENS = [100, 300, 200]

@@ -25,8 +25,8 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import list_restarts
 from isles.train.requeue import Gang
-from tests.each import each
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
