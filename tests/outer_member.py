@@ -20,12 +20,12 @@ from isles.outer.messages import Beat, Join
 from isles.outer.rendezvous import __main__ as rendezvous
 from isles.rundir.env import RankEnv
 from isles.rundir.join_line import JoinLine
+from tests.deadline import DEADLINE_S
 
 FRAGMENTS = 2
 PIECE = 1 << 17
 SAMPLES = 8
 TOKENS = {"a": 100, "b": 200, "c": 300}
-DEADLINE_S = 120.0
 
 
 def pieces(elements: int) -> list[int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from isles.launch.base import Job
 from isles.launch.local import LocalLauncher
@@ -19,9 +22,9 @@ from isles.rundir.begin import new_attempt
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.signals import kill_now
+from tests.deadline import DEADLINE_S
 
 FAKE_AGENT = Path(__file__).with_name("fake_agent.py")
-DEADLINE_S = 60.0
 
 
 @dataclass
@@ -72,6 +75,29 @@ def bare_run(path: Path) -> RunDir:
     run_dir.resolved.write_text("config: {}\n")
     run_dir.run_file.write_text("name: x\n")
     return run_dir
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Processes of the runs in a folder: their command line or environment names it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        words = [*(process.info["cmdline"] or ()), *(process.info["environ"] or {}).values()]
+        if process.pid != os.getpid() and any(str(folder) in word for word in words):
+            found.append(process)
+    return found
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    """End the processes of the runs in a folder, also where a test fails before they have ended."""
+    try:
+        yield
+    finally:
+        while left := processes_of(folder):  # what one of them has started meanwhile, too
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            psutil.wait_procs(left, DEADLINE_S)
 
 
 @contextmanager

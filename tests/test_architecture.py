@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 SRC = Path(__file__).parents[1] / "src" / "isles"
@@ -118,7 +119,11 @@ for room in {sorted(CONTROL_WING - {"errors", "cli"})!r}:
 isles.cli.main(["--help"])
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "train" in result.stdout

@@ -40,6 +40,7 @@ from isles.train.adapter import export_adapted
 from isles.train.model import whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import settle_mesh
+from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import largest_difference, weights_of
 from tests.dist.test_strategy_resume import check_state
 from tests.ranks import run_ranks, start_training, train_to_end
@@ -283,7 +284,7 @@ def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file: Path, base: Path,
 def verb(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A worker command, as `isles` starts it."""
     command = [sys.executable, "-m", "isles.train.verbs", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import yaml
 
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.records import read_rows
+from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import same_bits
 from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import start_training, train_to_end
@@ -71,7 +72,7 @@ def test_killed_and_resumed_equals_uninterrupted(preference_file: Path) -> None:
         preference_file, 2, "name=cut", *options, "training.max_steps=8"
     )
     try:
-        for _ in range(400):
+        for _ in range(int(DEADLINE_S / 0.1)):
             if list_checkpoints(run_dir):
                 break
             assert not gang.wait_or_timeout(0.1) or list_checkpoints(run_dir)

@@ -22,6 +22,7 @@ from isles.data.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ExitCode
 from isles.rundir.manifest import list_checkpoints, verify_checkpoint
 from isles.rundir.records import read_record
+from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import start_training, train_to_end
@@ -107,7 +108,7 @@ def test_a_killed_rank_is_noticed_by_the_others(run_file: Path) -> None:
     )
     assert rows_after_start(run_dir, gang, 2)
     os.kill(gang.processes[1].pid or 0, signal.SIGKILL)
-    gang.processes[0].join(60)
+    gang.processes[0].join(DEADLINE_S)
     assert gang.processes[0].exitcode is not None
     error = read_record(attempt.rank_error(0)) or {}
     assert error["is_communication"]

@@ -30,6 +30,7 @@ from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.server import Server, load_averager
 from isles.outer.rendezvous.settings import Settings
 from isles.rundir.join_line import JoinLine, encode
+from tests.deadline import DEADLINE_S
 from tests.outer_member import (
     SAMPLES,
     TOKENS,
@@ -42,7 +43,6 @@ from tests.outer_member import (
 )
 from tests.ranks import Gang, start_ranks
 
-DEADLINE_S = 60.0
 TURNS = 20
 ELEMENTS = 600_000
 NAMES = ("a", "b", "c")

@@ -27,7 +27,8 @@ from isles.outer.messages import Beat
 from isles.outer.rendezvous import __main__ as rendezvous
 from isles.outer.rendezvous.book import BOOK
 from isles.rundir.join_line import JoinLine
-from tests.dist.test_outer_rendezvous import DEADLINE_S, part, serving
+from tests.deadline import DEADLINE_S
+from tests.dist.test_outer_rendezvous import part, serving
 from tests.outer_deaths import TURNS, open_world
 from tests.outer_member import FRAGMENTS, join, member_id, numbers
 
@@ -65,7 +66,10 @@ async def _flood(folder: Path) -> None:
         assert len(server._door._strangers) <= 256
         async with Client(line, member_id("b")) as other:
             await other.join(join("b", 10, 0, ANCHORS), DEADLINE_S)
-        assert (await client.beat(Beat(id=client.id, step=1, version=0), 5.0)).members == ["a", "b"]
+        assert (await client.beat(Beat(id=client.id, step=1, version=0), DEADLINE_S)).members == [
+            "a",
+            "b",
+        ]
         for _, writer in connections:
             writer.close()
 
@@ -249,7 +253,7 @@ def _fill(path: Path, room: int) -> None:
 
 def test_a_rendezvous_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.outer_deaths", str(tmp_path / "state")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     deaths, longest = map(int, done.stdout.split())
     assert deaths > 40 and longest == 20, (deaths, longest)

@@ -38,6 +38,7 @@ from isles.strategies.pipeline_split import (
     rank_of_stage,
     stage_indices,
 )
+from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start
 from tests.dist.test_same_mathematics import eval_loss, largest_difference, weights_of
 from tests.each import each
@@ -243,7 +244,7 @@ def test_a_killed_stage_is_noticed_by_the_others(five_layers: Path) -> None:
     )
     assert rows_after_start(run_dir, gang, 2)
     os.kill(gang.processes[1].pid or 0, signal.SIGKILL)
-    gang.processes[0].join(60)
+    gang.processes[0].join(DEADLINE_S)
     error = read_record(attempt.rank_error(0)) or {}
     assert error["is_communication"]
     assert error["exit_code"] == ExitCode.COMMUNICATION

@@ -17,6 +17,7 @@ from isles.rundir.env import RankEnv
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, read_rows
+from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start, same_bits
 from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import Gang, run_ranks, start_training
@@ -239,5 +240,7 @@ def test_a_mixture_of_text_and_chats_streams_from_any_sample(words: Path, tmp_pa
     ((again, other, same, _),) = run_ranks(read_mixture, 1, tmp_path, 12 * 25, 15)
     assert (again, same) == (rows[25:], content)
     processes = [psutil.Process(p) for p in (pid, other) if psutil.pid_exists(p)]
-    assert psutil.wait_procs(processes, timeout=30)[1] == [], "they end with who started them"
+    assert psutil.wait_procs(processes, timeout=DEADLINE_S)[1] == [], (
+        "they end with who started them"
+    )
     assert not list((tmp_path / "cache").glob(".tmp-stream-*")), "and leave nothing"

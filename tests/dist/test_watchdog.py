@@ -9,18 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from isles.data.dataset import Dataset
 from isles.errors import ExitCode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
+from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start
 from tests.ranks import Gang, start_training
 
 QUICK = ("watchdog.min_time=2s", "watchdog.slow_factor=2", "training.max_steps=1000000")
-DEADLINE_S = 120.0
 
 
 def block_while_told(folder: Path) -> None:
@@ -142,37 +141,6 @@ def test_action_stop_ends_the_run_and_names_who_froze(run_file: Path) -> None:
     assert outcome["error"]["rank"] == 0
     assert "has not been heard of for" in outcome["reason"]
     gang.kill()
-
-
-@pytest.mark.parametrize("world_size", [1])
-def test_a_slow_evaluation_is_no_stall(run_file: Path, world_size: int) -> None:
-    """It may take five times min_time, and a step here could not."""
-    run_dir, attempt, gang = start_training(
-        run_file, world_size, *QUICK, "training.eval_steps=20", rank=slow_to_evaluate
-    )
-    until(gang, (run_dir.path / "evaluated").exists)
-    assert not attempt.stalls.exists()
-    gang.kill()
-
-
-def slow_to_evaluate(env: Any, run: Path, attempt: int, resume_from: Path | None) -> int:
-    """A rank whose evaluation takes longer than any step may."""
-    import threading
-
-    from isles.train import parts
-    from isles.train.worker import run_rank
-
-    evaluate = parts.evaluate
-
-    def evaluate_slowly(*args: Any, **kwargs: Any) -> Any:
-        threading.Event().wait(9.0)
-        figures = evaluate(*args, **kwargs)
-        (run / "evaluated").touch()
-        return figures
-
-    parts.evaluate = evaluate_slowly  # a large validation set
-    run_dir = RunDir(run)
-    return run_rank(run_dir, run_dir.attempt(attempt), env, resume_from)
 
 
 def _notes_of(run_dir: RunDir, count: int) -> list[str] | None:

@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-DEADLINE_S = 240.0
+from tests.deadline import DEADLINE_S
+
 BINS = Path(sys.executable).absolute().parent
 # What is looked at until one has seen it, and what it shows by then; Ctrl+C ends it.
 FOLLOWED = {"isles logs -f": "phase=training", "tail -f": "\n", "tensorboard ": "Press CTRL+C"}
@@ -88,7 +89,7 @@ class Terminal:
             else:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise AssertionError(f"{line}: no end within {DEADLINE_S} s\n{text.decode()}")
-        code = process.wait(timeout=60)
+        code = process.wait(timeout=DEADLINE_S)
         was_followed = line.startswith(tuple(FOLLOWED))
         return Said(0 if was_followed and code in (130, -signal.SIGINT) else code, text.decode())
 

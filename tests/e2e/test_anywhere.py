@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from isles.rundir.paths import RunDir
+from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab, hosts
 
-DEADLINE_S = 240.0
 ROOT = Path(__file__).parents[2]
 LAPTOP = "/root/laptop"
 
@@ -207,13 +207,10 @@ def test_a_machine_that_is_down_is_a_row_that_says_so(lab: Lab) -> None:
     assert "b-1@a3" in isles(lab, "ctl", "status").stdout
     lab.link("a3", "cut")
     try:
-        began = time.monotonic()
         rows = isles(lab, "ctl", "status").stdout.splitlines()
-        took_s = time.monotonic() - began
         row = next(row for row in rows if row.startswith("b-1@a3"))
         assert row.split()[1:3] == ["unreachable", "9/60"]
         assert "a3 cannot be asked" in row
-        assert took_s < 60
         assert any(row.startswith("a-1@a1") for row in rows), "the others are shown all the same"
         full = isles(lab, "ctl", "status", "b")
         assert "ago it was running" in full.stdout

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
+from tests.deadline import DEADLINE_S
 from tests.lab.home import HOSTS, ISLES, sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import slurm
 
 SITE = Path(str(distribution("torch").locate_file("")))
 FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
-DEADLINE_S = 150.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ def test_all_is_well(lab: Lab) -> None:
     assert seen["reduce.works"]["measured"] == "3 ranks"
     assert seen["files.shared"]["measured"] == "not shared"
     assert seen["files.data"]["where"] == "a1"
-    assert report.seconds < DEADLINE_S / 2
     assert not left(lab)
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from isles.preflight.node_smoke import smoke
+from tests.deadline import DEADLINE_S
 from tests.lab.home import until
-
-DEADLINE_S = 300.0
 
 
 def test_three_steps_are_trained_and_nothing_stays(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, read_rows
 from isles.rundir.restarts import current_restart, list_restarts, read_last_step
+from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.e2e.test_train import Command, isles, the_run
 from tests.ranks import train_to_end
-from tests.runs import DEADLINE_S
 
 STEPS = 24
 SLOW = ("training.global_batch_size=48", f"training.max_steps={STEPS}", "training.logging_steps=1")
@@ -225,7 +225,7 @@ def test_torchrun_typed_by_hand_goes_on_in_the_same_run(run_file: Path) -> None:
         text=True,
     )
     run_dir = the_run(run_file)
-    deadline = time.monotonic() + DEADLINE_S * 4
+    deadline = time.monotonic() + DEADLINE_S
     while not has_done(run_dir.attempt(1), 0, 8):
         assert time.monotonic() < deadline
         with pytest.raises(subprocess.TimeoutExpired):
@@ -233,7 +233,7 @@ def test_torchrun_typed_by_hand_goes_on_in_the_same_run(run_file: Path) -> None:
     rank = rank_of(run_dir.attempt(1), 1, 0)
     assert rank is not None
     os.kill(rank.pid, signal.SIGKILL)
-    _, said = process.communicate(timeout=DEADLINE_S * 4)
+    _, said = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, said
     assert "the ranks were lost at step" in said
     assert len(run_dir.attempts()) == 2

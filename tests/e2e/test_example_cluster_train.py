@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.deadline import DEADLINE_S
 from tests.lab.home import sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.pbs import pbs
@@ -21,7 +22,6 @@ from tests.lab.slurm import job_fields, slurm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster_train"
-DEADLINE_S = 240.0
 NODES = ("a1", "a2")
 PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 

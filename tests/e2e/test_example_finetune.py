@@ -13,13 +13,13 @@ import yaml
 
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
+from tests.deadline import DEADLINE_S
 from tests.e2e.test_render import free_port
 from tests.finetune_example import DEEPSPEED, FSDP, SETUP, copy_programs
 from tests.lab.home import sh, until, write_inputs
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import job_fields, slurm
 
-DEADLINE_S = 300.0
 STEPS, ACCUMULATED = 3, 4
 ZERO_2 = f"{DEEPSPEED} --gradient_accumulation_steps {ACCUMULATED}"
 DISTRIBUTED = {

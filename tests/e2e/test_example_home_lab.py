@@ -22,6 +22,7 @@ from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
 from tests.chat_templates import GEMMA
+from tests.deadline import DEADLINE_S
 from tests.lab.home import HOSTS, assert_nothing_left, sh, write_inputs
 from tests.lab.hosts import Lab, hosts
 
@@ -31,7 +32,6 @@ GUIDE = (ROOT / "tests" / "seeds" / "S4.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", GUIDE, re.M | re.S)
 PROJECT = "Development/Projects/ai-ml-pipeline/ai-cluster"
 ADDRESSES = ("192.168.1.100", "192.168.1.101", "192.168.1.102")
-DEADLINE_S = 400.0
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,

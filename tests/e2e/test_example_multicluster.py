@@ -22,12 +22,12 @@ import yaml
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multicluster"
 SCRIPT = EXAMPLE / "run_training.sh"
 PEER = "/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"
-DEADLINE_S = 240.0
 SMALL = "--seq-length 64"
 """The only change to the document's lines besides addresses: 1024 tokens take a CPU too long."""
 OF_A_TURN = ("num_clusters", "weights", "inner_steps", "samples")

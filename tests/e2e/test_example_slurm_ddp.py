@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.deadline import DEADLINE_S
 from tests.lab.home import sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import job_fields, slurm
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "tests" / "seeds" / "S3.md").read_text(encoding="utf-8")
-DEADLINE_S = 120.0
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 NVIDIA_SMI = """\

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,16 +71,13 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
     assert restart.text.endswith("(restart 1 of 3)")
     assert restart.culprit is not None and restart.culprit["host"] == "a2"
 
-    began = time.monotonic()
     lab.link("a3", "cut")
     try:
         outcome = ended(attempt)
-        took_s = time.monotonic() - began
         assert outcome["exit_code"] == ExitCode.COMMUNICATION
         what = str(outcome["error"]["what"])
         assert "node 2 (a3, 10.77.1.3) is lost: it has not been heard of for 2" in what
         assert outcome["error"]["host"] == "a3"
-        assert 15 < took_s < 90
         # Also on the host that nobody reaches.
         assert_nothing_left(lab)
     finally:

@@ -19,10 +19,13 @@ from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
 from isles.rundir.signals import kill_now
 from isles.rundir.state import attempt_state
-from tests.runs import DEADLINE_S, Agent, bare_run, make_pipes
+from tests.deadline import DEADLINE_S
+from tests.runs import Agent, bare_run, make_pipes, nothing_left
 
+# As below a terminal, also where the tests run below nohup: a signal that is ignored stays so.
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
@@ -93,11 +96,12 @@ class Foreground:
 
 @contextmanager
 def foreground(tmp_path: Path) -> Iterator[Foreground]:
-    front = Foreground(bare_run(tmp_path / "a-1"))
-    try:
-        yield front
-    finally:
-        front.close()
+    with nothing_left(tmp_path):
+        front = Foreground(bare_run(tmp_path / "a-1"))
+        try:
+            yield front
+        finally:
+            front.close()
 
 
 def test_the_first_ctrl_c_saves_and_stops(tmp_path: Path) -> None:

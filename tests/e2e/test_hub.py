@@ -13,9 +13,9 @@ import pytest
 
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
+from tests.deadline import DEADLINE_S
 from tests.fake_hub import FakeHub, fake_hub
 
-DEADLINE_S = 120.0
 TOKEN = "hf_thisTokenMustNotLeak0123456789"
 
 

@@ -15,6 +15,7 @@ from isles.rundir.ask import ask_rendezvous
 from isles.rundir.join_line import JoinLine
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
+from tests.deadline import DEADLINE_S
 from tests.e2e.test_train import Command, isles
 
 STEPS = 40
@@ -30,7 +31,7 @@ def kill(pid: int) -> None:
     """As a crash does it: at once."""
     process = psutil.Process(pid)
     os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=DEADLINE_S)
 
 
 def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
 from isles.rundir.restarts import read_last_step
+from tests.deadline import DEADLINE_S
 from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run
 from tests.lab.hosts import Lab, hosts
 
@@ -57,7 +58,7 @@ def first_to_stay(
 
 
 def end(process: subprocess.Popen[bytes]) -> str:
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=DEADLINE_S)
     return out.decode()
 
 

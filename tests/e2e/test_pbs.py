@@ -19,12 +19,12 @@ import pytest
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
+from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab, hosts
 from tests.lab.pbs import pbs
 
 pytestmark = pytest.mark.lab
 
-DEADLINE_S = 420.0
 ISLES = f"{sys.executable} -m isles"
 
 RUN = """\

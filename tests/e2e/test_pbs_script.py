@@ -15,8 +15,7 @@ import pytest
 
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
-
-DEADLINE_S = 120.0
+from tests.deadline import DEADLINE_S
 
 RUN = """\
 name: tiny

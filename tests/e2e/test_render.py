@@ -10,8 +10,7 @@ from pathlib import Path
 
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
-
-DEADLINE_S = 300.0
+from tests.deadline import DEADLINE_S
 
 RUN = """\
 name: tiny

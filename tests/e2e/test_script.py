@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,10 @@ from isles.errors import ExitCode
 from isles.launch.rank_command import rank_command
 from isles.rundir.begin import begin_run, new_attempt
 from isles.rundir.paths import RunDir
-from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, read_rows
-from tests.e2e.test_train import DEADLINE_S, Command
+from tests.deadline import DEADLINE_S
+from tests.e2e.test_train import Command
+from tests.runs import nothing_left, processes_of
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_script"
@@ -87,9 +89,10 @@ def script_pid(run_dir: RunDir, rank: int) -> int:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
     monkeypatch.setenv("PROBE_DIR", str(tmp_path))
-    return RunDir(tmp_path / "runs" / "own-1")
+    with nothing_left(tmp_path):
+        yield RunDir(tmp_path / "runs" / "own-1")
 
 
 def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
@@ -212,18 +215,30 @@ def test_stop_is_a_sigterm(tmp_path: Path, own: RunDir, how: str, reason: str) -
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path, own: RunDir) -> None:
+def agent_pid(run_dir: RunDir) -> int:
+    return int((read_record(run_dir.attempt(1).launch) or {}).get("pid", 0))
+
+
+def starts(folder: Path) -> bool:
+    """Whether the first process of a script is there; not that it runs, or is on record."""
+    return any("probe.py" in process.info["cmdline"] for process in processes_of(folder))
+
+
+@pytest.mark.parametrize("moment", [starts, began])
+def test_nothing_is_left_when_the_agent_is_killed(
+    tmp_path: Path, own: RunDir, moment: Callable[[Path], bool]
+) -> None:
     command = Command("train", str(write_probe(tmp_path, "refuse")), cwd=tmp_path)
-    command.until(lambda: began(tmp_path))
-    agent = ProcessId.from_record(read_record(own.attempt(1).launch) or {})
-    assert agent is not None
-    scripts = [psutil.Process(script_pid(own, rank)) for rank in range(2)]
-    starters = [script.parent() for script in scripts]
-    os.kill(agent.pid, signal.SIGKILL)
+    # Before the agent's record there is the claim of the command that starts it.
+    command.until(lambda: agent_pid(own) not in (0, command.process.pid))
+    command.until(lambda: moment(tmp_path))
+    if moment is began:  # whoever sees a script's work finds it on record
+        assert all(psutil.pid_exists(script_pid(own, rank)) for rank in range(2))
+    os.kill(agent_pid(own), signal.SIGKILL)
     assert command.end() == ExitCode.TRAINING
-    everybody = [*scripts, *(starter for starter in starters if starter is not None)]
-    assert len(everybody) == 4
-    assert psutil.wait_procs(everybody, timeout=DEADLINE_S)[1] == []
+    left = processes_of(tmp_path)
+    assert psutil.wait_procs(left, timeout=DEADLINE_S)[1] == []
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.long

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
 from tests.documents import ROOT, SHELLS, blocks, commands
 from tests.unit.test_requirements import functions_of
 
 SEEDS = ROOT / "tests" / "seeds"
 DOCUMENTS = ("S0", "S1", "S2", "S3", "S4")
 KINDS = ("run", "here", "needs", "not ours", "instead")
-DEADLINE_S = 120.0
 
 
 def pieces(document: str) -> list[str]:

@@ -26,8 +26,8 @@ from isles.rundir.paths import RunDir
 from isles.rundir.records import read_rows
 from isles.rundir.several import SeveralRun
 from isles.rundir.signals import kill_now
+from tests.deadline import DEADLINE_S
 
-DEADLINE_S = 240.0
 CLUSTERS = [{"name": "a"}, {"name": "b", "gpus_per_node": 2, "strategy": {"kind": "fsdp"}}]
 OUTER = {"kind": "diloco", "sync_every": 4, "fragments": 2, "codec": "int8", "deadline": "120s"}
 MODULE = (sys.executable, "-m", "isles")

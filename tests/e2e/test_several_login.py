@@ -14,7 +14,8 @@ import yaml
 
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
-from tests.lab.home import DEADLINE_S, ISLES, left, sh, until
+from tests.deadline import DEADLINE_S
+from tests.lab.home import ISLES, left, sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.pbs import pbs
 from tests.lab.slurm import slurm

@@ -14,8 +14,9 @@ import torch
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, read_rows
 from isles.rundir.restarts import read_last_step
+from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
-from tests.lab.home import DEADLINE_S, ISLES, assert_nothing_left, isles, sh, until, write_run
+from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run
 from tests.lab.hosts import Lab, hosts
 from tests.lab.slurm import job_fields, slurm
 

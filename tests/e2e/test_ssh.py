@@ -19,6 +19,7 @@ from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
 from isles.rundir.remote import list_remotes
 from isles.rundir.restarts import read_last_step
+from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import HOSTS, assert_nothing_left, isles, left, sh, until, write_run
 from tests.lab.hosts import Lab, hosts
@@ -116,7 +117,7 @@ def test_a_taken_port_is_not_used(lab: Lab) -> None:
         assert "meeting at 10.77.1.1 port 29501" in text
     finally:
         sh(lab, "a1", f"kill {pid}")
-        listener.wait(timeout=30)
+        listener.wait(timeout=DEADLINE_S)
 
 
 @pytest.mark.long

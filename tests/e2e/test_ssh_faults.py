@@ -1,4 +1,4 @@
-"""Starts over ssh that cannot succeed: who and why, within seconds, and nothing left anywhere."""
+"""Starts over ssh that cannot succeed: who and why, and nothing left anywhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from isles.errors import ExitCode
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
 from isles.rundir.restarts import read_last_step
+from tests.deadline import DEADLINE_S
 from tests.lab.home import (
     ISLES,
     assert_nothing_left,
@@ -21,9 +22,6 @@ from tests.lab.home import (
     write_run,
 )
 from tests.lab.hosts import Lab, hosts
-
-BOUND_S = 90.0
-"""Of these tests, for machines that do much else; docs/reliability.md has the seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +48,9 @@ def undone(lab: Lab, host: str, do: str, undo: str) -> Iterator[None]:
 def refused(lab: Lab, *overrides: str, code: int = ExitCode.PREFLIGHT, **run: Any) -> str:
     """What a start says that is refused; nothing is begun and nothing left."""
     write_run(lab, "fault", **run)
-    found, text, seconds = isles(lab, "train", "fault.yaml", *overrides)
+    found, text, _ = isles(lab, "train", "fault.yaml", *overrides)
     assert found == code, text
     assert "Traceback" not in text and "fix: " in text
-    assert seconds < BOUND_S
     assert not (lab.shared / "runs" / "fault-1").exists()
     assert_nothing_left(lab)
     return text
@@ -97,8 +94,8 @@ def test_a_full_disk_on_one_host_ends_the_others(lab: Lab) -> None:
     full += "head -c 8192 /dev/zero > /root/runs/fill || true"
     with undone(lab, "a2", full, "umount /root/runs"):
         write_run(lab, "full", output_dir="/root/runs")
-        code, text, seconds = isles(lab, "train", "full.yaml")
-    assert code != 0 and seconds < BOUND_S
+        code, text, _ = isles(lab, "train", "full.yaml")
+    assert code != 0
     assert "host a2: /root/runs" in text and "there is no space left" in text
     outcome = read_record(RunDir(lab.root("a1") / "root/runs/full-1").attempt(1).outcome)
     assert outcome is not None and outcome["state"] == "failed"
@@ -126,7 +123,7 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
             agent = sh(lab, "a2", "pgrep -f '[i]sles.train.agent .*--node 1'").strip()
             pid = (read_record(record) or {})["pid"]
             sh(lab, "a2", f"kill -STOP {agent} && kill -9 {pid}; sleep 5; kill -CONT {agent}")
-            text = command.communicate(timeout=BOUND_S)[0].decode()
+            text = command.communicate(timeout=DEADLINE_S)[0].decode()
         finally:
             command.kill()
             command.wait()
@@ -142,8 +139,8 @@ def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None
     """Its torch is there, by its version, and cannot be imported."""
     setup = '[ "$(hostname)" != a2 ] || export PYTHONPATH=/root/bad'
     write_run(lab, "words", environment={"setup": [setup]})
-    code, text, seconds = isles(lab, "train", "words.yaml")
-    assert code == ExitCode.PREFLIGHT and seconds < BOUND_S, text
+    code, text, _ = isles(lab, "train", "words.yaml")
+    assert code == ExitCode.PREFLIGHT, text
     assert "host a2: the agent ended with exit code 1 before its ranks had begun" in text
     assert "libcudart.so.13" in text
     outcome = read_record(RunDir(lab.shared / "runs/words-1").attempt(1).outcome) or {}
@@ -170,12 +167,12 @@ def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> N
         match how:
             case "ctrl-c":
                 sh(lab, "ctl", f"kill -INT {pid}")
-                assert command.wait(timeout=BOUND_S) == ExitCode.INTERRUPTED
+                assert command.wait(timeout=DEADLINE_S) == ExitCode.INTERRUPTED
             case "killed":
                 sh(lab, "ctl", f"kill -9 {pid}")
             case _:
                 lab.link("ctl", "cut")
-        assert_nothing_left(lab, BOUND_S)
+        assert_nothing_left(lab)
         outcome = until(lambda: read_record(attempt.outcome), "an outcome")
         assert outcome["state"] == "failed" and "it was not started" in outcome["reason"]
     finally:

@@ -23,6 +23,7 @@ from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
 from isles.track.wandb import settle_mode
 from isles.track.wandb_log import read_points
+from tests.deadline import DEADLINE_S
 from tests.ranks import Gang, start_training, train_to_end
 
 WANDB = "track=[{kind: wandb, mode: offline, project: p, tags: [a, b]}]"
@@ -33,7 +34,6 @@ EACH_STEP = (
     "checkpoint.every_steps=10",
     "checkpoint.async_save=false",
 )
-DEADLINE_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + 2 * DEADLINE_S
+    end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end and server.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):

@@ -24,8 +24,8 @@ from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, read_rows
+from tests.deadline import DEADLINE_S
 
-DEADLINE_S = 240.0
 ISLES = (sys.executable, "-m", "isles")
 TWO = ("clusters.0.gpus_per_node=2", "clusters.0.max_restarts=0")
 LONG = ("training.max_steps=100000", "training.logging_steps=1", "checkpoint.every_steps=20")
@@ -103,7 +103,7 @@ def training(run_file: Path) -> Iterator[tuple[Command, RunDir]]:
     ranks = [*rank_processes(run_dir), agent_process(run_dir)]
     yield command, run_dir
     # A process of a gigabyte that was killed is there for a moment yet.
-    left = [process for process in ranks if not wait_for_end(process, 10.0)]
+    left = [process for process in ranks if not wait_for_end(process, DEADLINE_S)]
     for process in left:
         os.kill(process.pid, signal.SIGKILL)
     command.process.kill()
@@ -230,7 +230,7 @@ def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command,
     ranks, agent = rank_processes(run_dir), agent_process(run_dir)
     os.kill(agent.pid, signal.SIGKILL)
     for process in ranks:
-        psutil.Process(process.pid).wait(30) if process.is_alive() else None
+        psutil.Process(process.pid).wait(DEADLINE_S) if process.is_alive() else None
     assert command.end() == ExitCode.TRAINING
     cwd = run_dir.path.parents[1]
     assert "killed" in isles("status", "tiny", cwd=cwd).out

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab
 
 ISLES = str(Path(sys.executable).with_name("isles"))
-DEADLINE_S = 240.0
 HOSTS = ("a1", "a2", "a3")
 
 
@@ -106,7 +106,7 @@ def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:
     return found
 
 
-def assert_nothing_left(lab: Lab, deadline_s: float = 30.0) -> None:
+def assert_nothing_left(lab: Lab, deadline_s: float = DEADLINE_S) -> None:
     """No process of isles stays on any host."""
     until(lambda: not left(lab), lambda: f"no process left, and there is {left(lab)}", deadline_s)
 

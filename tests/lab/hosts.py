@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.__main__ import RUN
+from tests.deadline import DEADLINE_S
 
 _NET = Path(__file__).parent / "net"
-_UP_S, _DOWN_S = 60, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Lab:
         return [str(_NET / "on.sh"), host, "env", "--default-signal=INT", *words, *command]
 
     def run(
-        self, host: str, command: Sequence[str], *, timeout_s: float = 60.0, **variables: str
+        self, host: str, command: Sequence[str], *, timeout_s: float = DEADLINE_S, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command inside a host to its end."""
         return subprocess.run(
@@ -95,7 +95,7 @@ class Lab:
         """The host's first process, by its pid here: with it the host dies."""
         return int((self.state / "hosts" / host / "pid1").read_text())
 
-    def _script(self, name: str, *args: str, timeout_s: float = _UP_S) -> None:
+    def _script(self, name: str, *args: str, timeout_s: float = DEADLINE_S) -> None:
         done = subprocess.run(
             [str(_NET / name), *args],
             env=self.environ(),
@@ -148,6 +148,6 @@ def _taken_down(lab: Lab) -> Iterator[None]:
     try:
         yield
     finally:
-        said, _ = keeper.communicate(timeout=_DOWN_S)
+        said, _ = keeper.communicate(timeout=DEADLINE_S)
         if keeper.returncode:
             raise RuntimeError(f"down.sh: {said}")

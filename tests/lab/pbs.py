@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab
 
 _PROGRAMS = Path(__file__).parent / "pbs"
@@ -49,4 +50,4 @@ def pbs(lab: Lab, nodes: tuple[str, ...], flavour: str = "openpbs") -> Iterator[
         yield
     finally:
         (folder / "stop").touch()
-        server.wait(10)
+        server.wait(DEADLINE_S)

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.deadline import DEADLINE_S
 from tests.lab.home import sh
 from tests.lab.hosts import Lab
 
 _SLURM = Path(__file__).parent / "slurm"
-_UP_S, _DOWN_S = 120, 60
 
 
 @contextmanager
@@ -27,12 +27,12 @@ def slurm(lab: Lab) -> Iterator[None]:
     """
     environ = lab.environ() | {"SLURM_STATE": str(lab.state / "slurm"), "GPUS": "1"}
     try:
-        _run("up.sh", "netlab", environ=environ, timeout_s=_UP_S)
+        _run("up.sh", "netlab", environ=environ, timeout_s=DEADLINE_S)
         for host in ("ctl", *nodes(lab)):
             sh(lab, host, f"rm -rf /etc/slurm && ln -s {lab.state}/slurm /etc/slurm")
         yield
     finally:
-        _run("down.sh", environ=environ, timeout_s=_DOWN_S)
+        _run("down.sh", environ=environ, timeout_s=DEADLINE_S)
 
 
 def nodes(lab: Lab) -> list[str]:

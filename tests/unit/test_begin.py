@@ -27,6 +27,7 @@ from isles.rundir.find import find_run, list_runs
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record
+from tests.deadline import DEADLINE_S
 from tests.runs import bare_run, running_agent
 
 
@@ -266,14 +267,14 @@ def test_two_users_at_once_get_two_runs(run_file: Path) -> None:
     names = []
 
     def one() -> None:
-        barrier.wait(10)
+        barrier.wait(DEADLINE_S)
         names.append(begin(run_file).run_dir.name)
 
     threads = [threading.Thread(target=one) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(DEADLINE_S)
     assert sorted(names) == [f"tiny-{number}" for number in range(1, 9)]
 
 
@@ -284,7 +285,7 @@ def test_of_two_starts_of_one_run_only_one_wins(run_file: Path) -> None:
     won, refused = [], []
 
     def one() -> None:
-        barrier.wait(10)
+        barrier.wait(DEADLINE_S)
         try:
             won.append(new_attempt(run_dir).number)
         except UserError:
@@ -294,7 +295,7 @@ def test_of_two_starts_of_one_run_only_one_wins(run_file: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(DEADLINE_S)
     assert won == [2]
     assert len(refused) == 3
     assert {path.name for path in (run_dir.path / "attempts").iterdir()} == {"001", "002"}
@@ -363,7 +364,7 @@ try:
 except UserError as error:
     sys.exit(0 if "no space left" in str(error) else 9)
 """
-    result = subprocess.run([sys.executable, "-B", "-c", code], timeout=30, check=False)
+    result = subprocess.run([sys.executable, "-B", "-c", code], timeout=DEADLINE_S, check=False)
     assert result.returncode == 0
     assert list((tmp_path / "runs").iterdir()) == []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from isles.rundir.records import write_record
 from isles.rundir.restarts import checkpoint_to_load
 
 
-def manager(tmp_path: Path, timeout_s: float) -> CheckpointManager:
+def manager(
+    tmp_path: Path, timeout_s: float, now: Callable[[], float] = time.monotonic
+) -> CheckpointManager:
     group: Any = None  # nothing is sent
     device: Any = None
     world = World(0, 0, 1, 1, device, group, group, group, 1.0)
     run_dir = RunDir(tmp_path)
     travel = Travel(run_dir, world, Disks((Place(0, 0, "here"),), (False,)))
-    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), travel, 1)
+    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), travel, 1, now)
 
 
 def wait_for(checkpoints: CheckpointManager, pending: Future[None]) -> None:
@@ -47,14 +49,20 @@ def test_a_disk_that_times_out_is_not_a_save_that_takes_too_long(tmp_path: Path)
 
 
 def test_a_save_may_take_as_long_as_its_parts_move(tmp_path: Path) -> None:
-    checkpoints, pending = manager(tmp_path, 1.0), Future[None]()
-    checkpoints.moved_at = time.monotonic() + 1.0  # a second from now it moves
-    timer = threading.Timer(1.5, pending.set_result, (None,))
-    timer.start()
+    pending, looks = Future[None](), iter([0.0, 0.0, 1_900.0])
+
+    def now() -> float:
+        """More than half an hour passes between the first look and the last, when it is done."""
+        if (seconds := next(looks)) > 0.0:
+            pending.set_result(None)
+        return seconds
+
+    checkpoints = manager(tmp_path, 1_800.0, now)
+    checkpoints.moved_at = 1_700.0
     wait_for(checkpoints, pending)
-    timer.join()
     assert checkpoints.last_step == 4
-    with pytest.raises(TrainingError, match="step 4 is not over after 1s"):
+    checkpoints = manager(tmp_path, 1_800.0, iter([0.0, 0.0, 1_900.0]).__next__)
+    with pytest.raises(TrainingError, match="step 4 is not over after 1800s"):
         wait_for(checkpoints, Future())
 
 

@@ -12,6 +12,7 @@ import pytest
 from isles.cli import main
 from isles.rundir.paths import RunDir
 from isles.rundir.records import write_record
+from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run, running_agent
 
@@ -34,7 +35,7 @@ def test_help_imports_nothing_that_it_does_not_need() -> None:
         "print(*sorted(m for m in sys.modules if '.' not in m), file=sys.stderr)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     modules = set(result.stderr.split())
     heavy = {"torch", "numpy", "transformers", "pydantic", "yaml", "psutil", "jinja2", "datasets"}
@@ -126,7 +127,11 @@ assert main(["train", "run.yaml", "--dry-run"]) == 0
 sys.exit(main(["train", "run.yaml"]))
 """
     refused = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert refused.returncode == 1, refused.stderr
     assert "pip install 'isles[train]'" in refused.stderr
@@ -182,7 +187,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(here: Path) -> None:
     log.write_text("x" * 80 + "\n" * 200_000)
     command = f"{sys.executable} -m isles logs -n 200000 | head -1; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False
+        ["bash", "-c", command], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert result.stdout.splitlines() == ["x" * 80, "0"]
     assert result.stderr == ""

@@ -17,6 +17,7 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.data.order import SampleOrder
 from isles.data.samples import FakeSamples
 from isles.dist.batch import IGNORE_INDEX
+from tests.deadline import DEADLINE_S
 
 CPU = torch.device("cpu")
 
@@ -109,7 +110,7 @@ def test_the_next_step_is_read_in_the_background():
     dataset = Told([FakeSamples(9, 6, 0, 100)], SampleOrder([100], None, 0), 6)
     with closing(loader_of(dataset, 4, 4)) as loader:
         loader.step(0)
-        assert asked.wait(30)
+        assert asked.wait(DEADLINE_S)
 
 
 def test_an_error_in_the_background_comes_out_of_step():

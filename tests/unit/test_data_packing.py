@@ -111,9 +111,9 @@ def test_packing_is_close_to_perfect_and_quick() -> None:
     """On lengths as chats have them: a million documents, hardly any padding."""
     lengths = np.random.default_rng(0).lognormal(np.log(300), 0.9, 10**6)
     sizes = np.clip(lengths.astype(np.int64), 1, 2048)
-    start = time.perf_counter()
+    start = time.process_time()
     _, ends = best_fit(sizes, 2048)
-    assert time.perf_counter() - start < 30, "it is not done in a loop over documents"
+    assert time.process_time() - start < 30, "it is not done in a loop over documents"
     assert 1 - sizes.sum() / (2048 * len(ends)) < 0.001
     assert len(ends) >= -(-sizes.sum() // 2048)
 

@@ -25,9 +25,9 @@ from isles.data.sources import open_source
 from isles.data.store import TokenStore
 from isles.errors import CommunicationError, DataError
 from isles.rundir.records import read_record
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
 
 
 class Letters:

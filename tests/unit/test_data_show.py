@@ -21,8 +21,7 @@ from isles.data.store import TokenStore
 from isles.data.template_choice import use_template
 from isles.data.tokenizer import train_tokenizer
 from isles.facts.text import printable
-
-DEADLINE_S = 240.0
+from tests.deadline import DEADLINE_S
 
 
 def talk(asked: str, said: str) -> list[dict[str, str]]:

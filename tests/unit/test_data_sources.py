@@ -21,6 +21,7 @@ from isles.data.readers import PIECE_BYTES, WHOLE_BYTES
 from isles.data.rows import PLAIN
 from isles.data.sources import open_source
 from isles.errors import DataError
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 
@@ -131,7 +132,7 @@ def test_no_read_permission(closed: str):
             capture_output=True,
             check=False,
             text=True,
-            timeout=180,
+            timeout=DEADLINE_S,
         )
         folder.chmod(0o700)
     assert ended.returncode == 1
@@ -325,7 +326,7 @@ def test_a_hub_id_that_cannot_be_reached(tmp_path: Path):
         capture_output=True,
         check=False,
         text=True,
-        timeout=180,
+        timeout=DEADLINE_S,
     )
     assert ended.returncode == 1
     assert "no-such-owner/no-such-data: cannot be loaded" in ended.stderr

@@ -24,6 +24,7 @@ from isles.data.tokenizer import (
     vocabulary_size,
 )
 from isles.errors import DataError
+from tests.deadline import DEADLINE_S
 
 DOCS = DataConfig(sources=(SourceConfig(path="python-docs"),))
 
@@ -49,7 +50,11 @@ def test_training_is_deterministic_over_processes(trained):
         "print(tokenizer_digest(train_tokenizer(documents_for_tokenizer(DOCS), 600)))\n"
     )
     other = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
     )
     assert other.stdout.strip() == tokenizer_digest(trained)
 
@@ -100,9 +105,9 @@ def test_long_documents_are_tokenized_in_pieces(border: str):
 
 def test_a_very_long_document_takes_no_longer_than_its_parts(trained):
     text = "some words of a long document 😀\n" * (2 * PIECE_CHARS // 32)
-    start = time.perf_counter()
+    start = time.process_time()
     ids = encode(trained, [text, "", "short"])
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert trained.decode(ids[0]) == text
     assert ids[1] == [] and ids[2] == encode(trained, ["short"])[0]
 

@@ -18,6 +18,7 @@ from isles.config.rules import check_rules
 from isles.config.run import RunConfig
 from isles.config.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 # The example of the document that asks for DeepSpeed, as it stands there.
@@ -335,7 +336,7 @@ zero = [n for name, f in Zero.model_fields.items() for n in (name, f.alias or na
 print(json.dumps([zero, [*Optimizer.model_fields, *Param.model_fields]]))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )
     zero, offload = json.loads(result.stdout.splitlines()[-1])
     assert set(zero) <= ZERO | ZERO_ELSEWHERE.keys()

@@ -39,11 +39,11 @@ from isles.rundir.paths import Attempt
 from isles.rundir.records import write_record
 from isles.rundir.wire import refusal
 from isles.train.worker import record_error
+from tests.deadline import DEADLINE_S
 from tests.documents import ROOT, is_key
 from tests.each import each
 
 SRC = ROOT / "src" / "isles"
-DEADLINE_S = 60.0
 
 
 def ids_of_code(text: str) -> set[str]:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster_train"
 DOCUMENT = (ROOT / "tests" / "seeds" / "S2.md").read_text(encoding="utf-8")
-DEADLINE_S = 60.0
 
 # Says which words and which variables reach the Python part.
 PYTHON = """\

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
 from tests.finetune_example import (
     CONFIG,
     DEEPSPEED,
@@ -214,6 +215,6 @@ def test_slurm_options_of_another_cluster(project: Project) -> None:
 
 def checked(script: Path) -> str:
     """The text of a script, once bash has found no fault in its grammar."""
-    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    subprocess.run(["bash", "-n", script], check=True, timeout=DEADLINE_S)
     assert script.stat().st_mode & 0o111
     return script.read_text()

@@ -17,6 +17,7 @@ from isles.config.resolve import resolve
 from isles.errors import ExitCode
 from isles.facts.troubleshooting import by_id
 from isles.preflight.ids import MEANINGS
+from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "home_lab"
@@ -104,7 +105,7 @@ def test_without_torchrun_it_is_isles_train(tmp_path: Path) -> None:
             env=environ | more,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
             check=False,
         )
 
@@ -140,7 +141,7 @@ def launch(tmp_path: Path, *args: str, check: int = 0) -> tuple[int, list[str], 
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=DEADLINE_S,
         check=False,
     )
     calls = (tmp_path / "calls").read_text().replace(f"{EXAMPLE}/train_distributed.py ", "")

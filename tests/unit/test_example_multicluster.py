@@ -18,11 +18,11 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.run import RunConfig
 from isles.errors import UserError
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multicluster"
-DEADLINE_S = 60.0
 PEER = "/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"
 HERE = "/ip4/127.0.0.1/tcp/30001/p2p/QmXyz"
 HV = ("--hv.initial-peers", PEER)

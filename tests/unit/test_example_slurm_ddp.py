@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm_ddp"
-DEADLINE_S = 120.0
 
 TASK = {
     "SLURM_NTASKS": "4",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import socket
 import threading
@@ -30,11 +31,11 @@ from isles.train.contact import Contact, Head
 from isles.train.lobby import Identity, Lobby
 from isles.train.members import Terms
 from isles.train.presence import Presence
+from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run
 
 VERSIONS = {"isles": "1", "torch": "2"}
-DEADLINE_S = 60.0
 
 
 @dataclass
@@ -123,11 +124,11 @@ def table(
         digest=hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
     )
     identity = Identity("x-1", 1, fleet.digest, VERSIONS)
-    lobby = Lobby(listener, fleet, identity, lambda: {"run": "x-1"})
     terms = Terms(max_restarts=3, save_timeout_s=60.0, needs_head=True)
-    made = Table(run_dir, attempt, fleet, lobby, None, [])  # type: ignore[arg-type]  # just below
+    made = Table(run_dir, attempt, fleet, None, None, [])  # type: ignore[arg-type]  # just below
     clock = lambda: time.monotonic() + made.late_s  # noqa: E731
-    made.conductor = Conductor(run_dir, attempt, fleet, terms, lobby, clock)
+    lobby = made.lobby = Lobby(listener, fleet, identity, lambda: {"run": "x-1"}, clock)
+    made.conductor = Conductor(run_dir, attempt, fleet, terms, lobby)
     try:
         yield made
     finally:
@@ -243,7 +244,7 @@ def test_the_earliest_error_is_the_cause_whatever_the_clocks_say(tmp_path: Path)
     with table(tmp_path, 3) as made:
         first, last = made.join(0), made.join(2)
         # The clock of node 1 is an hour ahead.
-        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
         wire.send({"hello": {**made.hello(1), "token": "t"}})
         made.runs(first, last)
         now = time.time()
@@ -280,18 +281,35 @@ def test_an_agent_that_dies_is_missed_within_seconds(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         first = made.join(0)
         # A process of its own, which has nothing but its socket, and loses it.
-        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
         wire.send({"hello": {**made.hello(1), "token": "t"}})
         assert "welcome" in (wire.receive(DEADLINE_S) or {})
         made.runs(first)
-        began = time.monotonic()
         wire.close()
         outcome = made.ends("the loss ends a run of a fixed number of nodes")
         assert "node 1 (h1, 10.0.0.1) is lost: its agent has ended without a word" in str(
             outcome["error"]["what"]
         )
         assert outcome["exit_code"] == ExitCode.COMMUNICATION
-        assert time.monotonic() - began < LOST_AFTER_S
+
+
+def test_a_node_that_falls_silent_is_named_after_twenty_seconds(tmp_path: Path) -> None:
+    """Switched off, or cut off: its connection is there, and nothing comes."""
+    with table(tmp_path) as made:
+        first = made.join(0)
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
+        wire.send({"hello": {**made.hello(1), "token": "t"}})
+        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        made.runs(first)
+        seats = made.lobby.seats()
+        while not seats[1].lost:
+            made.late_s += 1.0
+            seats[0].silence.heard()  # this one gives a sign of life each second
+            made.conductor.look()
+        assert re.fullmatch(r"it has not been heard of for 2[0-3] s", seats[1].lost)
+        outcome = made.ends("the loss ends a run of a fixed number of nodes")
+        assert "node 1 (h1, 10.0.0.1) is lost: " + seats[1].lost == outcome["error"]["what"]
+        wire.close()
 
 
 @pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
@@ -336,7 +354,9 @@ def test_a_run_directory_that_is_deleted_ends_all_nodes_at_once(tmp_path: Path) 
 def test_files_are_given_for_the_right_digest_only(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         for digest, key in ((made.fleet.digest[:16], "files"), ("f" * 16, "refused")):
-            wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+            wire = Wire(
+                socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S)
+            )
             wire.send({"fetch": digest})
             assert key in (wire.receive(DEADLINE_S) or {})
             wire.close()

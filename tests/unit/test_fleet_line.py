@@ -20,13 +20,14 @@ from isles.rundir.wire import Wire
 from isles.train.agent import kill_all
 from isles.train.contact import Contact, Head
 from isles.train.verdict import judge
+from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.unit.test_fleet import DEADLINE_S, Table, error, table
+from tests.unit.test_fleet import Table, error, table
 
 
 def knock(made: Table, said: bytes) -> bytes:
     """What a stranger is answered, up to the end of the connection."""
-    with socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S) as connection:
         connection.sendall(said)
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(DEADLINE_S)
@@ -60,7 +61,7 @@ def test_a_greeting_that_makes_no_sense_is_no_traceback(
     tmp_path: Path, key: str, value: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with table(tmp_path) as made:
-        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
         wire.send({"hello": {**made.hello(0), "token": "t", key: value}})
         with pytest.raises(ConnectionResetError):
             wire.receive(DEADLINE_S)
@@ -70,7 +71,7 @@ def test_a_greeting_that_makes_no_sense_is_no_traceback(
 
 def test_a_report_that_is_none_costs_the_connection_and_not_the_run(tmp_path: Path) -> None:
     with table(tmp_path) as made:
-        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+        wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
         wire.send({"hello": {**made.hello(0), "token": "t"}})
         assert "welcome" in (wire.receive(DEADLINE_S) or {})
         wire.send({"report": "well"})
@@ -118,7 +119,9 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
         busy.start()
         try:
             for _ in range(200):
-                wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=5))
+                wire = Wire(
+                    socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S)
+                )
                 wire.send({"hello": {**made.hello(0), "token": "t"}})
                 assert "welcome" in (wire.receive(DEADLINE_S) or {})
                 wire.close()

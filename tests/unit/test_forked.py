@@ -16,8 +16,7 @@ import pytest
 
 from isles.errors import ExitCode
 from isles.train.forked import Ranks
-
-DEADLINE_S = 60.0
+from tests.deadline import DEADLINE_S
 
 
 def end_as(how: str, mark: Path) -> int:

@@ -32,6 +32,7 @@ from isles.rundir.ask import ask_rendezvous
 from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.join_line import JoinLine
 from isles.rundir.paths import RunDir
+from tests.deadline import DEADLINE_S
 
 RUN = """\
 name: tiny
@@ -232,7 +233,7 @@ def stranger(says: bytes) -> Iterator[int]:
         thread.start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(20)
+        thread.join(DEADLINE_S)
         for connection in held:
             connection.close()
 
@@ -419,7 +420,7 @@ def test_over_a_login_node_it_is_the_first_line_of_stdin(tmp_path: Path) -> None
         input=f"{LINE}\n{text}",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=True,
     )
     assert done.stdout == f"-m isles {there} {secret}\n{text}{LINE}\n700\n"
@@ -445,5 +446,5 @@ def test_a_stranger_with_a_certificate_of_its_own_gets_no_token(
         other = replace(line, port=server.getsockname()[1], fingerprint=b"x" * 32)
         with pytest.raises(PreflightError, match="certificate"):
             ask_rendezvous(other, "/v1/status", 20)
-        thread.join(20)
+        thread.join(DEADLINE_S)
     assert heard == [b""] or not heard

@@ -19,8 +19,9 @@ from isles.launch.local import LocalLauncher, local_job
 from isles.monitor.stop import wait_for_end
 from isles.rundir.begin import new_attempt
 from isles.rundir.records import read_record
+from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.runs import DEADLINE_S, bare_run, running_agent
+from tests.runs import bare_run, running_agent
 
 FOUR = "".join(
     f"{index}, NVIDIA H100 80GB HBM3, GPU-{index}{index}aa-beef, 81559 MiB\n" for index in range(4)

@@ -32,8 +32,9 @@ from isles.rundir.stop_request import read_stop_request, request_stop
 from isles.train.node_log import NodeLog
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
+from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.runs import DEADLINE_S, bare_run
+from tests.runs import bare_run
 
 FAR = ProcessId("elsewhere", 1, 1.0)
 

@@ -16,7 +16,8 @@ from isles.monitor.logs import LogChoice, choose_attempt, log_lines
 from isles.monitor.stop import wait_for_end
 from isles.monitor.tail import LineTail
 from isles.rundir.records import write_record
-from tests.runs import DEADLINE_S, Agent, bare_run, running_agent
+from tests.deadline import DEADLINE_S
+from tests.runs import Agent, bare_run, running_agent
 
 ROW = {"kind": "train", "step": 10, "loss": 5.25, "learning_rate": 0.003, "tokens_per_second": 1234}
 

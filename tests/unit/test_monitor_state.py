@@ -22,7 +22,8 @@ from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record
 from isles.rundir.signals import kill_now, send_signal
 from isles.rundir.state import FRESH_S
-from tests.runs import DEADLINE_S, bare_run, running_agent
+from tests.deadline import DEADLINE_S
+from tests.runs import bare_run, running_agent
 
 
 def ended_run(path: Path, outcome: dict[str, Any] | None, world_size: int = 1) -> Attempt:

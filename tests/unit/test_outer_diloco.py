@@ -19,6 +19,7 @@ from isles.outer.base import Mode, OuterSettings
 from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
 from isles.outer.diloco import FragmentShare, clip_scale, square_sum, total_norm
 from isles.outer.layout import Piece
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 COUNTS = (1000, 4096, 1, 333)
@@ -325,7 +326,7 @@ def test_another_kind_of_processor_computes_the_same_bits(tmp_path: Path) -> Non
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert child.returncode == 0, child.stderr

@@ -24,6 +24,7 @@ from isles.outer.side.gloo_attempt import Attempt, Made
 from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_plan
 from isles.outer.side.gloo_group import Group
 from isles.outer.side.gloo_reach import UnreachableError, call_each_other
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 COUNTS = [5000, 4096, 70_000, 3, 5000]
@@ -175,7 +176,7 @@ def test_clusters_that_do_not_reach_one_another_are_named_by_all() -> None:
     def call(ranks: int, stores: list[Any]) -> list[Any]:
         def one(rank: int) -> Any:
             try:
-                return call_each_other(stores[rank], rank, NAMES[:ranks], "lo", 5.0)
+                return call_each_other(stores[rank], rank, NAMES[:ranks], "lo", DEADLINE_S)
             except UnreachableError as error:
                 return error
 
@@ -213,7 +214,7 @@ async def _stays_away() -> None:
     def work(rank: int, attempt: Attempt) -> Made:
         group = attempt.hold(Group(store, rank, NAMES[:2], "127.0.0.1", 2.0, lambda _: None))
         if rank == 1:  # it lives, and sends nothing
-            assert noticed.wait(30.0)
+            assert noticed.wait(DEADLINE_S)
         group.compare({"turn": 3})
         raise AssertionError("it has averaged with nobody")
 
@@ -223,9 +224,9 @@ async def _stays_away() -> None:
     assert not await waits.abandon(0.1), "gloo waits on"
     assert waits.is_alive
     with pytest.raises(RuntimeError, match="Timed out"):
-        await asyncio.wait_for(waits.result, 20.0)
+        await asyncio.wait_for(waits.result, DEADLINE_S)
     await idle.abandon(0.0)
     noticed.set()
     with pytest.raises(CommunicationError, match="the epoch has ended"):
-        await asyncio.wait_for(idle.result, 20.0)
-    assert await waits.abandon(5.0) and await idle.abandon(5.0)
+        await asyncio.wait_for(idle.result, DEADLINE_S)
+    assert await waits.abandon(DEADLINE_S) and await idle.abandon(DEADLINE_S)

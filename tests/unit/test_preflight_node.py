@@ -21,6 +21,7 @@ from isles.preflight.node_files import files, probe_read, probe_remove, probe_wr
 from isles.preflight.node_gpus import gpus
 from isles.preflight.node_machine import machine
 from isles.preflight.node_net import Listener, bandwidth, reach, resolve
+from tests.deadline import DEADLINE_S
 
 _SMI = """\
 #!{python}
@@ -167,7 +168,7 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=DEADLINE_S,
             check=True,
         )
         answer: list[str] = json.loads(done.stdout)
@@ -186,7 +187,7 @@ def test_a_node_that_nobody_asks_any_more_ends() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as child:
-        assert child.wait(timeout=60) == 1
+        assert child.wait(timeout=DEADLINE_S) == 1
 
 
 def test_faults_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

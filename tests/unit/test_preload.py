@@ -11,6 +11,7 @@ from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.rundir.env import RUN_DIR
 from isles.rundir.paths import RunDir
+from tests.deadline import DEADLINE_S
 
 LOOK = """
 import sys
@@ -41,6 +42,6 @@ def test_it_never_asks_the_gpu(run_file: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", LOOK],
         env={**os.environ, "PYTHONPATH": path, RUN_DIR: str(run_dir.path)},
         check=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     assert not asked.exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.deadline import DEADLINE_S
+
 PROGRAM = """
 import logging
 from isles.train.quiet import hush_libraries
@@ -20,7 +22,11 @@ for name in ("torchao.kernel.intmm", "torch.utils._pytree", "DeepSpeed", "isles"
 
 def test_libraries_are_silent_but_for_errors() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
     )
     assert done.stderr.splitlines() == [
         "torchao.kernel.intmm fails",

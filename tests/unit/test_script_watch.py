@@ -20,6 +20,7 @@ from isles.train.script_stacks import ScriptStacks
 from isles.train.script_watch import ScriptWatch, Signs, overdue, script_stall
 from isles.train.stall_relay import ASKED, PRINTED, StallsHere, StallsThere
 from isles.train.verdict import trouble
+from tests.deadline import DEADLINE_S
 from tests.ranks import rank_env
 from tests.runs import bare_run
 
@@ -79,26 +80,35 @@ def test_who_is_frozen_or_does_not_answer_comes_first() -> None:
     assert behind.text == "rank 1 on b is behind: running, at my.py:9 read()"
 
 
-def start_script(folder: Path, stacks: ScriptStacks) -> subprocess.Popen[bytes]:
+def begin_script(folder: Path, stacks: ScriptStacks) -> subprocess.Popen[bytes]:
     path = folder / "my.py"
     known = "KNOWN = [*globals(), 'KNOWN', 'pickle', 'sys', 'threading', 'get_context', 'Thing', "
     path.write_text(f"{known}'hang']\n{SCRIPT}")
-    child = subprocess.Popen(
+    return subprocess.Popen(
         stacks.command(str(path), ["--x", "1"]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=[stacks.fd],
+        pass_fds=[stacks.fd, stacks.gate],
     )
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"ready\n", child.communicate()
-    return child
+
+
+def test_a_script_does_not_begin_where_its_starter_is_gone(tmp_path: Path) -> None:
+    """Killed between the start of the script and of the guard over what the script starts."""
+    stacks = ScriptStacks()
+    child = begin_script(tmp_path, stacks)
+    stacks.close()
+    out, errors = child.communicate(timeout=DEADLINE_S)
+    assert (child.returncode, out, errors) == (1, b"", b"")
 
 
 def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Path) -> None:
     stacks = ScriptStacks()
-    child = start_script(tmp_path, stacks)
-    deadline = time.monotonic() + 60
+    child = begin_script(tmp_path, stacks)
+    stacks.open_gate()
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n", child.communicate()
+    deadline = time.monotonic() + DEADLINE_S
     while "hang()" not in stacks.ask(child.pid)["at"]:  # it may still be at its print
         assert time.monotonic() < deadline
     for _ in range(2):
@@ -109,7 +119,7 @@ def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Pa
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert "frozen" in stacks.ask(child.pid)["frozen"]
     os.kill(child.pid, signal.SIGCONT)
-    _, errors = child.communicate(b"x", timeout=60)
+    _, errors = child.communicate(b"x", timeout=DEADLINE_S)
     text = errors.decode()
     assert child.returncode == 1 and text.endswith("ValueError: odd\n")
     assert "script_main.py" not in text and f'File "{tmp_path}/my.py", line 19' in text
@@ -121,7 +131,7 @@ def test_a_process_that_would_not_survive_the_question_is_not_asked() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     answer = stacks.ask(child.pid)
     assert answer["stacks"] == "" and "gives no stacks" in answer["at"]
-    child.communicate(b"\n", timeout=60)
+    child.communicate(b"\n", timeout=DEADLINE_S)
     assert child.returncode == 0
     stacks.close()
 
@@ -206,7 +216,7 @@ def test_a_last_word_while_the_ranks_are_asked_is_seen(tmp_path: Path) -> None:
     watch = ScriptWatch(run_dir, attempt, env, config, os.getpid(), Stacks(), notes.append)
     try:
         second = attempt.stalls / "silence-2-rank-0.txt"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE_S
         while not second.exists():
             assert time.monotonic() < deadline, notes
             time.sleep(0.05)

@@ -13,9 +13,8 @@ import pytest
 from isles.errors import PreflightError, UserError
 from isles.launch.channel import Channel
 from isles.launch.shell import Shell, on_all
+from tests.deadline import DEADLINE_S
 from tests.each import each
-
-DEADLINE_S = 60.0
 
 FakeSsh = Callable[[str], None]
 

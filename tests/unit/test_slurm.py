@@ -25,6 +25,7 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 from isles.rundir.restarts import list_restarts
 from isles.train.requeue import Gang
+from tests.deadline import DEADLINE_S
 from tests.each import each
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -227,7 +228,7 @@ class Job:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
             check=False,
         )
 

@@ -18,8 +18,8 @@ from isles.rundir.records import write_record
 from isles.train.stall_place import Place, place_now
 from isles.train.stall_verdict import Standing, find_stall
 from isles.train.watchdog_clock import Frozen, StepClock
+from tests.deadline import DEADLINE_S
 
-DEADLINE_S = 60.0
 HOSTS = ["a", "a", "b", "b"]
 WAITS = Standing(7, "forward and backward", "at x.py:1 f()", "the backward pass")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ training: {max_steps: 20, global_batch_size: 32}
 checkpoint: {timeout: 100s}
 """
 NOW = 5_000.0
+"""By the clock that is passed in; the machine's own may be anything."""
 
 
 class CutOff:
@@ -49,20 +49,24 @@ class CutOff:
 
 def quiet_beats(rank: int, keeper: int | None = None) -> Beats:
     """Signs of life that are given to nobody."""
-    beats = Beats(("127.0.0.1", 9), "token", rank=rank, world_size=2, keeper=keeper)
+    beats = Beats(
+        ("127.0.0.1", 9), "token", rank=rank, world_size=2, keeper=keeper, now=lambda: NOW
+    )
     beats.close()
-    beats.talked_at = NOW
     return beats
 
 
-def overdue(tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0) -> Watchdog:
+def overdue(
+    tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0, took_s: float = 2_000.0
+) -> Watchdog:
     """The watchdog of a rank that has been in a phase since long before NOW."""
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "run.yaml").write_text(RUN)
-    clock = StepClock()
+    clock = StepClock(lambda: NOW - took_s, lambda: 0.0)
+    clock.steps.extend([1.0] * 3)
     clock.step(7)
     if phase != "step":
         clock.begin(phase)
-    clock.moment = clock.moment._replace(since=NOW - 2_000.0)
     watch = Watchdog(
         load_run_file(tmp_path / "run.yaml", ()).config,
         Attempt(tmp_path, 1),
@@ -78,12 +82,17 @@ def overdue(tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0) -> 
     return watch
 
 
-def judge(watch: Watchdog, seconds: float = 10.0) -> dict[str, Any] | None:
+def look(watch: Watchdog, now_s: float) -> None:
+    """One look at that moment, of a process that is busy all the time."""
+    watch._clock.now = watch._clock.busy = lambda: now_s
+    watch._look()
+
+
+def judge(watch: Watchdog) -> dict[str, Any] | None:
     """What it says when it has looked, listened, and looked again."""
-    moment = watch._clock.moment
-    watch._look(moment, NOW - seconds)
+    look(watch, NOW - 10.0)
     watch._beats.heard = {r: h for r, h in HEARD.items() if r != watch._rank}
-    watch._look(moment, NOW)
+    look(watch, NOW)
     return read_record(watch._attempt.stalls / "step-7.json")
 
 
@@ -101,9 +110,21 @@ def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(
     assert (found is not None) == judges
 
 
+def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> None:
+    """Of min_time, which is a minute here."""
+    found = {
+        (phase, took_s): judge(
+            overdue(tmp_path / f"{phase}-{took_s}", quiet_beats(0), phase, took_s=took_s)
+        )
+        for phase in ("step", "evaluating")
+        for took_s in (40.0, 200.0, 400.0)
+    }
+    stalls = [case for case, record in found.items() if record is not None]
+    assert stalls == [("step", 200.0), ("step", 400.0), ("evaluating", 400.0)]
+
+
 def test_a_save_whose_parts_move_is_no_stall(tmp_path: Path) -> None:
     assert judge(overdue(tmp_path, quiet_beats(0), "saving", moved_at=NOW - 5.0)) is None
-    (tmp_path / "still").mkdir()
     assert judge(overdue(tmp_path / "still", quiet_beats(0), "saving")) is not None
 
 
@@ -113,7 +134,7 @@ def test_who_keeps_the_store_does_not_miss_itself(tmp_path: Path) -> None:
     watch = overdue(tmp_path, beats, "step")
     assert judge(watch) is None
     beats.talked_at = NOW
-    watch._look(watch._clock.moment, NOW)
+    look(watch, NOW)
     assert (read_record(tmp_path / "stalls" / "step-7.json") or {})["culprits"] == [1]
 
 
@@ -125,4 +146,4 @@ def test_what_a_store_was_not_told_it_is_told_again() -> None:
         beats._round(store)
     beats._round(store)
     assert beats.asked == "7-step"
-    assert beats.talked_at <= time.monotonic()
+    assert beats.talked_at == NOW

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -54,6 +54,7 @@ class CheckpointManager:
         config: the run file's section.
         travel: the way of the parts to rank 0, where nodes have disks of their own.
         attempt: which start of the run this is; its checkpoints say so.
+        now: seconds that only ever grow.
     """
 
     def __init__(
@@ -63,14 +64,16 @@ class CheckpointManager:
         config: CheckpointConfig,
         travel: Travel,
         attempt: int,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
         self._world = world
         self._config = config
         self._travel = travel
         self._attempt = attempt
-        self.moved_at = 0.0
-        """time.monotonic() at which parts of a save have last come further on their way."""
+        self._now = now
+        self.moved_at = now()
+        """When parts of a save have last come further on their way, by `now`."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = -1
@@ -171,9 +174,9 @@ class CheckpointManager:
 
     def _await(self, pending: Future[None]) -> None:
         """Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on."""
-        began = time.monotonic()
+        began = self._now()
         while not pending.done():
-            left_s = max(began, self.moved_at) + self._config.timeout - time.monotonic()
+            left_s = max(began, self.moved_at) + self._config.timeout - self._now()
             if left_s <= 0:
                 raise TrainingError(
                     f"saving step {self._pending_step} is not over after "
@@ -262,7 +265,7 @@ class CheckpointManager:
             discard(info.path)
 
     def _moved(self, done: int, total: int) -> None:
-        self.moved_at = time.monotonic()
+        self.moved_at = self._now()
         log.debug("parts done=%d of=%d", done, total)
 
 

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,7 +34,7 @@ class Heard:
 
     Args:
         view: what it said of itself.
-        at: time.monotonic() of this process when that was new.
+        at: when that was new, by the clock of the `Beats`.
     """
 
     view: dict[str, Any]
@@ -50,6 +50,7 @@ class Beats:
         rank, world_size: this rank's place.
         keeper: the rank whose process keeps the store; None: somebody else does.
         server: the store itself, on the rank that keeps it.
+        now: seconds that only ever grow.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Beats:
         world_size: int,
         keeper: int | None,
         server: Store | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = now
         self.address = address
         self.keeper = keeper
         self.view: dict[str, Any] = {}
@@ -73,7 +76,7 @@ class Beats:
         """What somebody has last asked all ranks for."""
         self.posted: dict[int, str] = {}
         """What each rank has last posted; only while the others are listened to."""
-        self.talked_at = time.monotonic()
+        self.talked_at = now()
         """When the store has last answered."""
         self._token = token
         self._rank = rank
@@ -126,7 +129,7 @@ class Beats:
             self.asked = store.get("ask").decode()
         if self.listening:
             self._listen(store)
-        self.talked_at = time.monotonic()
+        self.talked_at = self._now()
 
     def _listen(self, store: Store) -> None:
         for rank in range(self._world_size):
@@ -136,13 +139,13 @@ class Beats:
             number, view = json.loads(store.get(key))
             before = self.heard.get(rank)
             if before is None or before.view["number"] != number:
-                self.heard[rank] = Heard({**view, "number": number}, time.monotonic())
+                self.heard[rank] = Heard({**view, "number": number}, self._now())
             if store.check([f"post-{rank}"]):
                 self.posted[rank] = store.get(f"post-{rank}").decode()
 
 
-def open_beats(world: World, env: RankEnv) -> Beats:
-    """Begin to give signs of life. All ranks must call this."""
+def open_beats(world: World, env: RankEnv, now: Callable[[], float]) -> Beats:
+    """Begin to give signs of life, by a clock that only ever grows. All ranks must call this."""
     own = _tcp_store(_get_default_store())
     server: Store | None = None
     offer: Mapping[str, Any] | None = None
@@ -165,6 +168,7 @@ def open_beats(world: World, env: RankEnv) -> Beats:
         world_size=world.world_size,
         keeper=0 if is_ours else None,
         server=server,
+        now=now,
     )
 
 

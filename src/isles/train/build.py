@@ -96,7 +96,9 @@ def build(
     between = make_between(config, engine, world, run_dir, resume_from)
     progress = _take_over(engine, resume_from, config, world, travel, recorder, between)
     samples = None if between is None else between.begin(progress, recorder)
-    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt)
+    meter = StepMeter(world, Speed.of(world.device, built.flops))
+    now = meter.clock.now  # the watchdog compares when a save has moved
+    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt, now)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
@@ -113,7 +115,7 @@ def build(
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
-        meter=StepMeter(world, Speed.of(world.device, built.flops)),
+        meter=meter,
         checkpoints=checkpoints,
         balancer=balancer,
         total_steps=total_steps,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +51,6 @@ class Conductor:
         fleet: its nodes.
         terms: of the run file.
         lobby: who is there.
-        clock: seconds that only ever grow.
     """
 
     def __init__(
@@ -62,17 +60,16 @@ class Conductor:
         fleet: Fleet,
         terms: Terms,
         lobby: Lobby,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._fleet = fleet
         self._terms = terms
         self._lobby = lobby
-        self._clock = clock
+        self._clock = lobby.clock
         self._phase: Phase = "wait"
-        self._since = self._waits_since = clock()
-        self._said_at = clock()
+        self._since = self._waits_since = self._clock()
+        self._said_at = self._clock()
         self._waiting = ""
         self._members = Members(run_dir, attempt, fleet, lobby, terms.max_restarts)
         self._ending = Ending(attempt, say)

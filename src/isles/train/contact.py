@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import threading
@@ -212,7 +213,7 @@ class Contact:
         self._state = "there"
         silence.heard()
         said: dict[str, Any] = {}
-        said_at = 0.0
+        said_at = -math.inf
         try:
             while True:
                 message = wire.receive(_LOOK_S)

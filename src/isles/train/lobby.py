@@ -98,6 +98,7 @@ class Lobby:
         fleet: who is to come.
         identity: of this start.
         files: what a node that has nothing yet is given: its name and content.
+        clock: seconds that only ever grow, for the conductor as well.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class Lobby:
         fleet: Fleet,
         identity: Identity,
         files: Callable[[], dict[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self._listener = listener
         self._fleet = fleet
         self._identity = identity
@@ -271,7 +274,7 @@ class Lobby:
                 seat.lost = "another agent has taken its place"
             if seat is None or seat.token != token:
                 store = int(hello.get("store", 0))
-                seat = Seat(node, token, process, Silence(time.monotonic()), None, store)
+                seat = Seat(node, token, process, Silence(self.clock()), None, store)
                 self._seats[node] = seat
             # Before anybody can send an order here: it is the first word that the agent expects.
             wire.send({"welcome": {"pid": os.getpid()}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -30,7 +31,7 @@ class OuterRecord:
         self._waiting: dict[int, float] = {}
         self._exposed_s = self._hidden_s = 0.0
         self._last: dict[str, Any] | None = None
-        self._told_at = 0.0
+        self._told_at = -math.inf
 
     def begin(self, turn: int) -> None:
         """The contribution to a turn is made now."""
@@ -87,7 +88,7 @@ class OuterRecord:
         }
         self._last = {name: row[name] for name in ("turn", "step", "mode", "weights", "refused")}
         self._last |= {"norm": applied.norm, "digest": applied.digest, "at": row["at"]}
-        self._told_at = 0.0
+        self._told_at = -math.inf
         self._recorder.row(row)
 
     def state(self, outlook: Outlook, chief: Chief | None, *, is_last: bool = False) -> None:

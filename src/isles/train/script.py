@@ -164,15 +164,15 @@ def run_script(rank: ScriptRank) -> int:
     child = subprocess.Popen(
         stacks.command(rank.script, rank.arguments),
         env=rank.environ,
-        pass_fds=[stacks.fd],
+        pass_fds=[stacks.fd, stacks.gate],
         process_group=0,
         preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
     )
     guard = _guard(child.pid)
     place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid}
     place |= ProcessId.of(os.getpid()).record()
-    # After the handlers: whoever reads this record may send a signal.
-    write_record(attempt.rank_record(env.rank), place)
+    write_record(attempt.rank_record(env.rank), place)  # its readers send signals: handlers first
+    stacks.open_gate()  # only now the script runs: the guard ends whatever it starts
     watch = _watch(rank, child.pid, stacks, status)
     with status.beating():
         code = stop.wait(child, watch)

@@ -1,6 +1,9 @@
 """Runs a user's own script as Python itself would, and lets its stacks be asked for.
 
-    python -u script_main.py FD SCRIPT ARGUMENTS…
+    python -u script_main.py FD GATE SCRIPT ARGUMENTS…
+
+Nothing of the script runs before a byte has come through the pipe GATE; where the pipe ends without
+one, the starter of this process is gone, and it ends.
 
 On a signal that programs leave alone Python writes the stacks of all its threads to the file that
 is open as FD, also while C code keeps Python's lock. The script finds itself as `__main__`, with
@@ -17,12 +20,15 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
 
-def _run(fd: int, script: str, arguments: list[str]) -> None:
+def _run(fd: int, gate: int, script: str, arguments: list[str]) -> None:
     """Become the script. Nothing of this module can be used once its namespace is the script's."""
     own, path = __file__, os.path.abspath(script)  # noqa: PTH100  # as Python itself gives it
     number = getattr(signal, "SIGRTMAX", None)
     if number is not None:
         faulthandler.register(number - 5, file=fd, all_threads=True, chain=False)
+    if not os.read(gate, 1):
+        os._exit(1)
+    os.close(gate)
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = _folder(path)
@@ -61,4 +67,4 @@ def _folder(path: str) -> str:
 
 
 if __name__ == "__main__":
-    _run(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    _run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -27,7 +27,7 @@ frozen: why it cannot go on by itself, or empty."""
 
 
 class ScriptStacks:
-    """Asks one script for its stacks. The script must be started by `command`, with `fd` kept."""
+    """Asks one script for its stacks. It must be started by `command`, and keep `fd` and `gate`."""
 
     def __init__(self) -> None:
         """Opens the file that Python writes the stacks to, in memory where that can be."""
@@ -36,14 +36,21 @@ class ScriptStacks:
         else:
             with tempfile.TemporaryFile() as stream:
                 self.fd = os.dup(stream.fileno())
+        # The script waits until the other end has given it a byte, and ends where that is closed.
+        self.gate, self._opener = os.pipe()
 
     def command(self, script: str, arguments: list[str]) -> list[str]:
         """The command line of the script's process."""
-        return [sys.executable, "-u", str(RUNNER), str(self.fd), script, *arguments]
+        return [sys.executable, "-u", str(RUNNER), str(self.fd), str(self.gate), script, *arguments]
+
+    def open_gate(self) -> None:
+        """Let the script run: whatever must be there before it is there."""
+        os.write(self._opener, b"\n")
 
     def close(self) -> None:
         """No more questions."""
-        os.close(self.fd)
+        for fd in (self.fd, self.gate, self._opener):
+            os.close(fd)
 
     def ask(self, pid: int) -> Answer:
         """Where the script's process stands now. Takes up to two seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from contextlib import suppress
@@ -39,7 +40,7 @@ class StallsHere:
         self.is_script = False
         """Whether the ranks are those of a user's own script."""
         self._attempt = attempt
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
         self._told: dict[str, Any] = {}
 
     def report(self, ranks: tuple[int, ...]) -> dict[str, Any]:
@@ -87,14 +88,13 @@ class StallsThere:
 
     Args:
         run_dir, attempt: the run, on this host.
-        clock: seconds that only ever grow.
     """
 
     def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._printed: dict[int, int] = {}
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
         self._asked = 0
 
     @property

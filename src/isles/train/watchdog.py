@@ -83,7 +83,7 @@ class Watchdog:
         self._overdue_at = 0.0
         self._judged: tuple[Moment, str] | None = None
         self._answered = ""
-        self._frozen = Frozen(time.monotonic(), time.process_time())
+        self._frozen = Frozen(clock.now(), clock.busy())
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -95,12 +95,13 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):
             try:
-                self._look(self._clock.moment, time.monotonic())
+                self._look()
             except Exception:  # a thread's edge: no fault in here may end a run
                 log.exception("the watchdog has failed; the run goes on without it")
                 return
 
-    def _look(self, moment: Moment, now: float) -> None:
+    def _look(self) -> None:
+        moment, now = self._clock.moment, self._clock.now()
         self._beats.view = {"step": moment.step, "stage": moment.stage, "phase": moment.phase}
         self._answer()
         if self._judged is not None and self._judged[0].since != moment.since:
@@ -108,7 +109,7 @@ class Watchdog:
         if self._overdue is not None and self._overdue.since != moment.since:
             self._overdue = None
         limit_s = self._limit_s(moment)
-        self._frozen.look(now, time.process_time())
+        self._frozen.look(now, self._clock.busy())
         took_s = now - moment.since - self._frozen.since(moment.since)
         if moment.phase == "saving":  # parts that travel may take as long as they like
             moved_at = max(moment.since, self._saving_moved_at())
@@ -324,13 +325,13 @@ def watching(
         attempt: where stacks are kept.
         env, world: this rank's place.
         recorder: tells the user.
-        saving_moved_at: time.monotonic() at which a save has last come further.
+        saving_moved_at: when a save has last come further, by `clock`.
     """
     hosts = world.gather(world.host)
     watch = Watchdog(
         config,
         attempt,
-        open_beats(world, env),
+        open_beats(world, env, clock.now),
         recorder,
         clock,
         env,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from isles.train.stall_verdict import STAGES
@@ -24,7 +25,7 @@ class Moment(NamedTuple):
         phase: step, evaluating or saving; empty: nothing that is watched.
         step: its number.
         stage: the part of the step, or the phase.
-        since: time.monotonic() at which the phase began.
+        since: when the phase began, by the clock of the `StepClock`.
     """
 
     phase: str
@@ -34,17 +35,28 @@ class Moment(NamedTuple):
 
 
 class StepClock:
-    """A clock is read and a value is put down: that is all it costs a step."""
+    """A clock is read and a value is put down: that is all it costs a step.
 
-    def __init__(self) -> None:
-        self.moment = Moment("", 0, "", time.monotonic())
+    Args:
+        now: seconds that only ever grow. The watchdog and its signs of life take the same.
+        busy: seconds of a processor that this process has had.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        busy: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.now = now
+        self.busy = busy
+        self.moment = Moment("", 0, "", now())
         self.steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         """Seconds that the last steps have taken."""
         self.longest_evaluation_s = 0.0
 
     def step(self, step: int) -> None:
         """A step begins."""
-        self._leave(Moment("step", step, STAGES[0], time.monotonic()))
+        self._leave(Moment("step", step, STAGES[0], self.now()))
 
     def at(self, stage: str) -> None:
         """A part of the step begins: one of `STAGES`."""
@@ -52,11 +64,11 @@ class StepClock:
 
     def begin(self, phase: str) -> None:
         """Something else than a step begins: evaluating, saving."""
-        self._leave(Moment(phase, self.moment.step, phase, time.monotonic()))
+        self._leave(Moment(phase, self.moment.step, phase, self.now()))
 
     def end(self) -> None:
         """It is over."""
-        self._leave(Moment("", self.moment.step, "", time.monotonic()))
+        self._leave(Moment("", self.moment.step, "", self.now()))
 
     def _leave(self, moment: Moment) -> None:
         before, self.moment = self.moment, moment

@@ -76,7 +76,7 @@ if [ "${ACCT:-}" = dbd ]; then     # real sacct: slurmdbd + a private MariaDB (s
   sed -i -e 's/^AccountingStorageType=.*/AccountingStorageType=accounting_storage\/slurmdbd\nAccountingStorageHost=127.0.0.1\nAccountingStoragePort='${DBDPORT:-16819}'\nAccountingStorageUser=root\nAccountingStoragePass='"${ST//\//\\/}"'\/run\/munge.socket/' -e 's/jobacct_gather\/none/jobacct_gather\/linux/' "$ST/slurm.conf"
   mariadb-install-db --no-defaults --user=root --datadir="$ST/mysql" --auth-root-authentication-method=normal --skip-test-db >/dev/null 2>&1
   setsid mariadbd --no-defaults --user=root --datadir="$ST/mysql" --socket="$ST/mysql.sock" --bind-address=127.0.0.1 --port=${MYPORT:-13306} --pid-file="$ST/mysqld.pid" --innodb-buffer-pool-size=64M --innodb-lock-wait-timeout=900 >"$ST/log/mariadb.log" 2>&1 </dev/null &
-  for _ in $(seq 100); do mariadb --no-defaults -S "$ST/mysql.sock" -e 'select 1' >/dev/null 2>&1 && break; sleep .1; done
+  for _ in $(seq 3000); do mariadb --no-defaults -S "$ST/mysql.sock" -e 'select 1' >/dev/null 2>&1 && break; sleep .1; done
   echo "mariadbd $(cat "$ST/mysqld.pid")" >> "$ST/pids"
   mariadb --no-defaults -S "$ST/mysql.sock" -e "create database slurm_acct; create user slurm@'127.0.0.1' identified by 'lab'; grant all on slurm_acct.* to slurm@'127.0.0.1';"
   printf 'DbdHost=localhost\nDbdAddr=127.0.0.1\nDbdPort=%s\nAuthType=auth/munge\nAuthInfo=socket=%s\nSlurmUser=root\nPidFile=%s\nLogFile=%s\nStorageType=accounting_storage/mysql\nStorageHost=127.0.0.1\nStoragePort=%s\nStorageUser=slurm\nStoragePass=lab\nStorageLoc=slurm_acct\n' ${DBDPORT:-16819} $ST/run/munge.socket $ST/slurmdbd.pid $ST/log/slurmdbd.log ${MYPORT:-13306} > "$ST/slurmdbd.conf"; chmod 600 "$ST/slurmdbd.conf"
@@ -99,14 +99,14 @@ if [ "$MODE" = netlab ]; then
 else
   munge_up "" single; sleep .3; echo "munged $(cat "$ST/run/munged.pid")" >> "$ST/pids"
   if [ "${ACCT:-}" = dbd ]; then
-    slurmdbd; for _ in $(seq 100); do (exec 3<>/dev/tcp/127.0.0.1/${DBDPORT:-16819}) 2>/dev/null && break; sleep .1; done; echo "slurmdbd $(cat "$ST/slurmdbd.pid")" >> "$ST/pids"
+    slurmdbd; for _ in $(seq 3000); do (exec 3<>/dev/tcp/127.0.0.1/${DBDPORT:-16819}) 2>/dev/null && break; sleep .1; done; echo "slurmdbd $(cat "$ST/slurmdbd.pid")" >> "$ST/pids"
     sacctmgr -i add cluster lab >/dev/null 2>&1 || true
   fi
   slurmctld; for n in "${NODES[@]}"; do slurmd -N $n; done
-  for _ in $(seq 50); do [ -f "$ST/slurmctld.pid" ] && break; sleep .1; done; echo "slurmctld $(cat "$ST/slurmctld.pid")" >> "$ST/pids"
-  for n in "${NODES[@]}"; do for _ in $(seq 50); do [ -f "$ST/slurmd.$n.pid" ] && break; sleep .1; done; echo "slurmd $(cat "$ST/slurmd.$n.pid")" >> "$ST/pids"; done
+  for _ in $(seq 3000); do [ -f "$ST/slurmctld.pid" ] && break; sleep .1; done; echo "slurmctld $(cat "$ST/slurmctld.pid")" >> "$ST/pids"
+  for n in "${NODES[@]}"; do for _ in $(seq 3000); do [ -f "$ST/slurmd.$n.pid" ] && break; sleep .1; done; echo "slurmd $(cat "$ST/slurmd.$n.pid")" >> "$ST/pids"; done
   S=""
 fi
-ok=0; for _ in $(seq 300); do [ "$($S sinfo -h -N -o '%T' -p main 2>/dev/null | grep -c '^idle$')" = "${#NODES[@]}" ] && { ok=1; break; }; sleep .2; done
+ok=0; for _ in $(seq 3000); do [ "$($S sinfo -h -N -o '%T' -p main 2>/dev/null | grep -c '^idle$')" = "${#NODES[@]}" ] && { ok=1; break; }; sleep .2; done
 $S sinfo -N -l -p main || true
 echo "export SLURM_CONF=$ST/slurm.conf"; [ $ok = 1 ] || { echo "nodes not idle; logs in $ST/log" >&2; for f in "$ST"/log/*.log; do echo "== $f"; tail -n 5 "$f"; done >&2; exit 1; }
