@@ -51,8 +51,13 @@ class World:
         join = Join.model_validate({**values, **more})
         return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
 
-    def beat(self, name: str, step: int = 0, version: int = 0, has: int = 0):
-        return self.core.beat(Beat(id=member_id(name), step=step, version=version, has=has))
+    def beat(self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: bool):
+        beat = Beat(id=member_id(name), step=step, version=version, has=has, **more)
+        return self.core.beat(beat)
+
+    def end(self, name: str) -> int | None:
+        """A cluster has nothing left to contribute: after how many turns all end, if they do."""
+        return self.beat(name, version=self.core.turns.next, ends=True).ended
 
     def claim(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
         body = Claim(id=member_id(name), number=number, samples=samples)

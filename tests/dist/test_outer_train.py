@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -43,6 +44,7 @@ from tests.outer_trainer import Numbers
 from tests.ranks import Gang, start_ranks, start_training
 
 DEADLINE_S = 240.0
+LAST_TURN = 5
 PLAIN = "lr: 1.0, momentum: 0.0, codec: none"
 SGD = ("training.optimizer=sgd", "training.momentum=0.0", "training.max_grad_norm=null")
 
@@ -92,11 +94,17 @@ def rank_of_a_cluster(env: RankEnv, run: Path, attempt: int, resume_from: Path |
 
 
 def start_cluster(
-    run_file: Path, name: str, ranks: int, outer: str, *more: str, resume: str = "auto"
+    run_file: Path,
+    name: str,
+    ranks: int,
+    outer: str,
+    *more: str,
+    resume: str = "auto",
+    rank: Callable[..., int] = rank_of_a_cluster,
 ) -> Any:
     """Start the ranks of a cluster, or go on with what it has saved."""
     own = (f"name={name}", f"clusters=[{{name: {name}}}]", f"outer={{kind: diloco, {outer}}}")
-    return start_training(run_file, ranks, *own, *more, resume=resume, rank=rank_of_a_cluster)
+    return start_training(run_file, ranks, *own, *more, resume=resume, rank=rank)
 
 
 def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
@@ -257,7 +265,11 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
     one, other = model_of(a), model_of(b)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert counts["committed"] >= 24 * 6 + 6 * 12
-    assert {"overlap"} < {row["mode"] for row in rows.values()} <= {"overlap", "on_time", "late"}
+    assert (
+        {"overlap"}
+        < {row["mode"] for row in rows.values()}
+        <= {"overlap", "on_time", "late", "idle"}
+    )
     last = read_record(a.status)["outer"]
     assert last["turn"] == len(rows) and last["sent_bytes"] > 0 < last["received_bytes"]
     line = (state / "join").read_text().strip()
@@ -358,6 +370,51 @@ def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
     one, other = model_of(a), model_of(b)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert difference(own, one) > 1e-6
+
+
+def halts_at_the_end(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
+    """A rank that is stopped when it is about to contribute to the last turn, or to one more."""
+    contribute = Turns.contribute
+
+    def halt(turns: Turns, turn: int) -> None:
+        if turn >= LAST_TURN:
+            Turns.contribute = contribute  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)  # its side process lives
+        contribute(turns, turn)
+
+    Turns.contribute = halt  # type: ignore[method-assign]
+    return rank_of_a_cluster(env, run, attempt, resume_from)
+
+
+@pytest.mark.parametrize("late", ["start", "contribution"])
+def test_all_end_with_the_same_weights_where_one_is_late(
+    made_up: Path, tmp_path: Path, late: str
+) -> None:
+    """One comes when the other has one more turn to make, of which it will have no part; or its
+    contribution comes when the last turn is decided, and goes into another one."""
+    outer = "sync_every: 4, fragments: 2, delay: 1, codec: int4, deadline: 200s"
+    options = ("training.max_steps=10",)
+    rules: dict[str, Any] = {"dead_after_s": 200.0}
+    if late == "contribution":
+        rules |= {"wait": "time_boxed", "time_box_s": 3.0, "gather": 2, "gather_s": 200.0}
+    with rendezvous(tmp_path, **rules):
+        halts, _, gang = start_cluster(made_up, "b", 1, outer, *options, rank=halts_at_the_end)
+        if late == "start":
+            until(lambda: _is_stopped(gang), "the last turn", gang)
+        waits, _, other = start_cluster(made_up, "a", 1, outer, *options)
+        until(lambda: _phase(waits) == "waiting for clusters to end together", "the end", other)
+        until(lambda: _is_stopped(gang), "the last turn", gang)
+        gang.signal(signal.SIGCONT)
+        assert (gang.wait(DEADLINE_S), other.wait(DEADLINE_S)) == ([0], [0])
+    digests = [{t: row["digest"] for t, row in turns_of(run).items()} for run in (halts, waits)]
+    assert digests[0] == digests[1] and max(digests[0]) >= LAST_TURN
+    assert turns_of(waits)[max(digests[0])]["mode"] == "idle"
+    one, other_model = model_of(halts), model_of(waits)
+    assert all(torch.equal(one[name], other_model[name]) for name in one)
+
+
+def _is_stopped(gang: Gang) -> bool:
+    return psutil.Process(gang.processes[0].pid).status() == psutil.STATUS_STOPPED
 
 
 def _phase(run_dir: RunDir) -> str:

@@ -162,6 +162,18 @@ def test_all_clusters_keep_the_same_bits(codec: str) -> None:
         assert len({b"".join(cluster.share.hashes()) for cluster in clusters}) == 1
 
 
+def test_who_learns_nothing_has_the_bits_of_the_others() -> None:
+    """Also where the engine rounds the weights that it is given, as DeepSpeed does under bf16."""
+    one, idle = One("none", OuterSettings()), One("none", OuterSettings())
+    for turn in range(3):
+        one.local.sub_(normal(turn + 1, 0.01))
+        average = mean(one.codec, [(one.contribute(), 1.0)])
+        for cluster, mode in ((one, "on_time"), (idle, "idle")):
+            cluster.apply(average, mode)
+            cluster.local = cluster.local.bfloat16().float()
+        assert torch.equal(one.local, idle.local)
+
+
 def test_one_cluster_with_rate_one_is_plain_training() -> None:
     """Exactly where the difference to the anchor has no rounding, else to the anchor's last bit."""
     one = One("none", PLAIN)

@@ -263,6 +263,55 @@ def test_it_is_over_when_all_have_finished(tmp_path: Path) -> None:
     assert not world.core.is_over()
 
 
+def test_all_end_together_when_nothing_is_left_of_any(tmp_path: Path) -> None:
+    world = World(tmp_path, min_clusters=2, dead_after_s=10.0)
+    for name in "abc":
+        world.join(name)
+    assert world.end("a") is None
+    world.complete("b", 0), world.complete("c", 0)
+    assert world.close() == ["b", "c"], "a has nothing to contribute"
+    assert world.end("b") is None
+    world.complete("c", 1)
+    assert world.close() == ["c"], "it alone has something left"
+    world.complete("c", 2)
+    assert world.end("c") is None, "what it has contributed is not decided yet"
+    assert world.close() == ["c"]
+    world.join("d", version=3)
+    assert world.end("c") is None
+    world.core.leave(member_id("d"))  # stopped: it may come back in a week
+    world.restart()
+    assert [world.end(name) for name in "cab"] == [3, 3, 3]
+    world.join("d", version=3)
+    world.complete("d", 3), world.close()
+    assert world.end("a") == 3, "others may have ended with these already"
+    world.join("a", version=4)
+    assert world.end("a") is None, "it goes on, and ends with d"
+    assert world.end("d") == 4 == world.end("a")
+
+
+def test_the_end_waits_for_who_may_come_back_with_steps_of_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path, dead_after_s=10.0)
+    world.join("a"), world.join("b")
+    world.now = 11.0
+    assert world.end("a") is None
+    world.core.drop_silent()
+    assert world.events("dropped") and world.end("a") is None, "b is started again, say"
+    world.join("b")
+    world.complete("b", 0), world.close()
+    world.applied("b", 0, "b" * 64)
+    assert world.end("a") is None and world.end("b") == 1
+    world.join("b", version=1, anchors="b" * 64)
+    assert world.end("a") == 1
+    world.join("a", version=1, anchors="c" * 64)
+    assert world.end("a") is None is world.end("b"), "a pulls the state first, from b"
+    ends = []
+    while not any(ends):
+        world.now += 9.0
+        ends.append(world.end("b"))
+        world.core.drop_silent()
+    assert ends[-1] == 1 and 20 < len(ends) < 25, "a has gone for good"
+
+
 def test_it_is_left_alone_when_some_have_finished_and_nobody_is_heard(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a"), world.join("b")

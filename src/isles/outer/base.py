@@ -9,12 +9,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-Mode = Literal["on_time", "overlap", "late"]
+Mode = Literal["on_time", "overlap", "late", "idle"]
 """How an average finds this cluster's weights.
 
 on_time: they are those of the contribution, which is in the average: they become the anchor.
 overlap: inner steps were made since the contribution, which is in the average.
 late: this cluster's contribution is not in the average, or it made none.
+idle: so, and nothing was learnt here since the last average: they become the anchor.
 """
 
 

@@ -138,10 +138,10 @@ class Cluster:
 
         All ranks must call this. It touches neither the engine nor the GPU: under overlap and late
         inner steps may go on meanwhile, in another thread; until `give` nothing may be saved.
-        on_time: the weights become the anchor, the same bits on all clusters. overlap: they go the
-        way from the contribution's weights to the anchor, or 1 - alpha of it, and keep what was
-        learnt since. late: they go the way from the old anchor to the new one, and keep all that
-        they have learnt since the former.
+        on_time, idle: the weights become the anchor, the same bits on all clusters. overlap: they
+        go the way from the contribution's weights to the anchor, or 1 - alpha of it, and keep what
+        was learnt since. late: they go the way from the old anchor to the new one, and keep all
+        that they have learnt since the former.
 
         Args:
             fragment: of the turn.

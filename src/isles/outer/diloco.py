@@ -135,14 +135,15 @@ class FragmentShare:
         Returns:
             What is to be added to the local weights; None: they become the anchor.
         """
-        assert mode == "late" or self.snapshot is not None, "an average without a contribution"
-        if mode != "late" and self.error is not None and self.encoded is None:
+        is_in = mode in ("on_time", "overlap")
+        assert not is_in or self.snapshot is not None, "an average without a contribution"
+        if is_in and self.error is not None and self.encoded is None:
             self.encode()  # it was loaded from a checkpoint, which gives the same bytes
         move = self._zeros() if mode == "late" else None
         rooms = self._rooms()
         for index, data in enumerate(self._cut(average, num_parts)):
             anchor = self.piece(self.anchor, index)
-            if mode != "late":
+            if is_in:
                 self._settle(index, rooms)
             before = None if move is None else self.piece(move, index).copy_(anchor)
             anchor.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))

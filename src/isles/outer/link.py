@@ -239,7 +239,11 @@ class Link:
 
     def progress(self, progress: Progress) -> None:
         """What the others are told of this cluster with the next sign of life. Costs nothing."""
+        is_urgent = progress.ends and not self._progress.ends
         self._progress = progress
+        if is_urgent:
+            with self._lock:
+                self._send(progress)
 
     # What rank 0 hears.
 

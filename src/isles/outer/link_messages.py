@@ -171,6 +171,17 @@ class SamplesLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """All clusters have nothing left to average: with so many turns applied they hold the same.
+
+    Comes again and again, from when this cluster has said so in its `Progress`.
+    """
+
+    turns: int
+    kind: Literal["ended"] = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousLost:
     """The rendezvous does not answer. It is tried for ever; the training goes on."""
 
@@ -241,6 +252,7 @@ Event = (
     | Reset
     | Claimed
     | SamplesLost
+    | Ended
     | RendezvousLost
     | RendezvousFound
     | Refused
@@ -330,6 +342,7 @@ class Progress:
     loss: float | None = None
     exposed_s: float = 0.0
     hidden_s: float = 0.0
+    ends: bool = False
     kind: Literal["progress"] = "progress"
 
 

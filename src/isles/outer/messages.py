@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised when an older cluster could no longer talk with a newer rendezvous."""
 
 SAMPLE_TOKENS = "tokens of a sample"
@@ -108,6 +108,8 @@ class Beat(Message):
     """Seconds in which no inner step was made, because of outer ones; in this attempt."""
     hidden_s: Finite = 0.0
     """Seconds in which outer steps went on beside inner ones; in this attempt."""
+    ends: bool = False
+    """Nothing of this cluster is left that is in no average, nor will be: no turn waits for it."""
 
 
 class OpenTurn(Answer):
@@ -131,6 +133,8 @@ class BeatAnswer(Answer):
     """pull: your anchors are not the run's, pull the state. reset: go back to your anchors (your
     local steps have been refused)."""
     order_reason: str = ""
+    ended: Count | None = None
+    """All end with so many turns applied; None: one of them may still contribute."""
     donate: bool = False
     """A cluster needs the state, and this one is asked for it."""
     pace: Count = 0

@@ -10,7 +10,7 @@ from isles.config.outer import DiLoCoConfig
 from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.facts.units import format_duration
-from isles.outer.link_messages import Claimed, Donate, Reset, SamplesLost
+from isles.outer.link_messages import Claimed, Donate, Ended, Reset, SamplesLost
 from isles.train.metrics import StepMeter
 from isles.train.outer_chief import Chief
 from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
@@ -62,6 +62,7 @@ class Outer:
         self._paused_s = 0.0
         self._is_ending = False
         self._stop = 0
+        self._last: int | None = None
 
     def begin(self, *, is_new: bool) -> None:
         """Join the other clusters; what was sent before a restart is sent once more.
@@ -149,16 +150,44 @@ class Outer:
             self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
             if self._lacks(decided):
                 return False
-        for _ in range(2 * turns.num_fragments + len(turns.sent)):
+        for _ in range(4 * turns.num_fragments + len(turns.sent)):  # some may be refused, or late
             self._exchange(listens=True)
             turns.finish_move()
             for turn in sorted(turns.sent):
                 if not self._await(turn, _LAST_WAIT_S, "this cluster ends with its own weights"):
                     return False
-            if not turns.has_learnt or self._is_behind():
+            if not turns.has_learnt:
+                return self._end_with_all()
+            if self._is_behind():
                 break
             turns.contribute(turns.version)
         return True
+
+    def _end_with_all(self) -> bool:
+        """Take in what the others still average; False: a stop came first.
+
+        One that came late, or whose contribution did, has no part in the last turns: it must not
+        end before they are decided.
+        """
+        limit_s = _LAST_WAIT_S
+        if self._chief is not None:
+            self._chief.report(self.turns.outlook(), ends=True)
+            if not self._chief.line.is_connected:
+                limit_s = self._config.deadline
+        paused = self._meter.pause("waiting for other clusters")
+        is_late = self._wait(self._is_last, limit_s, "to end together")
+        self._meter.resume(paused)
+        if is_late:
+            self._recorder.note(
+                f"the other clusters have not ended after {format_duration(limit_s)} "
+                f"({self._others()}): this one ends with the weights after {self.turns.version} "
+                "turns, and they may end with more"
+            )
+        return is_late or self._is_last()
+
+    def _is_last(self) -> bool:
+        """Whether all turns of the run are in the weights."""
+        return self._last is not None and self.turns.version >= self._last
 
     def close(self, *, leaves: bool) -> None:
         """The cluster ends, or pauses.
@@ -216,6 +245,8 @@ class Outer:
             case Reset():
                 turns.go_back()
                 self._waited.clear()
+            case Ended():
+                self._last = order.turns
             case _:
                 assert_never(order)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from isles.outer.average import combine
 from isles.outer.layout import Layout
-from isles.outer.link_messages import Claimed, Committed, Event, Interval, Joined, Progress
+from isles.outer.link_messages import Claimed, Committed, Ended, Event, Interval, Joined, Progress
 
 
 class OuterLine(Protocol):
@@ -144,7 +144,9 @@ class Alone:
         """Nobody orders anything."""
 
     def progress(self, progress: Progress) -> None:
-        """Nobody is told."""
+        """Nobody is told; nobody has a turn that is still to come."""
+        if progress.ends:
+            self._events.append(Ended(turns=0))
 
     def poll(self) -> list[Event]:
         """What has happened since the last call."""

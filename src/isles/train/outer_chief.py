@@ -17,6 +17,7 @@ from isles.outer.link_messages import (
     Claimed,
     Committed,
     Donate,
+    Ended,
     Event,
     Joined,
     Members,
@@ -140,6 +141,7 @@ class Chief:
         self._refusal: Refused | None = None
         self._lost_at: float | None = None
         self._why = ""
+        self._ends = False
 
     @property
     def is_refused(self) -> bool:
@@ -188,8 +190,14 @@ class Chief:
         self.report(outlook)
         return bool(self._orders)
 
-    def report(self, outlook: Outlook) -> None:
-        """What the others are told of this cluster."""
+    def report(self, outlook: Outlook, *, ends: bool = False) -> None:
+        """What the others are told of this cluster.
+
+        Args:
+            outlook: how it stands.
+            ends: nothing of it is left that is in no average, nor will be.
+        """
+        self._ends = self._ends or ends
         status = self._recorder.status
         between = status.get("outer") or {}
         progress = Progress(
@@ -201,6 +209,7 @@ class Chief:
             loss=_finite(status.get("loss")),
             exposed_s=between.get("exposed_s", 0.0),
             hidden_s=between.get("hidden_s", 0.0),
+            ends=self._ends,
         )
         self.line.progress(progress)
 
@@ -313,7 +322,7 @@ class Chief:
                 self.is_behind = False
                 self._orders = [order for order in self._orders if not isinstance(order, Take)]
                 self._orders.append(Adopt(event, self._capped(self.step_of(event.version - 1))))
-            case Claimed() | SamplesLost() | Donate() | Reset():
+            case Claimed() | SamplesLost() | Donate() | Reset() | Ended():
                 self.uses_reserve = self.uses_reserve and not isinstance(event, Claimed)
                 self._orders.append(event)
             case Refused():

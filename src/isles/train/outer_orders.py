@@ -8,6 +8,7 @@ from isles.outer.link_messages import (
     Claimed,
     Committed,
     Donate,
+    Ended,
     Interval,
     Reset,
     SamplesLost,
@@ -55,7 +56,7 @@ class UseReserve:
     count: int
 
 
-Order = Contribute | Take | Adopt | UseReserve | Claimed | SamplesLost | Donate | Reset
+Order = Contribute | Take | Adopt | UseReserve | Claimed | SamplesLost | Donate | Reset | Ended
 
 
 @dataclass(frozen=True, slots=True)

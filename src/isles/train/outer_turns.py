@@ -158,10 +158,10 @@ class Turns:
     def _held(self, turn: int, samples: Sequence[Interval]) -> Sent:
         """What a contribution holds that is made now."""
         fragment = turn % self.num_fragments
-        owed_tokens, owed_steps = self._owed[fragment]
+        _, owed_steps = self._owed[fragment]
         return Sent(
             turn=turn,
-            tokens=max(1, self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens),
+            tokens=max(1, self._learnt_tokens(fragment)),
             inner_steps=self.steps - self._steps_at[fragment] + owed_steps,
             samples=tuple(samples),
             steps=self.steps,
@@ -230,6 +230,8 @@ class Turns:
             sent = self._held(turn, ())
             self._mark(fragment)
             mode = "on_time"
+        elif not self._learnt_tokens(fragment) and fragment not in self._cluster.pending:
+            mode = "idle"
         if event.path is None:
             self._cluster.drop(fragment)
             self._applied(take, sent, Applied(self._cluster.digest(fragment), 0.0), mode)
@@ -373,10 +375,11 @@ class Turns:
     @property
     def has_learnt(self) -> bool:
         """Whether there is anything that no contribution has."""
-        now = self._progress.target_tokens
-        return any(tokens < now for tokens in self._tokens_at) or any(
-            tokens for tokens, _ in self._owed
-        )
+        return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
+
+    def _learnt_tokens(self, fragment: int) -> int:
+        owed_tokens, _ = self._owed[fragment]
+        return self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens
 
     def outlook(self) -> Outlook:
         """What decisions rest on."""

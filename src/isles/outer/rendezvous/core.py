@@ -138,6 +138,7 @@ class Core:
             pace=self.roster.pace,
             order=member["orders"],
             order_reason=member["order_reason"],
+            ended=self._end(number) if beat.ends else None,
             donate=self.states.is_donor(number),
             upload_average=self.epochs.average_asked_of(number),
         )
@@ -153,6 +154,11 @@ class Core:
             )
             self.book.note(member["name"], "back", f"heard again before turn {following}")
         return self.roster.get(member["number"])
+
+    def _end(self, number: int) -> int | None:
+        following = self.turns.next
+        with self.book.transaction():
+            return self.roster.end(number, following, is_settled=not self.has_begun(following))
 
     def _fell_behind(self, member: sqlite3.Row) -> None:
         with self.book.transaction():

@@ -143,6 +143,7 @@ class Roster:
                 join.name,
                 number,
             )
+            self._book.run("DELETE FROM ended WHERE member = ?", number)
         self._hear(number)
         self._moved.pop(number, None)
         return number, row is not None and row["state"] == "living"
@@ -228,8 +229,29 @@ class Roster:
         return frozenset(
             row["number"]
             for row in self.living()
-            if not row["is_behind"] and row["from_turn"] <= turn and not self.stalled(row["number"])
+            if not (row["is_behind"] or row["has_finished"] or self.stalled(row["number"]))
+            and row["from_turn"] <= turn
         )
+
+    def end(self, number: int, turns: int, *, is_settled: bool) -> int | None:
+        """A member has nothing left that is in no average; with how many turns all end, if so.
+
+        All end at once: who joins thereafter changes nothing for them. A member that is not heard
+        may come back, and is waited for until it counts as gone.
+
+        Args:
+            number: the member.
+            turns: so many are decided.
+            is_settled: nobody has contributed to the next one.
+        """
+        if not self.get(number)["has_finished"]:  # asked again and again: no write
+            self._book.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
+        rows = [*self.living(), *self.away()]
+        if is_settled and all(row["has_finished"] and not row["is_behind"] for row in rows):
+            for row in rows:
+                self._book.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], turns)
+        ended = self._book.row("SELECT turns FROM ended WHERE member = ?", number)
+        return None if ended is None else int(ended["turns"])
 
     def order(self, number: int, order: str, reason: str = "") -> None:
         """Have a member told something with its beats, until it joins again or has done it."""

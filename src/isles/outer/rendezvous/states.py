@@ -79,7 +79,8 @@ class States:
                 return self.answer(row["number"])
         self._choose(member, is_usable)
         others = [row for row in self._roster.latest() if row["number"] != member]
-        if self._donor is None and others and all(row["has_finished"] for row in others):
+        have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
+        if self._donor is None and others and all(have_gone):
             raise Refusal(
                 409,
                 "over",

@@ -57,7 +57,7 @@ def _member(
     late = [turn.turn for turn in open_turns if name in turn.waits_for]
     return {
         "name": name,
-        "state": "finished" if row["has_finished"] else row["state"],
+        "state": "finished" if row["has_finished"] and row["state"] == "left" else row["state"],
         "is_behind": bool(row["is_behind"]),
         "order": row["order_reason"],
         "version": row["version"],

@@ -24,6 +24,7 @@ from isles.outer.link_messages import (
     ClaimSamples,
     Command,
     Contribute,
+    Ended,
     Event,
     GiveState,
     Interval,
@@ -58,7 +59,7 @@ R = TypeVar("R")
 
 _CONTROL_CONNECTIONS = 14
 _JOIN_S = 5.0
-_BEAT_S = 5.0
+_BEAT_S, _MOMENT_S = 5.0, 0.25
 _ASK_S = 60.0
 _FOREVER_S = 1e9
 _PATIENCE_S = 90.0
@@ -99,13 +100,11 @@ class Side:
             down_bytes_per_s=settings.down_bytes_per_s,
         )
         self._spool = Spool.of(begin)
-        self._progress = begin.progress
-        self._obeyed = begin.obeyed
-        self._claims: asyncio.Queue[ClaimSamples] = asyncio.Queue()
-        self._reports: asyncio.Queue[AppliedTurn] = asyncio.Queue()
+        self._progress, self._obeyed = begin.progress, begin.obeyed
+        self._claims = asyncio.Queue[ClaimSamples]()
+        self._reports = asyncio.Queue[AppliedTurn]()
         self._joining, self._claiming = asyncio.Lock(), asyncio.Lock()
-        self._beat_s = settings.beat_s
-        self._has_joined = begin.has_joined
+        self._beat_s, self._has_joined = settings.beat_s, begin.has_joined
         self._is_behind = self._has_obeyed = False
         self._lost_at: float | None = None
         self._members: tuple[str, ...] = ()
@@ -309,7 +308,9 @@ class Side:
             started = loop.time()
             async with self._joining:  # an answer from before joining anew would say "pull" again
                 await self._beat_once()
-            await asyncio.sleep(max(0.1, self._beat_s - (loop.time() - started)))
+            await asyncio.sleep(_MOMENT_S)
+            while not self._progress.ends and loop.time() - started < self._beat_s:
+                await asyncio.sleep(_MOMENT_S)
 
     async def _beat_once(self) -> None:
         try:
@@ -361,6 +362,8 @@ class Side:
                 pass
             case _:
                 assert_never(answer.order)
+        if answer.ended is not None:
+            self._emit(Ended(turns=answer.ended))
         if answer.donate:
             self._states.ask()
         if answer.upload_average is not None:
@@ -371,10 +374,7 @@ class Side:
             self._is_behind = True
             self._turns.stop()
             self._emit(Behind(why=why))
-            self._group.create_task(self._pull())
-
-    async def _pull(self) -> None:
-        self._emit(await self._states.pull())
+            self._group.create_task(self._states.pull())
 
     async def _claim(self) -> None:
         while True:

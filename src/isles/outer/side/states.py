@@ -86,8 +86,8 @@ class States:
         except (RendezvousRefusal, FileNotFoundError) as error:
             log.info("the average of turn %d is not given: %s", turn, error)
 
-    async def pull(self) -> StateReady:
-        """Fetch another cluster's state, for as long as it takes.
+    async def pull(self) -> None:
+        """Fetch another cluster's state, for as long as it takes, and tell rank 0 of it.
 
         Raises:
             RejoinError, NotLetInError: see there.
@@ -105,7 +105,8 @@ class States:
             except CommunicationError as error:
                 self._warn(error.what)
             else:
-                return self._ready(answer)
+                self._emit(self._ready(answer))
+                return
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
