@@ -167,19 +167,23 @@ class Outer:
         """Take in what the others still average; False: a stop came first.
 
         One that came late, or whose contribution did, has no part in the last turns: it must not
-        end before they are decided.
+        end before they are decided. Where they are not reached it waits no longer than for a turn.
         """
-        limit_s = _LAST_WAIT_S
-        if self._chief is not None:
-            self._chief.report(self.turns.outlook(), ends=True)
-            if not self._chief.line.is_connected:
-                limit_s = self._config.deadline
+        chief, began = self._chief, time.monotonic()
+        if chief is not None:
+            chief.report(self.turns.outlook(), ends=True)
         paused = self._meter.pause("waiting for other clusters")
-        is_late = self._wait(self._is_last, limit_s, "to end together")
+        limit_s = min(self._config.deadline, _LAST_WAIT_S)
+        is_late = goes_on = True
+        while is_late and goes_on:
+            is_late = self._wait(self._is_last, limit_s, "to end together")
+            waited_s = time.monotonic() - began
+            goes_on = chief is not None and chief.line.is_connected and waited_s < _LAST_WAIT_S
+            is_late, goes_on = self._world.broadcast((is_late, goes_on))
         self._meter.resume(paused)
         if is_late:
             self._recorder.note(
-                f"the other clusters have not ended after {format_duration(limit_s)} "
+                f"the other clusters have not ended after {format_duration(waited_s)} "
                 f"({self._others()}): this one ends with the weights after {self.turns.version} "
                 "turns, and they may end with more"
             )
