@@ -82,6 +82,16 @@ def rendezvous(folder: Path, **rules: Any) -> Iterator[Path]:
         gang.kill()
 
 
+@contextmanager
+def all_killed(gangs: list[Gang]) -> Iterator[None]:
+    """One that was stopped would stay for ever where a test fails."""
+    try:
+        yield
+    finally:
+        for gang in gangs:
+            gang.kill()
+
+
 def rank_of_a_cluster(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
     """A rank; rank 0 has been given the join line, as `isles join` does."""
     from tests.ranks import _rank
@@ -397,11 +407,14 @@ def test_all_end_with_the_same_weights_where_one_is_late(
     rules: dict[str, Any] = {"dead_after_s": 200.0}
     if late == "contribution":
         rules |= {"wait": "time_boxed", "time_box_s": 3.0, "gather": 2, "gather_s": 200.0}
-    with rendezvous(tmp_path, **rules):
+    gangs: list[Gang] = []
+    with rendezvous(tmp_path, **rules), all_killed(gangs):
         halts, _, gang = start_cluster(made_up, "b", 1, outer, *options, rank=halts_at_the_end)
+        gangs.append(gang)
         if late == "start":
             until(lambda: _is_stopped(gang), "the last turn", gang)
         waits, _, other = start_cluster(made_up, "a", 1, outer, *options)
+        gangs.append(other)
         until(lambda: _phase(waits) == "waiting for clusters to end together", "the end", other)
         until(lambda: _is_stopped(gang), "the last turn", gang)
         gang.signal(signal.SIGCONT)
