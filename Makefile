@@ -68,6 +68,8 @@ $(TRAIN): pyproject.toml
 $(STAMP): $(TRAIN)
 	@echo "installing what the tests need besides: all engines and trackers, ruff, mypy …"
 	@$(INSTALL) -e '.[train,qlora,deepspeed,wandb,mlflow,hivemind,test,dev]' | $(SHOW)
+	@echo "compiling what is installed, as each of hundreds of commands would …"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	@touch $@
 
 clean:
