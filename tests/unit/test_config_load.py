@@ -117,6 +117,8 @@ STEPS = "  max_steps: 100"
         ("\n    - path: python-docs", " docs", "6 data.sources", "not a list", "[{path: docs}]"),
         ("model:", "name: my run\nmodel:", "1 name", '"my run"', "such as my-run"),
         ("model:", "name: \nmodel:", "1 name", "name is empty", "default"),
+        ("model:", "clusters: [{workdir: 3}]\nmodel:", "1 clusters.0.workdir", "3, not", ': "3"'),
+        ("model:", 'clusters: [{workdir: "a\\nb"}]\nmodel:', "1 clusters.0", "not one line", "one"),
         ("model:", "strategy: ddp\nmodel:", "1 strategy", "not a section", "{kind: ddp}"),
         ("model:", "strategy: fsdp\nmodel:", "1 strategy", "not a section", "{kind: fsdp}"),
         ("model:", "strategy: {kind: zero}\nmodel:", "1 strategy.kind", "zero", "deepspeed"),

@@ -78,6 +78,19 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
     assert "means nothing beside training.script: train_phase2.py is started as it is" in found[0]
 
 
+def test_a_truth_value_is_to_be_quoted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        load(tmp_path, SMALL.replace('"007"', "true"))
+    (fault,) = raised.value.faults
+    assert fault.where == f"{tmp_path}/run.yaml:4 training.script_args.5"
+    assert (fault.what, fault.fix) == (
+        "script_args.5 is true, not text",
+        'put it in quotes: "true"',
+    )
+    text = SMALL.replace('"007"', '"true"')
+    assert script_command(load(tmp_path, text).config)[-1] == "true"
+
+
 def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
     found = faults(tmp_path, "training: {max_steps: 5}\n")
     assert [line.partition(" | ")[2] for line in found] == [

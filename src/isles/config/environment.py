@@ -8,7 +8,10 @@ from pydantic import Field
 
 from isles.config.section import Section
 
-Text = Annotated[str, Field(min_length=1, pattern=r"^[^\n\r\x00]*$")]
+Text = Annotated[
+    str,
+    Field(min_length=1, pattern=r"^[^\n\r\x00]*$", json_schema_extra={"x-isles-type": "one-line"}),
+]
 """One line of text."""
 
 

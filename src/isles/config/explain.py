@@ -193,6 +193,8 @@ def _wrong_type(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]
         hint = f", such as {found[1]}" if found else ""
         what = f"{_name(path)} is {_show(value)}, not the name of a repository"
         return Fault(path, what, f"use {keys.allowed(node)}{hint}")
+    if isinstance(value, str) and keys.is_one_line(node):
+        return Fault(path, f"{_name(path)} is {_show(value)}, not one line", "write it on one line")
     if "string_pattern_mismatch" in kinds and not keys.is_own_text(node):
         better = "-".join(re.findall(r"[A-Za-z0-9._]+", str(value))).lstrip("._")[:63]
         hint = f", such as {better}" if better else ""
@@ -208,20 +210,22 @@ def _wrong_type(path: KeyPath, value: object, node: keys.Schema, kinds: set[str]
     table_key = _table_key(path)
     if isinstance(value, str) and value in VALUES_NOT_YET.get(table_key, ()):
         what = f"{_name(path)} is {_show(value)}, which isles {__version__} does not have yet"
-    return Fault(path, what, _how_to_write(str(path[-1]), value, node))
+    key = "" if isinstance(path[-1], int) else f"{path[-1]}: "  # an item of a list has no name
+    return Fault(path, what, _how_to_write(key, value, node))
 
 
 def _how_to_write(key: str, value: object, node: keys.Schema) -> str:
-    """How a value of the wrong type is written instead."""
+    """How a value of the wrong type is written instead, after its `key: `."""
     types = keys.value_types(node)
     if keys.is_own_text(node):
         return f"write {keys.allowed(node)}"
     if isinstance(value, str) and (fix := _text_as_meant(key, value, node)):
         return fix
     if isinstance(value, float) and "integer" in types and value == value // 1:
-        return f"write {key}: {int(value)}"
-    if isinstance(value, bool | int | float) and types <= {"string", "null"}:
-        return f'put it in quotes: {key}: "{scalar_text(value)}"'
+        return f"write {key}{int(value)}"
+    is_text = types <= {"string", "null"} or (isinstance(value, bool) and keys.is_one_line(node))
+    if isinstance(value, bool | int | float) and is_text:
+        return f'put it in quotes: {key}"{scalar_text(value)}"'
     return f"write {keys.allowed(node)}"
 
 
@@ -232,16 +236,16 @@ def _text_as_meant(key: str, text: str, node: keys.Schema) -> str:
     if number is not None and keys.has_numbers(node):
         whole = int(number) if "integer" in types and number == int(number) else number
         is_quoted = isinstance(resolve_plain(text), int | float)
-        fix = f"remove the quotes: {key}: {text}" if is_quoted else f"write {key}: {whole}"
+        fix = f"remove the quotes: {key}{text}" if is_quoted else f"write {key}{whole}"
     elif "boolean" in types and word in _YES | _NO:
         boolean = scalar_text(word in _YES)
-        fix = f"write {key}: {boolean} (in YAML 1.2 only true and false are booleans)"
+        fix = f"write {key}{boolean} (in YAML 1.2 only true and false are booleans)"
     elif types == {"integer"} and (digits := re.fullmatch(r"[A-Za-z_ -]+(\d{1,4})", text)):
-        fix = f"write {key}: {digits[1]}"  # stage2, zero-3
+        fix = f"write {key}{digits[1]}"  # stage2, zero-3
     elif item is not None and text in keys.literals(item):
-        fix = f"write {key}: [{text}]"
+        fix = f"write {key}[{text}]"
     elif item is not None and keys.is_section(item) and not keys.literals(item):
-        fix = f"write {key}: [{{path: {scalar_text(text)}}}]"
+        fix = f"write {key}[{{path: {scalar_text(text)}}}]"
     return fix
 
 

@@ -85,6 +85,11 @@ def is_hub_id(node: Schema) -> bool:
     return any(option.get("x-isles-type") == "hub-id" for option in _options(node))
 
 
+def is_one_line(node: Schema) -> bool:
+    """Whether a key may hold any text on one line."""
+    return any(option.get("x-isles-type") == "one-line" for option in _options(node))
+
+
 def is_own_text(node: Schema) -> bool:
     """Whether a key holds a rate or an address, say, which are written in one way only."""
     return any(o.get("x-isles-type") in _OWN_TEXTS for o in _options(node))
@@ -186,13 +191,15 @@ _NOUNS = {
 _OWN_TYPES = {
     "duration": "a time such as 90s, 20m, 23h30m, 2d or 12:30:00",
     "range": "a range such as 1:3",
+    "one-line": "text on one line",
+    "login": "a host as ssh takes it, such as me@big-box",
     "hub-id": "owner/name",
     "rate": "bytes a second, such as 500kB or 20MB",
     "address": "HOST:PORT, such as hub.example.org:29400",
     "peer": "a peer's whole address, such as /ip4/203.0.113.5/tcp/30001/p2p/QmXyz",
     "maddr": "an address such as /ip4/0.0.0.0/tcp/30001",
 }
-_OWN_TEXTS = ("rate", "address", "peer", "maddr")
+_OWN_TEXTS = ("rate", "address", "peer", "maddr", "login")
 _LIMITS = (
     ("minimum", "at least"),
     ("exclusiveMinimum", "greater than"),

@@ -10,7 +10,9 @@ from isles.config.environment import Text
 from isles.config.section import DurationS, Section
 
 Count = Annotated[int, Field(ge=1, le=100_000)]
-Login = Annotated[str, Field(pattern=r"^[^\s-][^\s]*$")]
+Login = Annotated[
+    str, Field(pattern=r"^[^\s-][^\s]*$", json_schema_extra={"x-isles-type": "login"})
+]
 """A destination as ssh takes it: host, user@host, or a name of ~/.ssh/config."""
 
 
