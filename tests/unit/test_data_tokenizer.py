@@ -16,6 +16,7 @@ from isles.data.build import documents_for_tokenizer
 from isles.data.tokenizer import (
     END_OF_TEXT,
     PIECE_CHARS,
+    check_vocabulary,
     encode,
     end_of_text_id,
     load_tokenizer,
@@ -135,6 +136,17 @@ def test_a_tokenizer_without_end_of_text_is_an_error():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
     with pytest.raises(DataError, match="no eos_token"):
         end_of_text_id(bare)
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(trained, tmp_path: Path):
+    trained.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert check_vocabulary(tokenizer, 600) == ""
+    with pytest.raises(DataError, match=r"has 600 tokens, the model knows 590.*token 590\) and 9"):
+        check_vocabulary(tokenizer, 590)
+    assert "590" in check_vocabulary(tokenizer, 590, is_trained=True)
+    tokenizer.add_tokens(["<image>"])
+    assert "lacks '<image>' (token 600); no text" in check_vocabulary(tokenizer, 600)
 
 
 def test_a_slow_tokenizer_works_as_well():

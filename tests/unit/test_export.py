@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from transformers import (
 
 from isles.checkpoint.card import CardFacts, make_card
 from isles.checkpoint.export import export_model
-from isles.errors import UserError
+from isles.errors import DataError, UserError
+from isles.rundir.paths import RunDir
+from isles.train import verbs
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
 FACTS = CardFacts(
@@ -79,6 +82,19 @@ def run_snippet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     with contextlib.redirect_stdout(printed):
         exec(compile(found[1], "README.md", "exec"), {})
     return printed.getvalue()
+
+
+def test_a_prompt_that_the_model_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(60)])
+    monkeypatch.setattr(verbs, "_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(verbs, "_load", lambda *_: (tiny_model(), 1))
+    config = SimpleNamespace(adapter=SimpleNamespace(type="none"), data=None)
+    options = SimpleNamespace(step=None, seed=0, prompt="Once upon <59>", chat=False)
+    with pytest.raises(DataError, match=r"holds '<59>' \(token 69\), the model knows 64"):
+        verbs._generate(options, RunDir(tmp_path), SimpleNamespace(config=config))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tied", [False, True])

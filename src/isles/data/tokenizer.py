@@ -46,6 +46,11 @@ _FIX = (
     "name a folder or hub id that holds a tokenizer in tokenizer.name_or_path, or train one on the "
     "data with tokenizer.train_vocab_size"
 )
+OTHER_TOKENIZER = (
+    "use the tokenizer that belongs to the model, or train one: tokenizer.train_vocab_size with "
+    "model.init: scratch"
+)
+"""What to do about tokens that a model does not know."""
 
 
 def load_tokenizer(
@@ -178,6 +183,37 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id; larger than the number of tokens where ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, is_trained: bool = False
+) -> str:
+    """A warning about tokens that the model does not know; empty where there are none.
+
+    Added tokens may be unknown: Gemma 3's tokenizer has one for images, which its text models lack.
+    They do no harm while no text holds them.
+
+    Args:
+        tokenizer: of the run.
+        vocab_size: tokens that the model knows.
+        is_trained: whether the weights are trained already, so that it is too late to refuse.
+
+    Raises:
+        DataError: the model lacks more than added tokens: the tokenizer is of another model.
+    """
+    unknown = {id: token for token, id in tokenizer.get_vocab().items() if id >= vocab_size}
+    if not unknown:
+        return ""
+    added = unknown.keys() & tokenizer.added_tokens_decoder.keys()
+    first = min(unknown.keys() - added or added)
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    what = (
+        f"the tokenizer has {len(tokenizer)} tokens, the model knows {vocab_size}: it lacks "
+        f"{unknown[first]!r} (token {first}){more}"
+    )
+    if is_trained or len(added) == len(unknown):
+        return f"{what}; no text with one of them can be trained on or be a prompt"
+    raise DataError(what, where="tokenizer.name_or_path", fix=OTHER_TOKENIZER, id="data.tokenizer")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[list[int]]:

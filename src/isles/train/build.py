@@ -27,11 +27,12 @@ from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.stream import StreamStart
+from isles.data.tokenizer import OTHER_TOKENIZER, check_vocabulary
 from isles.dist.disks import Disks
 from isles.dist.mesh import Mesh
 from isles.dist.place import on_every_rank
 from isles.dist.world import World
-from isles.errors import ConfigError, ConfigErrors, DataError, UserError
+from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
@@ -147,6 +148,8 @@ def _make_data(
     # A tokenizer that is trained for the run decides how many tokens the model knows.
     trained = config.tokenizer.train_vocab_size is not None
     vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
+    if tokenizer is not None and (warning := check_vocabulary(tokenizer, vocab_size)):
+        recorder.note(warning)
     training, validation = build_datasets(
         config.data,
         tokenizer,
@@ -165,13 +168,12 @@ def _make_data(
     _compare_data(training, world)
     if resume_from is not None:
         _check_data(training, resume_from)
-    if training.vocab_size_needed > vocab_size:
-        raise UserError(
-            f"the data holds token {training.vocab_size_needed - 1}, the model knows "
-            f"{vocab_size} tokens",
+    needed = max(part.vocab_size_needed for part in (training, validation) if part is not None)
+    if needed > vocab_size:
+        raise DataError(
+            f"the data holds token {needed - 1}, the model knows {vocab_size} tokens",
             where="tokenizer.name_or_path",
-            fix="use the tokenizer that belongs to the model, or train one: "
-            "tokenizer.train_vocab_size with model.init: scratch",
+            fix=OTHER_TOKENIZER,
             id="data.tokenizer",
         )
     return tokenizer, training, validation

@@ -29,9 +29,9 @@ from isles.config.training import Precision
 from isles.data.build import build_datasets
 from isles.data.chat import chat_prompt
 from isles.data.loader import evaluation_batches
-from isles.data.tokenizer import load_tokenizer
+from isles.data.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.world import World, join_world, leave_world
-from isles.errors import TrainingError, UserError
+from isles.errors import DataError, TrainingError, UserError
 from isles.models.build import converts_weights
 from isles.rundir.env import RankEnv, cache_home
 from isles.rundir.manifest import CheckpointInfo, find_checkpoint, verify_checkpoint
@@ -123,7 +123,13 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
             fix="leave it out",
         )
     tokenizer = _tokenizer(run_dir, resolved)
-    if not has_adapter and converts_weights(empty_model(resolved.config, tokenizer)):
+    empty: Any = empty_model(resolved.config, tokenizer)
+    vocab_size = int(empty.config.vocab_size)
+    if tokenizer is not None and (
+        warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
+    ):
+        sys.stderr.write(f"warning: {warning}\n")
+    if not has_adapter and converts_weights(empty):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
         export_model(
@@ -166,6 +172,15 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             where="--prompt",
             fix="give a prompt",
         )
+    for token in inputs["input_ids"][0].tolist():
+        if token >= (known := int(model.config.vocab_size)):
+            raise DataError(
+                f"the prompt holds {tokenizer.convert_ids_to_tokens(token)!r} (token {token}), the "
+                f"model knows {known} tokens",
+                where="--prompt",
+                fix="leave it out, or train with the tokenizer that belongs to the model",
+                id="data.tokenizer",
+            )
     greedy = options.temperature <= 0
     precision = resolved.config.training.precision
     with torch.no_grad(), _computing(precision, device, has_adapter=has_adapter):
