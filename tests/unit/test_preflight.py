@@ -39,7 +39,8 @@ def test_every_finding_has_a_row_in_the_documentation() -> None:
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+?) \|$", page, re.M)
     assert [row[0] for row in rows] == list(MEANINGS)
-    source = "".join(path.read_text() for path in (ROOT / "src/isles/preflight").glob("*.py"))
+    files = [*(ROOT / "src/isles/preflight").glob("*.py"), ROOT / "src/isles/launch/hub.py"]
+    source = "".join(path.read_text() for path in files)
     for finding_id in MEANINGS:
         prefix, _, name = finding_id.partition(".")
         used = source.count(f'"{finding_id}"') > 1 or f'f"{prefix}.{{' in source

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from isles.cli import main
+from isles.config.load import load_run_file
 from isles.errors import UserError
+from isles.launch.hub import hub_faults
 from isles.preflight.node_files import files, probe_read, probe_remove, probe_write
 from isles.preflight.node_gpus import gpus
 from isles.preflight.node_machine import machine
@@ -179,6 +181,31 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
     gone = "http://127.0.0.1:9"
     assert ask(HF_ENDPOINT=gone, HF_HUB_OFFLINE="0") == ["unreachable"] * 3
     assert ask(HF_ENDPOINT=gone, HF_HUB_OFFLINE="1") == ["offline"] * 3
+
+
+def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path: Path) -> None:
+    def faults(name: str, endpoint: str) -> list[str]:
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        loaded = load_run_file(
+            run_file,
+            (
+                f"model.name_or_path={name}",
+                f"data.sources=[{{path: {name}-data}}]",
+                "tokenizer={}",
+                f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]",
+            ),
+        )
+        return [f"{f.where} {f.what} {f.id}" for f in hub_faults(loaded)]
+
+    with _hub() as url:
+        (found,) = faults("o/open", url)
+    assert "the hub knows no dataset o/open-data, or" in found
+    gone = "http://127.0.0.1:9"
+    (found, _) = faults("o/open", gone)
+    assert "command line model.name_or_path the hub cannot be reached for model o/open" in found
+    (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
+    (tmp_path / "datasets" / "o___open-data").mkdir(parents=True)
+    assert faults("o/open", gone) == []
 
 
 def test_a_node_that_nobody_asks_any_more_ends() -> None:

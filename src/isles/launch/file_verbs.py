@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cyclopts import App
 
-from isles.errors import ConfigError, ExitCode
+from isles.errors import ConfigError, ConfigErrors, ExitCode
 
 config = App(name="config", help="Show the resolved run file, or its JSON schema.")
 data = App(name="data", help="Show the data as the model sees it.")
@@ -61,6 +61,7 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     from isles.config.load import load_run_file
     from isles.config.one_cluster import of_cluster
     from isles.config.resolve import dump_resolved
+    from isles.launch.hub import hub_faults
     from isles.launch.start import settle_here
     from isles.launch.verbs import require_train, run_module
     from isles.rundir.paths import RunDir
@@ -79,6 +80,8 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
             fix="name real data",
         )
     require_train()
+    if faults := hub_faults(loaded):
+        raise ConfigErrors(faults)
     with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
         RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
         return run_module("isles.train.data_show", folder, f"--samples={samples}")

@@ -267,6 +267,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.files import data_faults, deepspeed_faults, shape_faults
     from isles.config.load import Loaded
     from isles.config.run import RunConfig
+    from isles.launch.hub import hub_faults
     from isles.rundir.env import hub_cache
     from isles.rundir.trackers import require_trackers
 
@@ -281,6 +282,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
         found.append(fault)
     found += [*data_faults(loaded), *deepspeed_faults(loaded)]
     found += shape_faults(loaded, hub_cache())
+    found = found or [*hub_faults(loaded)]
     return {"faults": [_words(f) for f in found]}
 
 

@@ -22,6 +22,7 @@ from isles.config.resolve import Resolved, resolve
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
+from isles.launch.hub import hub_faults
 from isles.launch.local import LocalLauncher, local_job
 from isles.launch.verbs import require_train
 from isles.rundir.begin import begin_run, choose_run, new_attempt
@@ -201,6 +202,8 @@ def start_run(
     joined = _join_running(resolved, resume, say)
     if joined is not None:
         return joined
+    if faults := hub_faults(loaded):
+        raise ConfigErrors(faults)
     begun = begin_run(resolved, loaded.text, resume, join=join)
     if begun.note:
         say(begun.note)

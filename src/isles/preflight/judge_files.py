@@ -7,6 +7,7 @@ from typing import Any
 
 from isles.config.launcher import SshLauncherConfig
 from isles.facts.units import format_bytes
+from isles.launch.hub import hub_fault
 from isles.preflight.finding import Finding, Level
 from isles.preflight.panel import Answers
 from isles.preflight.subject import Subject
@@ -232,31 +233,12 @@ def judge_hub(answers: Answers) -> list[Finding]:
 
 
 def _hub(where: str, row: dict[str, str]) -> Finding:
-    what, said, name = f"{row['kind']} {row['name']}", row["said"], row["name"]
+    what, said = f"{row['kind']} {row['name']}", row["said"]
     if row["state"] == "ok":
         return Finding("hub.access", "ok", where, f"{what} can be read", "ok")
     if row["state"] == "cached":
         text = f"{what} is here from before; the hub was not asked: {said}"
         return Finding("hub.access", "ok", where, text, "cached")
-    finding_id: str = "hub.access"
-    level: Level = "error"
-    match row["state"]:
-        case "licence":
-            finding_id = "hub.licence"
-            text = f"{what} needs a licence that this account has not accepted ({said})"
-            fix = f"visit https://{row['page']}, accept it, and log in there: hf auth login"
-        case "missing":
-            text = f"the hub knows no {what}, or it is private ({said})"
-            fix = "correct the name; a folder is written with ./ before it; for a private one: "
-            fix += "hf auth login"
-        case "offline":
-            text = f"{what} is not here, and {said}"
-            fix = f"unset HF_HUB_OFFLINE, or fetch it before: hf download {name}"
-        case "unknown":
-            level, text = "warning", f"{what} was not asked for: {said}"
-            fix = "isles setup run.yaml installs what training needs"
-        case _:
-            text = f"the hub cannot be reached for {what}: {said}"
-            fix = "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it "
-            fix += f"where there is one, hf download {name}, and copy the cache"
+    finding_id, text, fix = hub_fault(row)
+    level: Level = "warning" if row["state"] == "unknown" else "error"
     return Finding(finding_id, level, where, text, row["state"], fix=fix)

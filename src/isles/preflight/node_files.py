@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded
 from isles.config.run import RunConfig
 from isles.errors import UserError
+from isles.launch.hub import ask_hub
 from isles.rundir.env import cache_home, hub_cache
-
-_HUB_S = 5.0
 
 
 def files(args: dict[str, Any]) -> dict[str, Any]:
@@ -56,10 +54,9 @@ def hub(args: dict[str, Any]) -> dict[str, Any]:
         args: `repos`: pairs of kind (model or dataset) and id.
 
     Returns:
-        answers: for each a state (ok, cached, licence, missing, unreachable, offline, unknown),
-        what the hub said, and the page to visit.
+        answers: see `isles.launch.hub.ask_hub`.
     """
-    return {"answers": [_ask_hub(kind, name) for kind, name in args["repos"]]}
+    return {"answers": ask_hub(args["repos"])}
 
 
 def probe_write(args: dict[str, Any]) -> dict[str, Any]:
@@ -131,46 +128,6 @@ def _loaded(record: dict[str, Any]) -> Loaded:
             id="version.isles",
         ) from None
     return Loaded(config, record["origins"], record["text"], Path(record["path"]))
-
-
-def _ask_hub(kind: str, name: str) -> dict[str, str]:
-    answer = {"kind": kind, "name": name, "said": "", "page": f"huggingface.co/{name}"}
-    if kind == "dataset":
-        answer["page"] = f"huggingface.co/datasets/{name}"
-    try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            GatedRepoError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-        )
-    except ImportError:
-        return {**answer, "state": "unknown", "said": "the package huggingface_hub is missing"}
-    file = "config.json" if kind == "model" else "README.md"
-    try:
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_HUB_S)
-        state, said = "ok", ""
-    except EntryNotFoundError:
-        state, said = "ok", ""  # the repository answers
-    except GatedRepoError as error:
-        state, said = "licence", _line(error)
-    except RepositoryNotFoundError as error:
-        state, said = "missing", _line(error)
-    except OfflineModeIsEnabled:
-        state, said = "offline", "HF_HUB_OFFLINE is set"
-    except Exception as error:  # a library's many errors: no network, proxy, TLS, time
-        state, said = "unreachable", f"{type(error).__name__}: {_line(error)}"
-    with suppress(OSError):
-        if state != "ok" and _is_cached(kind, name):
-            state = "cached"
-    return {**answer, "state": state, "said": said}
-
-
-def _is_cached(kind: str, name: str) -> bool:
-    """Whether huggingface_hub has it from before."""
-    folder = hub_cache() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def _line(error: Exception) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.cluster import ClusterConfig
-from isles.config.files import BUILT_IN, may_be_hub_id
 from isles.config.load import Loaded
 from isles.config.run import RunConfig
 from isles.config.shape import find_shape
 from isles.facts.memory import copy_bytes, frozen_bytes, optimizer_bytes, weight_bytes
-from isles.facts.models import llama_parameters, shape_names
+from isles.facts.models import llama_parameters
+from isles.launch.hub import hub_repos
 from isles.rundir.env import hub_cache
 
 
@@ -111,25 +111,7 @@ class Subject:
         config = self.config
         if config is None or self.has_script:
             return []
-        models = (config.model.name_or_path, config.tokenizer.name_or_path)
-        repos = [
-            ("model", name)
-            for name in models
-            if name is not None
-            and name not in shape_names()
-            and may_be_hub_id(name)
-            and not Path(name).expanduser().exists()
-        ]
-        repos += [
-            ("dataset", source.path)
-            for source in config.data.sources
-            if source.path is not None
-            and source.type != "fake"
-            and source.path not in BUILT_IN
-            and may_be_hub_id(source.path)
-            and not Path(source.path).expanduser().exists()
-        ]
-        return list(dict.fromkeys(repos))
+        return list(hub_repos(config))
 
 
 def _num_params(config: RunConfig) -> int | None:

@@ -100,9 +100,18 @@ def hub_cache(environ: Mapping[str, str] = os.environ) -> Path:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if environ.get(name):
             return Path(environ[name]).expanduser()
+    return _hub_home(environ) / "hub"
+
+
+def datasets_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the datasets library keeps what it has prepared; by its documentation."""
+    folder = environ.get("HF_DATASETS_CACHE")
+    return Path(folder).expanduser() if folder else _hub_home(environ) / "datasets"
+
+
+def _hub_home(environ: Mapping[str, str]) -> Path:
     caches = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = environ.get("HF_HOME") or f"{caches}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return Path(environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()
 
 
 def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
