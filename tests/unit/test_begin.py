@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from isles.rundir.find import find_run, list_runs
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record, write_record
+from isles.rundir.refusals import clear_errors
 from tests.deadline import DEADLINE_S
 from tests.runs import bare_run, running_agent
 
@@ -344,6 +347,11 @@ def test_an_output_dir_that_cannot_be_written_is_named(run_file: Path) -> None:
         begin(run_file, "output_dir=/proc/isles")
     assert "/proc/isles" in caught.value.where
     assert "output_dir" in caught.value.fix
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS), "/proc/runs/tiny-1")
+    said = pytest.raises(UserError, match="cannot be written: Read-only file system")
+    with said as caught, clear_errors(Path("/proc/runs")):
+        raise refused
+    assert "findmnt -T /proc shows" in caught.value.fix and caught.value.id == "files.output"
 
 
 def test_a_full_disk_leaves_no_run_behind(run_file: Path, tmp_path: Path) -> None:

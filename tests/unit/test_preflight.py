@@ -197,6 +197,14 @@ def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
     (found,) = bad(judge_files(big, {"a": own, "b": own}, ["a", "b"]))
     assert (found.id, found.where, found.level) == ("disk.free", "a", "error")
     assert found.limit == format_bytes(36_000_000_000)
+    advice = {
+        "Permission denied": "sudo chown $USER /out",
+        "Read-only file system": "findmnt -T /out",
+    }
+    for fault, words in advice.items():
+        host = {**own, "output": {**folder, "fault": fault}}
+        (found,) = bad(judge_files(subject, {"a": host}, ["a"]))
+        assert fault in found.text and words in found.fix
 
 
 def test_data_that_only_the_first_host_needs(run_file: Path) -> None:

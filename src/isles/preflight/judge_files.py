@@ -11,6 +11,7 @@ from isles.launch.hub import hub_fault
 from isles.preflight.finding import Finding, Level
 from isles.preflight.panel import Answers
 from isles.preflight.subject import Subject
+from isles.rundir.refusals import how_to_write
 
 _LEAST_BYTES = 1 << 30
 _LEAST_INODES = 1000
@@ -65,7 +66,7 @@ def _output(
             name,
             f"the output folder {where} cannot be written: {fault}",
             measured=fault,
-            fix=f"on {name}: sudo chown $USER {folder['existing']}; or another output_dir",
+            fix=f"on {name}: {how_to_write(fault, folder['existing'])}set another output_dir",
         )
         return
     if not fault:
@@ -137,8 +138,8 @@ def _caches(subject: Subject, name: str, own: dict[str, Any]) -> Iterator[Findin
                 name,
                 f"{what} {folder['path']} cannot be written: {fault}",
                 measured=fault,
-                fix=f"on {name}: sudo chown -R $USER {folder['existing']}, or set XDG_CACHE_HOME "
-                "in clusters[0].environment.variables",
+                fix=f"on {name}: {how_to_write(fault, folder['existing'])}set XDG_CACHE_HOME in "
+                "clusters[0].environment.variables",
             )
         elif fault or int(folder.get("free", 0)) < needed:
             free = 0 if fault else int(folder["free"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from isles.config.run import RunConfig
 from isles.errors import UserError
 from isles.launch.hub import ask_hub
 from isles.rundir.env import cache_home, hub_cache
+from isles.rundir.refusals import NOT_A_FOLDER, refusal
 
 
 def files(args: dict[str, Any]) -> dict[str, Any]:
@@ -106,15 +106,14 @@ def _folder(path: Path) -> dict[str, Any]:
         facts |= {"free": usage.free, "total": usage.total}
         facts |= {"free_inodes": inodes.f_favail, "total_inodes": inodes.f_files}
         if not folder.is_dir():
-            facts["fault"] = "a file stands where a folder is needed"
+            facts["fault"] = NOT_A_FOLDER
             return facts
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".isles-check-") as stream:
             stream.write(b"x" * 4096)
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        facts["fault"] = "there is no space left" if full else error.strerror or str(error)
+        facts["fault"] = refusal(error)
     return facts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,26 +12,26 @@ from pathlib import Path
 from isles.errors import TrainingError, UserError
 from isles.rundir.paths import Attempt
 
+NOT_A_FOLDER = "a file stands where a folder is needed"
+NO_SPACE = "there is no space left"
+
 
 @contextmanager
 def clear_errors(path: Path) -> Iterator[None]:
-    """Say what the operating system's refusal to write under `path` means."""
+    """Say what the operating system's refusal to write under `path` means.
+
+    Raises:
+        UserError: in place of every OSError.
+    """
     try:
         yield
     except OSError as error:
         where = str(error.filename or path)
-        match error.errno:
-            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                what, fix = "there is no space left", "free some, or set another output_dir"
-            case errno.EACCES | errno.EPERM | errno.EROFS:
-                what, fix = "this folder cannot be written", "set output_dir to one that can"
-            case errno.ENOTDIR | errno.EEXIST:
-                what = "a file stands where a folder is needed"
-                fix = "move it away, or set another output_dir"
-            case _:
-                what = f"the run directory cannot be written: {error.strerror or error}"
-                fix = "set another output_dir"
-        raise UserError(what, where=where, fix=fix) from error
+        what = refusal(error)
+        fix = f"{how_to_write(what, _existing(where))}set another output_dir"
+        if what not in (NOT_A_FOLDER, NO_SPACE):
+            what = f"cannot be written: {what}"
+        raise UserError(what, where=where, fix=fix, id="files.output") from error
 
 
 def deleted(attempt: Attempt) -> TrainingError | None:
@@ -53,3 +54,39 @@ def deleted(attempt: Attempt) -> TrainingError | None:
     except OSError:  # a disk that fails or is slow: it may come back
         return None
     return None
+
+
+def refusal(error: OSError) -> str:
+    """Why something could not be written, in few words."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return NO_SPACE
+        case errno.ENOTDIR | errno.EEXIST:
+            return NOT_A_FOLDER
+        case _:
+            return error.strerror or str(error)
+
+
+def how_to_write(why: str, folder: str) -> str:
+    """What could be done so that a folder can be written, up to the word before an alternative.
+
+    Args:
+        why: of `refusal`.
+        folder: the folder, or the nearest above it that is there.
+    """
+    if why == NO_SPACE:
+        return "free some, or "
+    if why == NOT_A_FOLDER:
+        return "move it away, or "
+    if why == os.strerror(errno.EROFS):
+        return f"have it mounted for writing (findmnt -T {folder} shows what is mounted), or "
+    if why in (os.strerror(errno.EACCES), os.strerror(errno.EPERM)):
+        return f"sudo chown $USER {folder}, or "
+    return ""
+
+
+def _existing(path: str) -> str:
+    folder = Path(path).absolute()
+    while folder != folder.parent and not os.path.lexists(folder):
+        folder = folder.parent
+    return str(folder)
