@@ -65,6 +65,18 @@ def test_the_exit_code_and_the_order() -> None:
     )
 
 
+def test_the_table_is_as_wide_as_its_values() -> None:
+    system = "Debian GNU/Linux 12 (bookworm), Linux 6.1.0"
+
+    def table(*hosts: str) -> str:
+        found = [Finding("os.kernel", "ok", host, "Linux", system) for host in hosts]
+        return "\n".join(report_lines(found, hosts, seconds=1.0, is_terminal=False))
+
+    assert table("a").count(system) == 1
+    assert table("a", "b").count(f"{system[:15]}... ") == 1, "one beside the other"
+    assert "Debian" not in table(*"abcdef")
+
+
 @each(
     ("own", "finding_id", "level"),
     [

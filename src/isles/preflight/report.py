@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 
 from isles.preflight.finding import Finding, Level, ordered, summary
@@ -10,7 +11,7 @@ _SIGNS: dict[Level, str] = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN: dict[Level, str] = {"ok": "ok", "warning": "!!", "error": "XX"}
 _COLOURS: dict[Level, str] = {"ok": "32", "warning": "33", "error": "31"}
 _WORST: dict[Level, int] = {"ok": 0, "warning": 1, "error": 2}
-_WIDTH, _MANY = 22, 5
+_WIDTH, _LEAST, _MANY = 22, 18, 5
 
 
 def report_lines(
@@ -64,26 +65,38 @@ def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool)
             row[finding.where] = finding
     if not cells:
         return []
-    # Values where they fit; of many hosts the signs alone.
-    width = _WIDTH if len(hosts) <= _MANY else max(4, *(len(host) + 2 for host in hosts))
-    head = " " * 22 + "".join(f"{host[: width - 1]:<{width}}" for host in hosts)
-    lines = [head.rstrip()]
+    rows = cells.values()
+    widths = {
+        host: 2 + max(len(host), *(len(_cell(row.get(host), hosts, is_terminal)) for row in rows))
+        for host in hosts
+    }
+    lines = [(" " * _WIDTH + "".join(f"{host:<{widths[host]}}" for host in hosts)).rstrip()]
     for finding_id, row in cells.items():
-        texts = [_cell(row.get(host), width, len(hosts), is_terminal) for host in hosts]
-        lines.append(f"{finding_id:<22}{''.join(texts)}".rstrip())
+        line = f"{finding_id:<{_WIDTH}}"
+        for host in hosts:
+            cell = f"{_cell(row.get(host), hosts, is_terminal):<{widths[host]}}"
+            sign, space, value = cell.partition(" ")
+            line += (_mark(row[host].level, is_terminal) if host in row else sign) + space + value
+        lines.append(line.rstrip())
     return lines
 
 
-def _cell(finding: Finding | None, width: int, num_hosts: int, is_terminal: bool) -> str:
+def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> str:
+    """Sign and value; a value is whole where there is one host, and left out where there are many.
+
+    On a terminal several hosts share the line.
+    """
     if finding is None:
-        return " " * width
-    value = finding.measured if num_hosts <= _MANY else ""
-    room = width - 4
-    value = value if len(value) <= room else value[: room - 1] + ("…" if is_terminal else ".")
-    sign = (_SIGNS if is_terminal else _PLAIN)[finding.level]
-    return f"{_mark(finding.level, is_terminal)} {value}" + " " * (
-        width - len(sign) - 1 - len(value)
-    )
+        return ""
+    sign, value = (_SIGNS if is_terminal else _PLAIN)[finding.level], finding.measured
+    if len(hosts) > _MANY:
+        return sign
+    columns = shutil.get_terminal_size().columns if is_terminal else 0
+    room = max(_LEAST, (columns - _WIDTH) // len(hosts) - 4)
+    if len(hosts) > 1 and len(value) > room:
+        end = "…" if is_terminal else "..."
+        value = value[: room - len(end)] + end
+    return f"{sign} {value}"
 
 
 def _mark(level: Level, is_terminal: bool) -> str:
