@@ -42,3 +42,16 @@ def test_the_error_is_the_one_that_the_script_has_raised(
     assert error["what"] == what
     assert error["will_recur"] == (code > 0 or "failed" in what)
     assert ("mine.py:14" in error["where"]) == ("failed" in what)
+    first = error["traceback"].splitlines()[0]
+    assert first == (TRACEBACK if "failed" in what else log).splitlines()["failed" in what]
+
+
+def test_the_errors_that_an_error_came_from_are_shown(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    attempt.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
+    cause = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    one = TRACEBACK.partition("terminate")[0]
+    attempt.rank_log(0).write_text(one + "trying again\n" + one + cause + one)
+    ended = Ended(1, Path("/shared/mine.py"), log_start=0, took_s=5.0)
+    trace = error_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)["traceback"]
+    assert trace.startswith("Traceback") and trace.count("Traceback") == 2

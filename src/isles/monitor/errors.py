@@ -81,7 +81,9 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
         lines.append(f"  fix: {culprit['fix']}")
     elif trace:
         # No fix: nobody foresaw this error, and where it came from is all there is.
-        lines += ["  traceback (its end):", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
+        is_trace = any("Traceback (most recent call last)" in line for line in trace)
+        head = "traceback (its end):" if is_trace else "the end of its log:"
+        lines += [f"  {head}", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
     if note := _note(attempt):
         lines.insert(1, f"  {note}")
     if (full := _full_disk(attempt)) and "disk" not in what:

@@ -40,6 +40,12 @@ _LOST_OTHERS = (
 )
 """Signs that an error is only the consequence of the loss of another rank."""
 
+_CHAINED = (
+    "another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+"""What Python writes between two tracebacks of one error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -68,7 +74,7 @@ def error_record(attempt: Attempt, env: RankEnv, ended: Ended) -> dict[str, Any]
     # torch may abort as Python ends after an error, with a process group that is still there.
     has_failed = ended.code > 0 or (raised is not None and ended.code == -signal.SIGABRT)
     if raised is not None and has_failed:
-        message, where = raised
+        message, where, tail = raised
         what = f"{ended.script.name} failed: {message}"
         is_communication = any(sign in message for sign in _LOST_OTHERS)
     step = read_last_step(attempt, env.restart)
@@ -181,12 +187,17 @@ def _tail(log: Path, start: int) -> list[str]:
     return []
 
 
-def _raised(tail: list[str]) -> tuple[str, str] | None:
-    """The error of the last traceback, and the line that raised it; None: there is none."""
+def _raised(tail: list[str]) -> tuple[str, str, list[str]] | None:
+    """The last error that was raised, the line that raised it, and its traceback; None: none."""
     heads = [i for i, line in enumerate(tail) if "Traceback (most recent call last)" in line]
     if not heads:
         return None
     lines = tail[heads[-1] :]
+    first = heads[-1]
+    for head in reversed(heads[:-1]):  # of the errors that it came from, too
+        if not any(line.rstrip().endswith(_CHAINED) for line in tail[head:first]):
+            break
+        first = head
     # torch prefixes the lines of a rank with its number; the rest of a traceback is Python's own.
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
     places = [found for line in lines if (found := re.match(r'\s+File "(.+)", line (\d+)', line))]
@@ -194,4 +205,4 @@ def _raised(tail: list[str]) -> tuple[str, str] | None:
     if not after:
         return None
     where = f"{places[-1][1]}:{places[-1][2]}" if places else ""
-    return after[0].strip(), where
+    return after[0].strip(), where, tail[first:]
