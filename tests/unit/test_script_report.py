@@ -8,11 +8,18 @@ import pytest
 import torch
 
 import isles
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
+from isles.errors import UserError
+from isles.launch.verbs import run_verb
+from isles.monitor.checkpoints import checkpoint_lines
 from isles.monitor.follow import row_text
+from isles.rundir.begin import Begun, begin_run
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
 from isles.rundir.report import script_of
-from isles.rundir.restarts import read_last_step
+from isles.rundir.restarts import Restart, read_last_step
+from tests.unit.test_begin import end_attempt
 
 
 @pytest.fixture
@@ -63,3 +70,33 @@ def test_a_full_disk_does_not_end_the_script(run_dir: RunDir) -> None:
     run_dir.metrics.unlink()
     isles.report(2, loss=0.5)
     assert [row["step"] for row in read_rows(run_dir.metrics)] == [2]
+
+
+def test_a_script_is_spoken_of_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text("name: own\ntraining: {script: mine.py}\n")
+
+    def begin(*overrides: str) -> Begun:
+        resolved = resolve(load_run_file(file, overrides), num_gpus=0)
+        begun = begin_run(resolved, file.read_text(), "auto")
+        end_attempt(begun.run_dir, "stopped")
+        return begun
+
+    run_dir = begin().run_dir
+    assert begin().note == "going on with own-1: its script is started again"
+    assert begin("training.script_args=[a]").note == (
+        "own-1 ended with other values; this is a new run: own-2 (`--resume runs/own-1` goes on "
+        "with the other)"
+    )
+    (line,) = checkpoint_lines(run_dir)
+    assert line == "own-1 runs mine.py, a script of your own, which keeps checkpoints by itself"
+    with pytest.raises(UserError, match="isles does not know its model"):
+        run_verb("generate", run_dir, {})
+    culprit = {"is_script": True}
+    restart = Restart(
+        1, 0.0, "restart", culprit, "rank 1 was killed", 7, None, 1, 3, is_counted=True
+    )
+    assert restart.text == (
+        "rank 1 was killed at step 7; starting the script again (restart 1 of 3)"
+    )

@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from isles import __version__
-from isles.errors import ExitCode, MissingDependencyError
+from isles.errors import ExitCode, MissingDependencyError, UserError
 from isles.rundir.paths import RunDir
+from isles.rundir.report import script_of
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -51,8 +52,15 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
             that are False.
 
     Raises:
+        UserError: it is a run of the user's own script.
         MissingDependencyError: this installation cannot train.
     """
+    if (script := script_of(run_dir)) is not None:
+        raise UserError(
+            f"{run_dir.name} runs {script}, a script of your own: isles does not know its model",
+            where=str(run_dir.path),
+            fix=f"isles {verb} is for runs of the built-in trainer; a script does that by itself",
+        )
     require_train()
     return run_module("isles.train.verbs", verb, str(run_dir.path), *option_words(options))
 

@@ -8,6 +8,7 @@ from datetime import datetime
 from isles.facts.units import format_bytes
 from isles.rundir.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
 from isles.rundir.paths import RunDir
+from isles.rundir.report import script_of
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:
@@ -17,7 +18,7 @@ def checkpoint_lines(run_dir: RunDir) -> list[str]:
         saved = datetime.fromtimestamp(info.created_at).strftime("%Y-%m-%d %H:%M:%S")
         size = format_bytes(info.size_bytes)
         lines.append(f"step {info.step:<8} {saved}  {size:>10}  {info.path}")
-    return lines or [f"{run_dir.name} has no checkpoint yet"]
+    return lines or [_none_yet(run_dir)]
 
 
 def verify_lines(run_dir: RunDir, step: int | None) -> Iterator[tuple[str, bool]]:
@@ -35,8 +36,15 @@ def verify_lines(run_dir: RunDir, step: int | None) -> Iterator[tuple[str, bool]
     else:
         folders = sorted(run_dir.checkpoints.glob("step-*"))
     if not folders:
-        yield f"{run_dir.name} has no checkpoint yet", True
+        yield _none_yet(run_dir), True
     for folder in folders:
         faults = verify_checkpoint(folder)
         yield f"{folder.name}: {'NOT whole' if faults else 'whole'}", not faults
         yield from ((f"  {fault}", False) for fault in faults)
+
+
+def _none_yet(run_dir: RunDir) -> str:
+    script = script_of(run_dir)
+    if script is None:
+        return f"{run_dir.name} has no checkpoint yet"
+    return f"{run_dir.name} runs {script}, a script of your own, which keeps checkpoints by itself"

@@ -20,6 +20,7 @@ from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.refusals import deleted
 from isles.rundir.remote import RemoteRun
+from isles.rundir.report import script_of
 from isles.rundir.state import attempt_state
 
 _QUEUE_S = 5.0
@@ -66,6 +67,8 @@ class _Attendant:
         stopping = self._stopping()
         if attempt_state(self._run_dir, self._attempt).state == "queued":
             self._say(f"taking {stopping.place} out of the queue")
+        elif script_of(self._run_dir) is not None:
+            self._say("the script gets SIGTERM, to save and end; Ctrl+C again kills it")
         else:
             self._say("saving a checkpoint and stopping; Ctrl+C again stops now, without it")
         stopping.ask("interrupt")

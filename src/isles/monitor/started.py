@@ -9,6 +9,7 @@ from isles.errors import ExitCode
 from isles.launch.start import StartOptions, start
 from isles.monitor.inbox import caught_signals
 from isles.rundir.find import typed_name
+from isles.rundir.report import script_of
 
 
 def start_and_follow(options: StartOptions, *, detach: bool = False, announce: bool = False) -> int:
@@ -45,7 +46,9 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
             name = started.remote.typed if started.remote else typed_name(started.run_dir)
             options.say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
-        options.say("Ctrl+C saves and stops; closing this terminal leaves it running")
+        is_script = started.remote is None and script_of(started.run_dir) is not None
+        does = "lets the script stop" if is_script else "saves and stops"
+        options.say(f"Ctrl+C {does}; closing this terminal leaves it running")
         # The ranks are on their way: what draws their progress is loaded beside them.
         from isles.monitor.consoles import console
         from isles.monitor.foreground import attend

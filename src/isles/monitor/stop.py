@@ -17,6 +17,7 @@ from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
+from isles.rundir.report import script_of
 from isles.rundir.signals import kill_now, send_signal
 from isles.rundir.state import AttemptState, attempt_state, current_status
 from isles.rundir.stop_request import StopKind, request_stop
@@ -61,11 +62,15 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
         return ExitCode.OK
     if now:
         stopping.wait_now()
-        say(f"{run_dir.name} was ended without saving: {_ended_text(run_dir)}")
+        how = "without saving" if script_of(run_dir) is None else "at once"
+        say(f"{run_dir.name} was ended {how}: {_ended_text(run_dir)}")
         return ExitCode.OK
+    what, now_it = "save and stop", "ends it without saving"
+    if script_of(run_dir) is not None:
+        what, now_it = "stop: its script gets SIGTERM", "kills it"
     say(
-        f"asked {run_dir.name} ({stopping.place}) to save and stop; "
-        f"`isles stop {typed_name(run_dir)} --now` ends it without saving"
+        f"asked {run_dir.name} ({stopping.place}) to {what}; "
+        f"`isles stop {typed_name(run_dir)} --now` {now_it}"
     )
     if not stopping.wait(timeout_s):
         raise UserError(

@@ -314,16 +314,19 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     saved = list_checkpoints(run_dir)
     changes = _changes(run_dir, resolved, saved[-1] if saved else None)
     asked = not all(change.is_free for change in changes)
+    is_script = resolved.config.training.script is not None
     if asked and not saved:
-        note = (
-            f"{run_dir.name} ended before its first checkpoint, with other values; "
-            f"this is a new run: {fresh.name}"
-        )
+        how = "ended" if is_script else "ended before its first checkpoint,"
+        note = f"{run_dir.name} {how} with other values; this is a new run: {fresh.name}"
+        if is_script:
+            note += f" (`--resume {run_dir.path}` goes on with the other)"
         return Begun(fresh, resumed=False, note=note)
     if asked:
         raise changed_error(run_dir.path, str(run_dir.path), typed_command(run_dir), changes)
-    place = f"from step {saved[-1].step}" if saved else "from the start: it has no checkpoint"
-    note = with_changes(f"going on with {run_dir.name} {place}", changes)
+    place = f" from step {saved[-1].step}" if saved else " from the start: it has no checkpoint"
+    if is_script:
+        place = ": its script is started again"
+    note = with_changes(f"going on with {run_dir.name}{place}", changes)
     return Begun(run_dir, resumed=True, note=note)
 
 

@@ -52,10 +52,12 @@ class Restart:
     def text(self) -> str:
         """One line that says it all."""
         at = f" at step {self.reached}" if self.reached is not None else ""
+        number = f" (restart {self.count} of {self.max_restarts})" if self.is_counted else ""
+        if (self.culprit or {}).get("is_script"):
+            return f"{self.why}{at}; starting the script again{number}"
         place = "the beginning" if self.saved is None else f"step {self.saved}"
         again = (self.reached or 0) - (self.saved or 0)
         lost = f": {again} step{'s are' if again > 1 else ' is'} done again" if again > 0 else ""
-        number = f" (restart {self.count} of {self.max_restarts})" if self.is_counted else ""
         ranks = f" with {self.world_size} ranks" if not self.is_counted and self.nodes else ""
         return f"{self.why}{at}; going on from {place}{ranks}{lost}{number}"
 

@@ -30,7 +30,7 @@ def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
     raise UserError(
         f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
         where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` saves and stops it; "
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and lets it save before; "
         "`--resume no` starts a second run",
         id="run.running",
     )
@@ -49,7 +49,8 @@ def _in_queue(run_dir: RunDir, age: str) -> UserError:
     return UserError(
         f"{run_dir.name} {doing} as {name} job {job_id}{age}{why}",
         where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` saves and stops it, or takes it out of the queue; "
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and lets it save before, or takes "
+        "it out of the queue; "
         "`--resume no` starts a second run",
         id="run.running",
     )

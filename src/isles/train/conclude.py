@@ -129,10 +129,8 @@ def conclude(gang: Gang, status: int, *, terminated: bool, preempted: bool = Fal
 
 def strand(gang: Gang) -> str:
     """The job could not be queued again: the run is stopped, and its user must start it again."""
-    reason = (
-        f"everything is saved; {gang.job} could not be queued again: the end of {gang.output} "
-        "says why"
-    )
+    saved = "everything is saved; " if gang.config.training.script is None else ""
+    reason = f"{saved}{gang.job} could not be queued again: the end of {gang.output} says why"
     _write_end(gang.attempt, "stopped", ExitCode.REQUEUE, reason, newest_step(gang.run_dir))
     return str(int(ExitCode.REQUEUE))
 
@@ -161,8 +159,11 @@ def _stop(gang: Gang, stopped: dict[str, Any], *, may_go_on: bool = False) -> st
     saved = newest_step(gang.run_dir)
     kept = "nothing is saved" if saved is None else f"everything up to step {saved} is saved"
     by = f"{gang.job} was told to end" if may_go_on else "asked to stop"
+    if gang.config.training.script is not None:  # which saves by itself, and has said how it ended
+        kept = str(stopped.get("reason") or "").removeprefix("asked to stop; ")
     step = stopped.get("step")
-    _write_end(gang.attempt, "stopped", code, f"{by}; {kept}", step, may_go_on=may_go_on)
+    by += f"; {kept}" if kept else ""
+    _write_end(gang.attempt, "stopped", code, by, step, may_go_on=may_go_on)
     gang.attempt.stopped.unlink(missing_ok=True)
     return str(code)
 
