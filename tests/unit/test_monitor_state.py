@@ -232,10 +232,11 @@ def test_a_run_that_found_no_room_for_its_end_says_so(
     culprit = {"rank": 0, "what": "rank 0 ended with exit code 5"}
     write_record(attempt.outcome, {"state": "failed", "exit_code": 5, "error": culprit})
     lines = failure_lines(attempt)
-    assert lines[0] == "error: rank 0 ended with exit code 5"
-    assert (
-        lines[1] == f"  the disk of {attempt.path} is full, 4.0 KiB are left: free some of it first"
+    assert lines[0] == (
+        f"error: the disk of {attempt.path} is full, 4.0 KiB are left; rank 0 ended with exit code "
+        "5"
     )
+    assert "  fix: free some of it first" in lines
 
 
 def test_a_record_that_another_host_replaces_is_read_again(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from isles.checkpoint.store import SafeReader
+from isles.checkpoint.store import SafeReader, disk_fault
 from isles.errors import TrainingError
 
 
@@ -69,3 +71,16 @@ def test_a_broken_index_is_an_error_with_its_place(tmp_path: Path, content: byte
     with pytest.raises(TrainingError) as caught:
         SafeReader(str(tmp_path)).read_metadata()
     assert ".metadata" in caught.value.where
+
+
+def test_a_full_disk_is_named_before_what_torch_says_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
+    cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    said = disk_fault(cut, tmp_path, 0).what
+    assert said.startswith("the disk is full, 4.0 KiB are free on this disk ([enforce fail")
+    refused = OSError(errno.ENOSPC, "No space left on device")
+    assert disk_fault(refused, tmp_path, 0).what.startswith("No space left on device; 4.0 KiB")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    assert disk_fault(cut, tmp_path, 0).what.startswith("[enforce fail")

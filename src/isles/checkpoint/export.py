@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from isles.checkpoint.store import load_tensors
 from isles.errors import TrainingError, UserError
+from isles.rundir.refusals import NO_SPACE, refusal
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +134,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         else:
             partial.replace(folder)
     except (OSError, SafetensorError) as error:
+        # safetensors has no number of the system's error, only its words.
+        is_full = f"(os error {errno.ENOSPC})" in str(error)
+        reason = refusal(error) if isinstance(error, OSError) else NO_SPACE if is_full else error
         raise UserError(
-            f"the model could not be written: {getattr(error, 'strerror', None) or error}",
+            f"the model could not be written: {reason}",
             where=str(folder),
             fix="free some space or give another folder: `isles checkpoint export --output`",
+            id="files.output",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

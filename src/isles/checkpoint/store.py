@@ -39,6 +39,9 @@ from isles.rundir.manifest import (
 )
 from isles.rundir.records import write_record
 
+_FULL_BYTES = 1 << 20
+"""With less than that free, whatever could not be written met a full disk."""
+
 
 def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]:
     """A copy in CPU memory of what this rank writes.
@@ -106,11 +109,15 @@ class _Writer(FileSystemWriter):
 def disk_fault(error: BaseException, folder: Path, rank: int) -> TrainingError:
     """What a disk that does not take a file says, and where it is."""
     try:
-        free = format_bytes(shutil.disk_usage(folder).free)
+        free_bytes = shutil.disk_usage(folder).free
     except OSError:
-        free = "no bytes"
+        free_bytes = 0
+    cause, free = root_cause(error), f"{format_bytes(free_bytes)} are free on this disk"
+    what = f"{cause}; {free}"
+    if free_bytes < _FULL_BYTES and not isinstance(error, OSError):
+        what = f"the disk is full, {free} ({cause})"  # torch only says that a file ended early
     return TrainingError(
-        f"{root_cause(error)}; {free} are free on this disk",
+        what,
         where=f"{folder}, rank {rank} on {socket.gethostname()}",
         fix="free some space there, lower checkpoint.keep or set another output_dir; "
         "`isles train` again goes on from the last whole checkpoint, which is untouched",

@@ -70,6 +70,10 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
         ]
     rank = number_of(culprit, "rank")
     what = str(culprit.get("what") or culprit.get("kind") or "unknown error").rstrip()
+    fix = str(culprit.get("fix") or "")
+    if (full := _full_disk(attempt)) and "disk" not in what:
+        # What a rank met there is only the consequence.
+        what, fix = f"{full}; {what}", f"free some of it first; {fix}".removesuffix("; ")
     lines = [f"error: {what}"]
     who = f"rank {rank:.0f} on {culprit.get('host', 'this host')}" if rank is not None else ""
     where = str(culprit.get("where") or "")
@@ -77,8 +81,8 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     if any(places):
         lines.append(f"  where: {', '.join(place for place in places if place)}")
     trace = str(culprit.get("traceback") or "").rstrip().splitlines()
-    if culprit.get("fix"):
-        lines.append(f"  fix: {culprit['fix']}")
+    if fix:
+        lines.append(f"  fix: {fix}")
     elif trace:
         # No fix: nobody foresaw this error, and where it came from is all there is.
         is_trace = any("Traceback (most recent call last)" in line for line in trace)
@@ -86,8 +90,6 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
         lines += [f"  {head}", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
     if note := _note(attempt):
         lines.insert(1, f"  {note}")
-    if (full := _full_disk(attempt)) and "disk" not in what:
-        lines.insert(1, f"  {full}: free some of it first")
     log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
     if log.is_file():
         lines.append(f"  log: {log}")
