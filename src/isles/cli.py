@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from isles import __version__
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
@@ -185,8 +185,15 @@ def _report(error: Exception) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.OK
         case CycloptsError():
-            text = f"error: {error}\n  fix: `isles --help` shows what there is"
-            ids = (UserError.id,)
+            verb = " ".join(("isles", *(error.command_chain or ())))
+            what, fix = str(error), f"`{verb} --help` shows what there is"
+            if isinstance(error, UnusedCliTokensError):
+                tokens = error.unused_tokens or []
+                what = f"`{verb}` does not take {' '.join(tokens)}"
+                fix = f"`{verb} --help` shows what it takes"
+                if any("=" in token for token in tokens):
+                    fix = f"a run keeps the values that `isles train` was given; {fix}"
+            text, ids = f"error: {what}\n  fix: {fix}", (UserError.id,)
         case ConfigErrors():
             text, ids = "\n".join(f"error: {fault}" for fault in error.faults), error.ids
         case UserError():

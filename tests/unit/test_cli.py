@@ -52,6 +52,9 @@ def test_help_imports_nothing_that_it_does_not_need() -> None:
         ("logs --rank x", "--rank"),
         ("train", "RUN_FILE"),
         ("stop --timeout soon", "--timeout"),
+        ("eval a training.eval_samples=10", "`isles eval` does not take training.eval_samples=10"),
+        ("eval a training.eval_samples=10", "a run keeps the values that `isles train` was given"),
+        ("status a b", "`isles status --help` shows what it takes"),
         ("init --template quikstart", "did you mean quickstart?"),
     ],
 )
