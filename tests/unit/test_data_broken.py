@@ -105,6 +105,10 @@ BROKEN: dict[str, Broken] = {
     "gzip-junk": Broken("chat", b"no gzip", "damaged", "fetch it again", "", "a.jsonl.gz"),
     "not-utf8-text": Broken("text", b"a\nb\xe9", "not UTF-8: byte 0xe9", "iconv", ":2", "a.txt"),
     "not-utf8-line": Broken("chat", b'{}\n{"a": "\xff"}', "offset 10", "iconv"),
+    "jsonl-cut": Broken("chat", b'{"messages": [{"role": "us', "cut off", "or delete this", ":1"),
+    "jsonl-cut-in-a-character": Broken("text", b'{"text": "\xe2\x82', "cut off", "fetch", ":1"),
+    "jsonl-cut-after-an-object": Broken("chat", b'{"messages": [{}', "cut off", "again", ":1"),
+    "jsonl-not-cut": Broken("chat", b'{"a": 1},', "not JSON: Extra data", "one JSON object", ":1"),
     "utf16": Broken("chat", "[{}]".encode("utf-16"), "not UTF-8", "UTF-16", ":1", "a.json"),
     "parquet-junk": Broken("chat", b"junk" * 99, "damaged", "fetch it again", "", "a.parquet"),
     "parquet-cut": Broken(

@@ -67,10 +67,10 @@ def _line_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
         stream.seek(offset)
         for line in stream:
             number += 1
-            text = decode(line, path, offset, number)
+            row = json_row(line, path, offset, number)
             offset += len(line)
-            if not text.isspace():
-                rows.append(json_row(text, f"{path}:{number}"))
+            if row is not None:
+                rows.append(row)
             if len(rows) >= CHUNK_ROWS or offset - begin[0] >= CHUNK_BYTES:
                 yield begin, (offset, number), rows
                 begin, rows = (offset, number), []

@@ -37,18 +37,40 @@ def read_json_lines(path: Path) -> Rows:
     offset = 0
     with opened(path) as stream:
         for number, line in enumerate(stream, start=1):
-            text = decode(line, path, offset, number)
+            row = json_row(line, path, offset, number)
             offset += len(line)
-            if not text.isspace():
-                yield json_row(text, f"{path}:{number}")
+            if row is not None:
+                yield row
 
 
-def json_row(line: str, where: str) -> Row | DataError:
-    """The row that one line of JSON lines holds, or what is wrong with it."""
+def json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataError | None:
+    """The row that one line of JSON lines holds, or what is wrong with it; None: it is blank.
+
+    Args:
+        line: with its end of line, which the last one of a file may lack.
+        path: the file.
+        offset: where the line begins in the file, bytes.
+        number: of the line, from 1.
+
+    Raises:
+        DataError: the file is not UTF-8.
+    """
+    where = f"{path}:{number}"
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        array = where.endswith(":1") and line.lstrip().startswith("[")
+        text = decode(line, path, offset, number)
+        if text.isspace():
+            return None
+        row = json.loads(text)
+    except (DataError, ValueError, RecursionError) as error:
+        if _is_cut_off(line):
+            return DataError(
+                "the file ends in the middle of this row: it is cut off",
+                where=where,
+                fix="fetch or write the file again, or delete this line",
+            )
+        if isinstance(error, DataError):
+            raise
+        array = number == 1 and line.lstrip().startswith(b"[")
         return DataError(
             f"not JSON: {error}",
             where=where,
@@ -59,6 +81,20 @@ def json_row(line: str, where: str) -> Row | DataError:
             f"not a JSON object but {type(row).__name__}", where=where, fix=_OBJECTS + _FROM_ARRAY
         )
     return Row(where, row)
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a line ends before its JSON object does, and the file with it."""
+    text = line.decode("utf-8", errors="ignore").rstrip()  # perhaps in the middle of a character
+    if line.endswith(b"\n") or not text.lstrip().startswith("{"):
+        return False
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    except RecursionError:
+        return False
+    return False
 
 
 def _read_json_array(path: Path) -> Rows:
