@@ -70,6 +70,9 @@ def test_its_own_scores_as_reference_give_log_2_a_pair() -> None:
         part = Part({"input_ids": tokens}, targets, reference_B=reference)
         loss = objective.loss_sum(model, part)
     assert loss.item() == pytest.approx(2 * 0.6931472, rel=1e-5)
+    figures = objective.take_figures(of_training=False)
+    assert figures["reward_margin"].item() == 0.0
+    assert figures["reward_accuracy"].item() == 1.0, "of two pairs, each of them a tie"
 
 
 def test_a_pair_without_targets_counts_for_nothing() -> None:

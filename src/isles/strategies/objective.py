@@ -112,7 +112,8 @@ class DPO:
         margins_P = chosen_P - rejected_P
         loss_P = -F.logsigmoid(margins_P) * (1 - self._smoothing)
         loss_P = loss_P - F.logsigmoid(-margins_P) * self._smoothing
-        figures = (margins_P > 0, margins_P, chosen_P, rejected_P)
+        # A tie is half: before the first step every pair is one, and none is preferred wrongly.
+        figures = ((margins_P.sign() + 1) / 2, margins_P, chosen_P, rejected_P)
         self._add(torch.stack([(figure.detach() * counts_P).sum() for figure in figures]))
         return (loss_P * counts_P).sum()
 
