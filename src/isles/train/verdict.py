@@ -11,6 +11,7 @@ from typing import Any
 from isles.errors import ExitCode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
+from isles.rundir.report import script_of
 from isles.rundir.restarts import (
     Restart,
     Verdict,
@@ -137,7 +138,8 @@ def write_stop(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = 
     """The run was stopped while no rank could save; unless it has ended otherwise before."""
     if read_record(attempt.outcome) is None:
         kept = "nothing" if saved is None else f"everything up to step {saved}"
-        reason = f"asked to stop{lost}; {kept} is saved"
+        is_script = script_of(RunDir(attempt.path.parent.parent)) is not None
+        reason = f"asked to stop{lost}" + ("" if is_script else f"; {kept} is saved")
         # A script of the user's own saves by itself; its starter says how it took the stop.
         reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
         _write_outcome(attempt, "stopped", int(code), saved, reason, None)
