@@ -132,8 +132,8 @@ isles.cli.main(["--help"])
 @each("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_files_and_functions_are_small_enough(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 400, "400 lines at most"
+    assert text.count("\n") <= 500, "500 lines at most"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 60, f"{node.name}: {length} lines, 60 at most"
+            assert length <= 80, f"{node.name}: {length} lines, 80 at most"
