@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from isles.balance.history import Dealt, History
 from isles.dist.measure import Company
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
@@ -16,10 +23,18 @@ from isles.rundir.env import RankEnv
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record
-from tests.dist.test_resume import rows_after_start
-from tests.dist.test_same_mathematics import largest_difference, weights_of
-from tests.ranks import DEADLINE_S, run_ranks, start_training, train_to_end
+from tests.dist.test_resume import rows_after_start, same_bits
+from tests.dist.test_same_mathematics import largest_difference
+from tests.ranks import DEADLINE_S, Gang, run_ranks, start_training, train_to_end
 from tests.slowdown import slowed
+
+
+def _on_unequal_devices(env: RankEnv, *arguments: Any) -> int:
+    """A rank of training whose processor has as many threads as none of the others'."""
+    from tests.ranks import _rank
+
+    torch.set_num_threads(env.rank + 1)
+    return _rank(env, *arguments)
 
 
 def last_rows(run_dir: RunDir) -> list[int]:
@@ -52,9 +67,8 @@ def test_shares_change_nothing(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_measured_rows_are_all_rows_and_change_nothing(run_file: Path, strategy: str) -> None:
     alone, _ = train_to_end(run_file, 1, "training.micro_batch_size=12")
-    run_dir, _, gang = start_training(
-        run_file, 2, "balance=auto", f"strategy={{kind: {strategy}}}", resume="no"
-    )
+    options = ("balance=auto", f"strategy={{kind: {strategy}}}")
+    run_dir, _, gang = start_training(run_file, 2, *options, resume="no", rank=_on_unequal_devices)
     assert gang.wait() == [0, 0]
     assert sum(last_rows(run_dir)) == 12
     assert largest_difference(alone, run_dir) < 1e-5
@@ -109,21 +123,81 @@ def test_a_rank_that_becomes_slow_gets_fewer_rows(run_file: Path) -> None:
     assert largest_difference(alone, run_dir) < 1e-5
 
 
-def test_a_resumed_run_keeps_its_rows_and_its_bits(run_file: Path) -> None:
-    """A rank is slow while the ranks are measured, and not after the restart."""
-    options = ("balance=auto", "training.logging_steps=1", "training.global_batch_size=24")
-    saves = ("checkpoint.every_steps=10", "checkpoint.keep=9")
-    run_dir, _, gang = start_training(run_file, 2, *options, *saves, resume="no")
-    with slowed({gang.processes[1].pid or 0: 6.0}):
-        assert gang.wait() == [0, 0]
-    rows, uninterrupted = last_rows(run_dir), weights_of(run_dir)
-    assert rows[1] < rows[0], gang.log.read_text()[-3000:]
-    start = str(run_dir.checkpoints / "step-00000010")
-    again, _, gang = start_training(run_file, 2, *options, *saves, resume=start)
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Other work on the machine, inside a `with`."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_file: Path) -> None:
+    """One run alone, and one with other work and a rank that is slow for seconds, again and again,
+    from before its first step on."""
+    options = ("balance=auto", "training.global_batch_size=32", "data.seq_length=128")
+    length = ("training.max_steps=120", f"output_dir={run_file.parent / 'runs'}")
+    alone, code = train_to_end(run_file, 2, *options, *length)
+    assert code == 0
+    disturbed, _, gang = start_training(run_file, 2, *options, *length, resume="no")
+    with busy(2):
+        while not gang.wait_or_timeout(3.0):
+            with slowed({gang.processes[1].pid or 0: 4.0}):
+                if gang.wait_or_timeout(3.0):
+                    break
     assert gang.wait() == [0, 0]
-    assert last_rows(again) == rows
-    resumed = weights_of(again)
-    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+    assert last_rows(disturbed) == last_rows(alone) == [16, 16], gang.log.read_text()[-3000:]
+    assert same_bits(alone, disturbed)
+
+
+def splits(run_dir: RunDir) -> tuple[Dealt, ...]:
+    """All that a run has used so far."""
+    return History.load(run_dir.balance, None).dealt
+
+
+def test_killed_and_resumed_deals_the_rows_of_before(run_file: Path) -> None:
+    """Killed before its first save, and between a revision and the next save, on unequal devices;
+    what came out is what a start from an early checkpoint gives, which is not killed."""
+    options = ("balance=auto", "training.logging_steps=1", "training.global_batch_size=32")
+    options += ("data.seq_length=128", "training.max_steps=200", "checkpoint.keep=9")
+    options += ("checkpoint.every_steps=40", "training.lr_scheduler_type=constant")
+
+    def start(resume: str = "auto") -> tuple[RunDir, Gang]:
+        run_dir, _, gang = start_training(
+            run_file, 2, *options, resume=resume, rank=_on_unequal_devices
+        )
+        return run_dir, gang
+
+    run_dir, gang = start()
+    assert rows_after_start(run_dir, gang, 2)
+    gang.kill()
+    begun = splits(run_dir)
+    assert len(begun) == 1
+    run_dir, gang = start()
+    assert rows_after_start(run_dir, gang, 2)
+    with slowed({gang.processes[1].pid or 0: 6.0}):
+        while len(splits(run_dir)) == 1:
+            assert not gang.wait_or_timeout(0.05), gang.log.read_text()[-3000:]
+        gang.kill()
+    revised = splits(run_dir)
+    assert revised[0] == begun[0], "not measured again"
+    assert revised[1].split != begun[0].split
+    assert all(info.step < revised[1].after_step for info in list_checkpoints(run_dir))
+    run_dir, gang = start()
+    assert gang.wait() == [0, 0]
+    assert splits(run_dir)[:2] == revised
+    finished = run_dir.path.with_name("finished")
+    shutil.copytree(run_dir.path, finished)
+    first = list_checkpoints(run_dir)[0]
+    again, gang = start(str(first.path))
+    assert gang.wait() == [0, 0]
+    assert again.path == run_dir.path
+    assert splits(again) == splits(RunDir(finished))
+    assert same_bits(RunDir(finished), again)
 
 
 @pytest.mark.long

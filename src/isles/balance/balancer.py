@@ -1,39 +1,33 @@
-"""Holds the split of a run: what it rests on, what it gains, and when it is dealt anew."""
+"""Holds the split of a run, watches what it brings, and deals the rows anew."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from isles.balance.history import Dealt, History, equal_devices
 from isles.balance.meter import ComputeMeter
-from isles.balance.revise import Revision, revise
-from isles.config.curve import Curve, rank_seconds, step_seconds
-from isles.config.split import RowSplit, shared_split
+from isles.balance.revise import WINDOWS, gain_over_even, judge, windows
+from isles.config.curve import rank_seconds, step_seconds
+from isles.config.split import RowSplit
 from isles.dist.world import World
 
 log = logging.getLogger(__name__)
 
-REVISE_EVERY = 50
-"""Steps between two looks at the ranks' speeds."""
+_EARLY = 10
+"""Steps from a new split to the first look at what it brings."""
 
+_EVERY, _SELDOM = 50, 500
+"""Steps between two looks; at a split that was left before and came back."""
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What one rank computes on.
-
-    Args:
-        host: its machine.
-        name: of the GPU or the processor.
-        dp_rank: which part of the data it reads.
-    """
-
-    host: str
-    name: str
-    dp_rank: int
+_EVIDENCE_S = 10.0
+"""Of training that a look must have to judge by; with less it waits for the next one. So that
+whatever else runs on a machine for a few seconds is not in every window."""
 
 
 class Balancer:
@@ -41,107 +35,152 @@ class Balancer:
 
     Args:
         world: all ranks.
-        devices: of every rank, in order.
-        split: with which training begins.
-        curves: of each data-parallel rank; None where nothing was measured.
-        even_size: micro-batch size of the even split, and of evaluation.
+        dealt: with what training begins.
+        history: of `balance: auto`; its last decisions are of steps that come now, where an earlier
+            start has done them already. None: rows are never dealt anew.
+        file: of the history; rank 0 writes it.
+        step: after which training begins.
+        clock: seconds.
     """
 
     def __init__(
         self,
         world: World,
-        devices: Sequence[Device],
-        split: RowSplit,
-        curves: Sequence[Curve] | None,
-        even_size: int,
+        dealt: Dealt,
+        history: History | None,
+        file: Path,
+        step: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.split = split
-        self.even_size = even_size
-        self._world = world
-        self._devices = tuple(devices)
-        self._curves = None if curves is None else tuple(curves)
+        self._world, self._file, self._clock = world, file, clock
+        self._dealt, self._history = dealt, history
+        self._equals = equal_devices(dealt.devices)
         self.block_types: tuple[type[nn.Module], ...] = ()
         """Of the modules that `watch` is to be given."""
         self._meter: ComputeMeter | None = None
-        self._steps = 0
+        self._step, self._since = step, clock()
+
+    @property
+    def split(self) -> RowSplit:
+        """The rows in use."""
+        return self._dealt.split
+
+    @property
+    def even_size(self) -> int:
+        """Micro-batch size of the even split, and of evaluation."""
+        return self._dealt.even_size
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether rows may be dealt anew while training."""
+        return self._history is not None
 
     def watch(self, blocks: list[nn.Module]) -> None:
         """Measure these modules from now on; after the strategy has put its own hooks on them."""
-        if self._curves is not None:
-            self._meter = ComputeMeter(blocks, self._world.device)
+        self._meter = ComputeMeter(blocks, self._world.device)
 
     def rest(self) -> None:
         """Keep the split that is in use from now on. All ranks must call this."""
         self._meter = None
 
-    def after_step(self) -> RowSplit | None:
+    def after_step(self, step: int) -> RowSplit | None:
         """A step is over: the split to use from now on, if it is another. All ranks must call this.
 
-        Waits for the others every REVISE_EVERY steps, and for no GPU.
+        Waits for the others at looks, and for no GPU.
         """
-        if self._meter is None or self._curves is None:
+        before, self._step = self._step, step
+        if self._history is None:
             return None
-        self._meter.step_done()
-        self._steps += 1
-        if self._steps % REVISE_EVERY:
+        if self._meter is not None:
+            self._meter.step_done()
+        if step <= self._history.decided_to:
+            known = self._history.at(step)
+            return self._use(known) if known is not None and known != self._dealt else None
+        if self._meter is None or not self._is_look(before, step):
             return None
-        every = self._world.gather(self._meter.take())
+        every = self._world.gather(self._meter.steps())
         # One rank decides, so that no last bit of a division can part them.
-        mine = (self._decide(every),) if self._world.is_main else None
-        (revision,) = self._world.broadcast(mine)
-        if revision is None:
+        mine = (self._decide(step, every),) if self._world.is_main else None
+        (decision,) = self._world.broadcast(mine)
+        if decision is None:
             return None
-        log.info("balance revised: %s\n%s", revision.reason, self._table(revision))
-        self.split, self._curves = revision.split, revision.curves
-        return self.split
+        self._history = decision
+        dealt = decision.at(step)
+        assert dealt is not None
+        if dealt == self._dealt:
+            self._meter.reset()
+            self._since = self._clock()
+            return None
+        return self._use(dealt)
 
     def record(self) -> dict[str, Any] | None:
-        """For a checkpoint: what `before` looks at."""
-        if self._curves is None:
-            return None
-        devices = [[device.host, device.name, device.dp_rank] for device in self._devices]
-        return {"devices": devices, "curves": [curve.record() for curve in self._curves]}
+        """For a checkpoint."""
+        return None if self._history is None else self._history.record()
 
     def table(self) -> str:
         """Who takes how much, one line a rank."""
-        return _table(self._devices, self.split, self._curves)
+        return _table(self._dealt)
 
     def summary(self) -> str:
         """The same in a few words."""
-        rows = self.split.rows
-        parts = [f"rows {' '.join(map(str, rows))}" if len(rows) <= 16 else f"{len(rows)} ranks"]
-        if self._curves is not None:
-            parts.append(f"{gain_over_even(self.split, self._curves):.2f} times an even split")
-        return ", ".join(parts)
+        text = _rows(self.split)
+        if self._dealt.is_timed:
+            text += f", {gain_over_even(self.split, self._dealt.curves):.2f} times an even split"
+        return text
 
-    def _decide(self, every: Sequence[float | None]) -> Revision | None:
-        assert self._curves is not None
-        measured: list[float] = [0.0] * len(self._curves)
-        for device, seconds in zip(self._devices, every, strict=True):
-            if seconds is None:
-                return None
+    def _use(self, dealt: Dealt) -> RowSplit:
+        self._dealt = dealt
+        if self._meter is not None:
+            self._meter.reset()
+        self._since = self._clock()
+        return dealt.split
+
+    def _is_look(self, before: int, step: int) -> bool:
+        """Steps are counted one by one, but between clusters some may be passed over."""
+        if self._dealt.rests:
+            return before // _SELDOM < step // _SELDOM
+        early = self._dealt.after_step + _EARLY
+        return before < early <= step or before // _EVERY < step // _EVERY
+
+    def _decide(self, step: int, every: Sequence[Sequence[float]]) -> History | None:
+        """The history with what is decided at this step; None: there is too little to judge by."""
+        assert self._history is not None
+        count = min(map(len, every))
+        if count < WINDOWS or self._clock() - self._since < _EVIDENCE_S:
+            return None
+        measured = [[0.0] * WINDOWS for _ in self._equals]
+        for device, steps in zip(self._dealt.devices, every, strict=True):
             # Ranks that share their rows wait for the slowest of them.
-            measured[device.dp_rank] = max(measured[device.dp_rank], seconds)
-        return revise(self.split, self._curves, measured, self.even_size)
+            slowest = zip(measured[device.dp_rank], windows(steps[:count]), strict=True)
+            measured[device.dp_rank] = [max(pair) for pair in slowest]
+        found = judge(self._history, step, measured)
+        history = self._history.decided(step) if found is None else self._history.add(found[0])
+        try:
+            history.write(self._file)
+        except OSError as error:
+            # Rows that are not on record would be others after a kill.
+            log.warning("balance is not revised: %s cannot be written: %s", self._file, error)
+            return None
+        if found is not None:
+            dealt, reason = found
+            text = _rows(dealt.split)
+            log.info("balance revised: %s; %s from step %d on", reason, text, step + 1)
+        return history
 
-    def _table(self, revision: Revision) -> str:
-        return _table(self._devices, revision.split, revision.curves)
+
+def _rows(split: RowSplit) -> str:
+    rows = split.rows
+    return f"rows {' '.join(map(str, rows))}" if len(rows) <= 16 else f"{len(rows)} ranks"
 
 
-def gain_over_even(split: RowSplit, curves: Sequence[Curve]) -> float:
-    """How many times as fast a step is as with even rows, by what was measured."""
-    limits = [curve.limit for curve in curves]
-    even = shared_split(split.global_batch_size, [1.0] * len(curves), limits, in_step=split.in_step)
-    return step_seconds(even, curves) / step_seconds(split, curves)
-
-
-def _table(devices: Sequence[Device], split: RowSplit, curves: Sequence[Curve] | None) -> str:
+def _table(dealt: Dealt) -> str:
+    split, curves = dealt.split, dealt.curves
     head = ("rank", "host", "device", "rows", "micro-batch", "rows/s", "step s")
     lines = [head]
-    for rank, device in enumerate(devices):
+    for rank, device in enumerate(dealt.devices):
         own = device.dp_rank
         speed, seconds = "-", "-"
-        if curves is not None:
+        if dealt.is_timed:
             speed = f"{curves[own].rows_per_second:.1f}"
             seconds = f"{rank_seconds(split, own, curves[own]):.3f}"
         rows, size = str(split.rows[own]), str(split.micro_batch_sizes[own])
@@ -151,7 +190,7 @@ def _table(devices: Sequence[Device], split: RowSplit, curves: Sequence[Curve] |
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    if curves is not None:
+    if dealt.is_timed:
         gain = gain_over_even(split, curves)
         text.append(
             f"expected: {step_seconds(split, curves):.3f} s a step, {gain:.2f} times an even split"

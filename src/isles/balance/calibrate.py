@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,17 @@ from isles.config.curve import Curve
 from isles.dist.measure import Company
 
 _ROUNDS = 3
+"""At least, where passes are short."""
+
 _WINDOW_S = 0.06
 """Of one size in one round: several periods of whatever slows a machine in bursts."""
 
+_AGREE = 1.10
+"""The two fastest rounds must not differ by more at any size: noise only makes a pass slower, and
+what two rounds have found is none."""
+
 _BUDGET_S = 8.0
-"""Of all rounds and sizes, on machines where one pass takes longer than a window."""
+"""Of all rounds and sizes of one model, after which the ranks have not settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,18 @@ class Probe:
 class Measured:
     """Figures of one probe model, by rows."""
 
-    seconds: dict[int, list[float]]
+    seconds: dict[int, float]
     bytes: dict[int, int]
+    is_settled: bool
 
 
-def calibrate(probe: Probe, sizes: Sequence[int], *, free_bytes: float | None) -> Curve:
-    """Measure this rank. Random states stay as they are.
+def calibrate(
+    probe: Probe, sizes: Sequence[int], *, free_bytes: float | None
+) -> tuple[Curve, bool]:
+    """Measure this rank, and whether it settled. Random states stay as they are.
 
-    No rank waits for another in it, unless there is company: then all ranks must call this.
+    Sizes are timed in rounds until the two fastest agree, or the time for it is over. No rank waits
+    for another in it, unless there is company: then all ranks must call this.
 
     Args:
         probe: what to measure with.
@@ -83,7 +92,7 @@ def calibrate(probe: Probe, sizes: Sequence[int], *, free_bytes: float | None) -
     more = (probe.layers - depths[-1]) if len(depths) > 1 else 0
     seconds, size_bytes = {}, {}
     for size in sorted(shallow.seconds.keys() & deep.seconds.keys()):
-        one, two = (statistics.median(f.seconds[size]) for f in (shallow, deep))
+        one, two = shallow.seconds[size], deep.seconds[size]
         # Two layers may have been measured as no slower than one, on a machine full of noise.
         seconds[size] = (two + more * max(0.0, two - one)) * probe.share
         per_layer = max(0, deep.bytes[size] - shallow.bytes[size])
@@ -91,7 +100,7 @@ def calibrate(probe: Probe, sizes: Sequence[int], *, free_bytes: float | None) -
     limit = sizes[-1]
     if free_bytes is not None:
         limit = rows_that_fit(size_bytes, free_bytes, sizes[-1])
-    return Curve.of(seconds, max(1, limit))
+    return Curve.of(seconds, max(1, limit)), all(each.is_settled for each in found)
 
 
 def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int) -> int:
@@ -106,40 +115,65 @@ def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int)
     return max(0, min(most, fit))
 
 
+def settled(rounds: Sequence[Sequence[float]]) -> bool:
+    """Whether the two fastest rounds of every size agree. Pure.
+
+    Args:
+        rounds: for each size, its seconds round by round.
+    """
+    if not rounds or min(map(len, rounds)) < 2:
+        return False
+    fastest = (sorted(seconds)[:2] for seconds in rounds)
+    return all(second <= _AGREE * first for first, second in fastest)
+
+
 def _measure(
     model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None
 ) -> Measured:
     """Grow until memory ends, then time all sizes in turn, so that noise falls on all alike."""
-    result = Measured({}, {})
     began = time.perf_counter()
-    usable: list[int] = []
+    bytes_by_size, guesses = _grow(model, probe, sizes, free_bytes, began)
+    rounds: dict[int, list[float]] = {size: [] for size in guesses}
+    for done in itertools.count(1):
+        if probe.company is not None:
+            probe.company.begin()
+        for size in guesses:
+            if time.perf_counter() - began > _BUDGET_S:
+                break
+            rounds[size].append(_window(model, probe, size, guesses[size]))
+        if probe.company is not None:
+            # Who is done must not leave the processors to the others: in training it will not.
+            probe.company.go_on(lambda: _pass(model, probe, min(guesses)))
+        is_settled = settled(list(rounds.values()))
+        is_done = is_settled and done >= _ROUNDS
+        is_done = is_done or time.perf_counter() - began > _BUDGET_S
+        if probe.company is not None:
+            is_done = probe.company.all_say(is_done)
+        if is_done:
+            break
+    seconds = {size: min(rounds[size], default=guesses[size]) for size in guesses}
+    return Measured(seconds, bytes_by_size, is_settled)
+
+
+def _grow(
+    model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None, began: float
+) -> tuple[dict[int, int], dict[int, float]]:
+    """Bytes and first seconds of the sizes that fit."""
+    bytes_by_size: dict[int, int] = {}
+    guesses: dict[int, float] = {}
     for size in sizes:
         try:
             _pass(model, probe, size)  # makes the gradients, compiles kernels
-            size_bytes, seconds = _peak(model, probe, size)
+            bytes_by_size[size], guesses[size] = _peak(model, probe, size)
         except torch.OutOfMemoryError:
-            if not usable:
+            if not guesses:
                 raise
             break  # the limit follows from the sizes before
-        result.bytes[size], result.seconds[size] = size_bytes, [seconds]
-        usable.append(size)
-        if free_bytes is not None and 2 * size_bytes > free_bytes:
+        if free_bytes is not None and 2 * bytes_by_size[size] > free_bytes:
             break
         if time.perf_counter() - began > _BUDGET_S / 2:
             break
-    rounds: dict[int, list[float]] = {size: [] for size in usable}
-    for _ in range(_ROUNDS):
-        if probe.company is not None:
-            probe.company.begin()
-        for size in usable:
-            if time.perf_counter() - began > _BUDGET_S:
-                break
-            rounds[size].append(_window(model, probe, size, result.seconds[size][0]))
-        if probe.company is not None:
-            # Who is done must not leave the processors to the others: in training it will not.
-            probe.company.go_on(lambda: _pass(model, probe, usable[0]))
-    result.seconds = {size: rounds[size] or result.seconds[size] for size in usable}
-    return result
+    return bytes_by_size, guesses
 
 
 def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:

@@ -15,6 +15,12 @@ from torch import nn
 _SAMPLE_EVERY = 5
 """Steps from one whose blocks are timed to the next on CUDA, where an event costs a little."""
 
+_EACH_UP_TO = 10
+"""Steps that are all timed, after a start or a change of rows: an early look must have some."""
+
+_WARMUP = 2
+"""First steps of a start, which allocate and compile, and are left out."""
+
 
 class ComputeMeter:
     """Seconds of the forward passes of some modules, in each step.
@@ -31,7 +37,7 @@ class ComputeMeter:
         self._now = 0.0
         self._pairs: list[tuple[Any, Any]] = []
         self._since: Any = None
-        self._step = 0
+        self._step = -_WARMUP
         for module in modules:
             # After the strategy's own hooks before the block, and ahead of those behind it.
             module.register_forward_pre_hook(self._begin)
@@ -39,26 +45,31 @@ class ComputeMeter:
 
     def step_done(self) -> None:
         """A step is over."""
-        if self._cuda:
+        if self._step >= 0:
             if self._pairs:
                 self._events.append(self._pairs)
-            self._pairs = []
-        else:
-            self._steps.append(self._now)
-            self._now = 0.0
+            if not self._cuda:
+                self._steps.append(self._now)
+        self._now, self._pairs = 0.0, []
         self._step += 1
 
-    def take(self) -> float | None:
-        """Mean seconds of a step since the last call, the extremes left out; None: no step."""
-        if self._cuda:
-            # Steps that the GPU has not finished yet are left out, rather than waited for.
-            whole = [pairs for pairs in self._events if pairs[-1][1].query()]
-            self._steps = [sum(a.elapsed_time(b) for a, b in pairs) / 1e3 for pairs in whole]
-            self._events.clear()
-        steps, self._steps = sorted(self._steps), []
-        cut = len(steps) // 10
-        kept = steps[cut : len(steps) - cut]
-        return sum(kept) / len(kept) if kept else None
+    def steps(self) -> list[float]:
+        """Seconds of each step that was timed since the last `reset`, in order. Waits for no GPU:
+        steps that it has not finished yet are left out."""
+        while self._events and self._events[0][-1][1].query():
+            pairs = self._events.pop(0)
+            self._steps.append(sum(a.elapsed_time(b) for a, b in pairs) / 1e3)
+        return list(self._steps)
+
+    def reset(self) -> None:
+        """Forget what was timed so far."""
+        self._steps.clear()
+        self._events.clear()
+        self._step = 0
+
+    @property
+    def _is_timed(self) -> bool:
+        return 0 <= self._step < _EACH_UP_TO or self._step % _SAMPLE_EVERY == 0
 
     def _begin(self, module: nn.Module, _inputs: Any) -> None:
         self._since = None
@@ -66,7 +77,7 @@ class ComputeMeter:
             return
         if not self._cuda:
             self._since = time.perf_counter()
-        elif self._step % _SAMPLE_EVERY == 0:
+        elif self._is_timed:
             self._since = _mark()
 
     def _end(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:

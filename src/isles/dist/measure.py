@@ -40,6 +40,12 @@ class Company:
             work()
         others.wait()
 
+    def all_say(self, yes: bool) -> bool:
+        """Whether all ranks say yes."""
+        votes = torch.tensor([int(yes)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(votes.item())
+
 
 def least_memory_bytes(world: World) -> int:
     """Memory of the rank that has least: of its GPU, or its part of the machine's on a CPU.

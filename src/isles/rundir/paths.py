@@ -146,6 +146,11 @@ class RunDir:
         """One JSON line per recorded step."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def balance(self) -> Path:
+        """How the rows of each step were dealt, where that is not the same at all steps."""
+        return self.path / "balance.json"
+
     def reference(self, part: str) -> Path:
         """Scores of pairs before training (dpo): of the part training or validation."""
         return self.path / f"reference-{part}.npz"

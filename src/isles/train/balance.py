@@ -7,14 +7,15 @@ import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from isles.balance.balancer import Balancer, Device
-from isles.balance.revise import choose
+from isles.balance.balancer import Balancer
+from isles.balance.history import Dealt, Device, History, equal_devices
+from isles.balance.revise import choose, pooled
 from isles.balance.shares import rank_shares, rank_sizes
+from isles.checkpoint.store import disk_fault
 from isles.config.curve import Curve, slowest
 from isles.config.layout import Strategy
 from isles.config.run import RunConfig
@@ -23,6 +24,7 @@ from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.rundir.manifest import CheckpointInfo
+from isles.rundir.paths import RunDir
 from isles.strategies.blocks import find_blocks
 from isles.train.probe import (
     CPU_MICRO_BATCH_SIZE,
@@ -35,6 +37,10 @@ from isles.train.strategy import holds_whole_model, runs_in_step
 
 log = logging.getLogger(__name__)
 
+_PER_MICRO_BATCH = 0.1
+"""Rows in whose time a micro-batch costs what it costs by itself, where nothing was measured: so
+that few large ones are taken where it makes no other difference."""
+
 
 def make_balancer(
     model: nn.Module,
@@ -42,22 +48,22 @@ def make_balancer(
     strategy: Strategy,
     mesh: Mesh,
     world: World,
+    run_dir: RunDir,
     recorder: Recorder,
     resume_from: CheckpointInfo | None,
 ) -> Balancer:
     """The split with which a start begins. All ranks must call this.
 
-    A run that goes on with the same ranks on the same devices keeps its split, so that it adds the
-    same numbers in the same order.
+    A run that goes on with the same ranks on the same devices deals the rows of each step as they
+    were dealt before, so that it adds the same numbers in the same order. Equal devices begin with
+    equal rows, whatever else keeps them busy just then: only real steps can tell them apart.
 
     Raises:
         ConfigError: shares or sizes for hosts or ranks that are not there.
         OutOfMemoryError: not even one row fits on some rank.
     """
-    if mesh.dp_size > 1 and config.balance == "auto":
-        recorder.phase("balancing", "measuring the ranks")
     chooser = _Chooser(model, config, strategy, mesh, world, resume_from)
-    balancer = chooser.balancer()
+    balancer = chooser.balancer(run_dir, recorder)
     if mesh.dp_size > 1 and chooser.kind != "even":
         log.info("rows of each rank (balance: %s)\n%s", chooser.kind, balancer.table())
         recorder.phase("building model", balancer.summary())
@@ -66,7 +72,7 @@ def make_balancer(
 
 def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: World) -> None:
     """Have the balancer measure the blocks of an engine's model. All ranks must call this."""
-    if balancer.record() is None:
+    if not balancer.is_auto:
         return
     if config.training.torch_compile:
         log.info("balance is not revised while training: hooks would break torch.compile's graphs")
@@ -107,62 +113,95 @@ class _Chooser:
         self._may_miss = cluster.min_nodes < cluster.max_nodes
         self._caps = self._given_sizes()
         self._is_cuda = world.device.type == "cuda"
+        self._equals = equal_devices(self._devices)
         self.kind = config.balance if isinstance(config.balance, str) else "shares"
+        self._is_auto = config.balance == "auto" and mesh.dp_size > 1
+        self._is_measured = self._is_auto and len(set(self._equals)) > 1
 
-    def balancer(self) -> Balancer:
+    def balancer(self, run_dir: RunDir, recorder: Recorder) -> Balancer:
         """By what the run file asks for."""
-        balance, dp_size = self._config.balance, self._mesh.dp_size
-        is_auto = balance == "auto" and dp_size > 1
-        if is_auto and (kept := self._kept()) is not None:
-            return kept
-        foresees = self._is_cuda and None in self._caps
-        foresees = foresees and (isinstance(balance, dict) or not self._can_try())
-        curves = self._curves() if is_auto or foresees else None
-        even_size = self._even_size(curves)
-        if isinstance(balance, dict):
-            limits = [curve.limit for curve in curves] if curves else self._limits(even_size)
-            split = shared_split(
-                self._rows, self._dp_shares(balance), limits, in_step=self._in_step
-            )
-        elif is_auto:
-            assert curves is not None
-            split = choose(curves, self._rows, even_size, in_step=self._in_step)
+        step = self._resume_from.step if self._resume_from else 0
+        history = None
+        if self._is_auto:
+            history, dealt = self._history(run_dir, step, recorder)
         else:
-            split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
-            sizes = tuple(cap or even_size for cap in self._caps)
-            split = RowSplit(split.rows, sizes, self._in_step)
-        return self._make(split, curves if is_auto else None, even_size)
-
-    def _make(self, split: RowSplit, curves: Sequence[Curve] | None, even_size: int) -> Balancer:
-        balancer = Balancer(self._world, self._devices, split, curves, even_size)
+            dealt = self._dealt(step)
+        balancer = Balancer(self._world, dealt, history, run_dir.balance, step)
         with contextlib.suppress(UserError):  # a model without blocks is not measured in training
             # By their types: a pipeline takes the model apart.
             balancer.block_types = tuple({type(block) for block in find_blocks(self._model)})
         return balancer
 
-    def _kept(self) -> Balancer | None:
-        """The split of the checkpoint, if all that it rests on is still so."""
-        manifest: dict[str, Any] = self._resume_from.manifest if self._resume_from else {}
-        record = manifest.get("balance")
-        if record is None or manifest.get("strategy") != self._strategy.kind:
-            return None
-        rows, sizes = manifest["rows"], manifest["micro_batch_sizes"]
-        devices = [Device(host, name, dp_rank) for host, name, dp_rank in record["devices"]]
-        curves = [Curve.read(curve) for curve in record["curves"]]
-        fits = all(size <= (cap or size) for size, cap in zip(sizes, self._caps, strict=False))
-        if devices != list(self._devices) or sum(rows) != self._rows or not fits:
-            log.info("balance: other ranks, devices or sizes than at step %s", manifest["step"])
-            return None
-        split = RowSplit(tuple(rows), tuple(sizes), self._in_step)
-        return self._make(split, curves, int(manifest["micro_batch_size"]))
+    def _history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Dealt]:
+        """What was decided before and still holds, or a new beginning."""
+        manifest = self._resume_from.manifest if self._resume_from else {}
+        before = self._world.main_first(
+            lambda: History.load(run_dir.balance, manifest.get("balance"))
+        )
+        history = before.going_on_after(step, self._fits)
+        if history is None:
+            if before.at(step) is not None:
+                log.info("balance: other ranks, devices or sizes than at step %d", step)
+            if self._is_measured:
+                recorder.phase("balancing", "measuring the ranks")
+            history = before.add(self._dealt(step))
+        dealt = history.at(step)
+        assert dealt is not None
+        if history != before:
+            # Before any step: a start that is killed before its first save is begun again like it.
+            self._world.main_first(lambda: _write(history, run_dir.balance))
+        return history, dealt
 
-    def _curves(self) -> list[Curve]:
-        """Measured on all ranks at once; one for each data-parallel rank."""
+    def _dealt(self, step: int) -> Dealt:
+        """A split that is chosen now."""
+        balance, dp_size = self._config.balance, self._mesh.dp_size
+        foresees = self._is_cuda and None in self._caps
+        foresees = foresees and (isinstance(balance, dict) or not self._can_try())
+        curves, is_settled = self._curves() if self._is_measured or foresees else (None, True)
+        even_size = self._even_size(curves)
+        split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
+        if isinstance(balance, dict):
+            limits = [curve.limit for curve in curves] if curves else self._limits(even_size)
+            shares = self._dp_shares(balance)
+            split = shared_split(self._rows, shares, limits, in_step=self._in_step)
+        elif not self._is_auto:
+            sizes = tuple(cap or even_size for cap in self._caps)
+            split = RowSplit(split.rows, sizes, self._in_step)
+        elif curves is not None:
+            curves = pooled(curves, self._equals)
+            if is_settled:
+                split = choose(curves, self._rows, even_size, in_step=self._in_step)
+            else:
+                log.info(
+                    "balance: what was measured did not settle, as other work disturbs it; even "
+                    "rows until steps have shown the speed of each rank"
+                )
+        is_timed = self._is_auto and curves is not None
+        if curves is None:
+            curves = tuple(map(_proportional, self._limits(even_size)))
+        kind = self._strategy.kind
+        return Dealt(step, split, even_size, kind, tuple(self._devices), tuple(curves), is_timed)
+
+    def _fits(self, dealt: Dealt) -> bool:
+        """Whether all that a split rests on is still so."""
+        return (
+            dealt.devices == tuple(self._devices)
+            and dealt.strategy == self._strategy.kind
+            and dealt.split.in_step == self._in_step
+            and dealt.split.global_batch_size == self._rows
+            and all(
+                size <= (cap or size)
+                for size, cap in zip(dealt.split.micro_batch_sizes, self._caps, strict=True)
+            )
+        )
+
+    def _curves(self) -> tuple[Sequence[Curve], bool]:
+        """Measured on all ranks at once, one for each data-parallel rank; whether all settled."""
         cap = self._caps[self._mesh.dp_rank]
-        found = measure_curve(
+        found, is_settled = measure_curve(
             self._model, self._config, self._strategy, self._mesh, self._world, cap
         )
-        every = self._world.gather(found)
+        every, all_settled = zip(*self._world.gather((found, is_settled)), strict=True)
         for rank, curve in enumerate(every):
             if curve is None:
                 raise no_row_fits(self._config, rank, self._devices[rank].host)
@@ -175,7 +214,7 @@ class _Chooser:
             ]
             curve = slowest(together)
             curves.append(curve if cap is None else curve.capped(cap))
-        return curves
+        return curves, all(all_settled)
 
     def _even_size(self, curves: Sequence[Curve] | None) -> int:
         """Micro-batch size of all ranks where rows are dealt evenly, and in evaluation."""
@@ -222,6 +261,19 @@ class _Chooser:
             known = [s for s in (sizes[device.dp_rank], size) if s is not None]
             sizes[device.dp_rank] = min(known, default=None)
         return sizes
+
+
+def _write(history: History, file: Path) -> None:
+    try:
+        history.write(file)
+    except OSError as error:
+        raise disk_fault(error, file.parent, rank=0) from error
+
+
+def _proportional(limit: int) -> Curve:
+    """Of a rank whose speed is not known: time goes with the rows. Only ratios mean something."""
+    rows = sorted({1, limit})
+    return Curve(tuple(rows), tuple(size + _PER_MICRO_BATCH for size in rows), limit)
 
 
 def _device_name(world: World) -> str:

@@ -87,7 +87,7 @@ def build(
     )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    built = _make_engine(config, world, recorder, tokenizer, resume_from)
+    built = _make_engine(config, run_dir, world, recorder, tokenizer, resume_from)
     mesh, balancer, engine = built.mesh, built.balancer, built.engine
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
@@ -214,6 +214,7 @@ class _Built:
 
 def _make_engine(
     config: RunConfig,
+    run_dir: RunDir,
     world: World,
     recorder: Recorder,
     tokenizer: Any,
@@ -224,7 +225,7 @@ def _make_engine(
     mesh = settle_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
     flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
-    balancer = make_balancer(model, config, strategy, mesh, world, recorder, resume_from)
+    balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
     optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
     fill = functools.partial(fill_model, config=config.model, seed=config.seed)
     engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)

@@ -96,7 +96,7 @@ class Parts:
 
     def rebalance(self) -> None:
         """Deal the rows anew where ranks have become faster or slower. All ranks must call this."""
-        if (split := self.balancer.after_step()) is not None:
+        if (split := self.balancer.after_step(self.progress.step)) is not None:
             self.loader.use(split)
 
     def close(self, *, is_over: bool) -> None:

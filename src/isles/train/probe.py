@@ -99,8 +99,9 @@ def measure_curve(
     mesh: Mesh,
     world: World,
     most_rows: int | None,
-) -> Curve | None:
-    """How fast this rank is and how many rows fit; None: not even one. All ranks must call this.
+) -> tuple[Curve | None, bool]:
+    """How fast this rank is and how many rows fit, None where not even one does; and whether what
+    was measured settled. All ranks must call this.
 
     Args:
         model: the real one, of which only shapes are looked at: it may lie on the meta device.
@@ -159,7 +160,7 @@ def _measure_gpu(
     config: RunConfig,
     strategy: Strategy,
     mesh: Mesh,
-) -> Curve | None:
+) -> tuple[Curve | None, bool]:
     """As it was measured in an earlier run, or now."""
     device, shape = probe.device, cast(Any, model).config
     free, total = torch.cuda.mem_get_info(device)
@@ -182,17 +183,17 @@ def _measure_gpu(
     }
     file = curve_file(cache_home(), key)
     if (known := read_curve(file)) is not None:
-        return known
+        return known, True
     try:
-        curve = calibrate(probe, sizes, free_bytes=budget)
+        curve, is_settled = calibrate(probe, sizes, free_bytes=budget)
     except torch.OutOfMemoryError:
-        return None
+        return None, True
     finally:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    if curve is not None:
+    if is_settled:
         keep_curve(file, curve)
-    return curve
+    return curve, is_settled
 
 
 def state_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh) -> float:
