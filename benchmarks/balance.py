@@ -1,19 +1,27 @@
 """Wall time of a step on unequal processes, against the ideal and against even rows.
 
     python benchmarks/balance.py [--quick] [--strategy ddp|fsdp]
+    python benchmarks/balance.py --noise
 
-Three processes on the CPU train together, the second slowed to a half and the third to a third from
-outside: a supervisor stops and continues them many times a second (tests/slowdown.py); nothing in
-the training code knows of it. isles measures the ranks when it starts (`balance: auto`), trains
-with what it found until it has looked at their speeds once more, and then the benchmark begins.
+Three processes on the CPU train together, the second slowed to a half and the third to a third;
+nothing in the training code knows of it. They are equal devices, so that isles begins with even
+rows (`balance: auto`), looks at the steps after ten of them and after fifty, and then the benchmark
+begins.
 
 In turns: some steps with isles' rows, some with even rows, and each rank for itself, all three at
 once since they share the machine's cores and caches, on a model of its own without any
 communication. The ideal is the work of a step divided by the sum of these three speeds. Each ratio
 is of one round; the slowdown is on all the while.
 
-A process that is stopped now and then stands for a slow GPU well under ddp, where ranks meet once a
-step; fsdp meets at every block, and there each meeting waits for whoever is stopped just then.
+Under ddp, where ranks meet once a step, a supervisor stops and continues the slow ones many times a
+second (tests/slowdown.py). Under fsdp ranks meet at every block, and each meeting would wait for
+whoever is stopped just then; there the slow ones really compute every block two and three times,
+forward and backward. Three ranks that all compute share the cores of a machine that has fewer.
+
+With `--noise` two equal ranks train for 20 steps, while another process keeps one core busy for
+three seconds of every six, from before the first step on. The last line is JSON:
+    rows: of the two ranks after 20 steps.
+    rows_from_even: how many rows a rank is away from an even split; the bar is 1.
 
 The last line is JSON, medians of the rounds, of the worst strategy that was measured:
     balanced_over_ideal: seconds of a step with isles' rows over the ideal; 1 is perfect.
@@ -32,8 +40,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +97,7 @@ training:
 strategy: {{kind: {strategy}}}
 checkpoint: {{every_steps: null, every_minutes: null}}
 track: [jsonl]
-clusters: [{{gpus_per_node: 3, comm_timeout: 120s}}]
+clusters: [{{gpus_per_node: {world_size}, comm_timeout: 300s}}]
 """
 
 
@@ -100,7 +108,20 @@ class Effort:
     warmup_steps: int
     rounds: int
     chunk_steps: int
+    works: bool = False
+    """Whether the slow ranks are slow by real work."""
 
+
+NOISE_S = 3.0
+NOISE = f"""
+import os, time
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+while True:
+    end = time.monotonic() + {NOISE_S}
+    while time.monotonic() < end:
+        pass
+    time.sleep({NOISE_S})
+"""
 
 FULL = Effort(warmup_steps=55, rounds=20, chunk_steps=3)
 QUICK = Effort(warmup_steps=52, rounds=5, chunk_steps=3)
@@ -197,7 +218,46 @@ class Turns:
             config = self._parts.config.model
             self._own = build_model(config, device=device, dtype=dtype, seed=0, vocab_size=None)
             use_maskless_attention(self._own)
+            if self._effort.works:
+                self._own.train()
+                types = self._parts.balancer.block_types
+                make_slow(self._own, types, int(FACTORS[self._parts.world.rank]))
         return self._own
+
+
+def make_slow(model: Any, block_types: tuple[type, ...], factor: int) -> None:
+    """Have each block do all its work so many times, forward and backward."""
+    import torch
+
+    class Again(torch.autograd.Function):
+        """The identity; its backward pass, when the block is done with its own, does some work."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, work: Callable[[], None]) -> Any:
+            ctx.work = work
+            return hidden.view_as(hidden)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            ctx.work()
+            return gradients[0], None
+
+    def slow(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            def work(times: int) -> None:
+                with torch.no_grad():
+                    for _ in range(times):
+                        forward(hidden.detach(), *args, **kwargs)
+
+            work(factor - 1)
+            # A backward pass is the work of two forward passes.
+            return forward(Again.apply(hidden, lambda: work(2 * factor - 2)), *args, **kwargs)
+
+        return computed
+
+    for module in model.modules():
+        if isinstance(module, block_types) and factor > 1:
+            module.forward = slow(module.forward)
 
 
 def run_rank(run_dir: RunDir, effort: Effort) -> None:
@@ -226,8 +286,12 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     travel = Travel(run_dir, world, find_disks(world, run_dir.path))
     parts = build(resolved, run_dir, world, recorder, StopSignals(), None, travel, 1)
     turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
-    parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
+    if effort.works:
+        make_slow(parts.engine.model, parts.balancer.block_types, int(FACTORS[world.rank]))
+    if effort.rounds:
+        parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
     train(parts)
+    turns.chosen = turns.chosen or turns.split
     parts.loader.close()
     parts.checkpoints.close()
     recorder.close()
@@ -254,17 +318,23 @@ def wait_for(*files: Path, children: Sequence[subprocess.Popen[bytes]] = ()) -> 
 # ---- What follows starts the ranks and compares their figures. ----
 
 
-def measure(folder: Path, strategy: str, effort: Effort) -> dict[str, Any]:
-    """Rounds of one strategy."""
-    max_steps = effort.warmup_steps + 2 * effort.rounds * (effort.chunk_steps + 1) + 1
+def measure(
+    folder: Path, strategy: str, effort: Effort, factors: Sequence[float] = FACTORS
+) -> dict[str, Any]:
+    """Rounds of one strategy, with ranks that are so many times as slow."""
+    effort = replace(effort, works=strategy == "fsdp")
+    world_size = len(factors)
+    max_steps = effort.warmup_steps + 2 * effort.rounds * (effort.chunk_steps + 1)
+    max_steps += bool(effort.rounds)
     path = folder / f"{strategy}.yaml"
     values = {"rows": ROWS, "seq_length": SEQ_LENGTH, "max_steps": max_steps}
+    values["world_size"] = world_size
     path.write_text(RUN_FILE.format(folder=folder, strategy=strategy, **values), encoding="utf-8")
     loaded = load_run_file(path)
     run_dir = begin_run(resolve(loaded, num_gpus=0), loaded.text, "no").run_dir
     fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    fixed |= {"WORLD_SIZE": "3"}
-    ask = json.dumps([effort.warmup_steps, effort.rounds, effort.chunk_steps])
+    fixed |= {"WORLD_SIZE": str(world_size)}
+    ask = json.dumps(astuple(effort))
     command = [sys.executable, str(HERE / "balance.py"), "--rank", str(run_dir.path), ask]
     log = (run_dir.path / "benchmark.log").open("wb")
     children = [
@@ -274,11 +344,14 @@ def measure(folder: Path, strategy: str, effort: Effort) -> dict[str, Any]:
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        for rank in range(3)
+        for rank in range(world_size)
     ]
+    stopped = dict(zip([child.pid for child in children], factors, strict=True))
+    is_stopped = max(factors) > 1 and not effort.works
     try:
-        wait_for(*(run_dir.path / f"ready-{rank}" for rank in range(3)), children=children)
-        with slowed({child.pid: f for child, f in zip(children, FACTORS, strict=True)}):
+        ready = (run_dir.path / f"ready-{rank}" for rank in range(world_size))
+        wait_for(*ready, children=children)
+        with slowed(stopped) if is_stopped else nullcontext():
             (run_dir.path / "go").touch()
             codes = [child.wait(DEADLINE_S) for child in children]
         if any(codes):
@@ -313,11 +386,25 @@ def report(strategy: str, result: dict[str, Any]) -> tuple[float, float]:
     return ratios["balanced"], ratios["even"]
 
 
+def noise(folder: Path) -> dict[str, Any]:
+    """Rows of two equal ranks after 20 steps beside other work."""
+    other = subprocess.Popen([sys.executable, "-c", NOISE])
+    try:
+        rows = measure(folder, "ddp", Effort(20, 0, 0), (1.0, 1.0))["rows"]
+    finally:
+        other.kill()
+        other.wait()
+    even = even_split(ROWS, 2, 1, in_step=False).rows
+    away = max(abs(own - one) for own, one in zip(rows, even, strict=True))
+    return {"rows": rows, "rows_from_even": away}
+
+
 def main() -> None:
     """Measure everything and print it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--strategy", action="append", help="ddp (without it) or fsdp")
+    parser.add_argument("--noise", action="store_true", help="equal ranks beside other work")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # what this script starts
     options = parser.parse_args()
     if options.rank:
@@ -331,6 +418,9 @@ def main() -> None:
         folder = Path(name)
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        if options.noise:
+            print(json.dumps(noise(folder)))
+            return
         head = f"{'step s':>9}{'/ideal':>9}{'min':>9}{'max':>9}"
         print(f"{'':<16}{'rows':<12}{head}", flush=True)
         for strategy in options.strategy or ("ddp",):

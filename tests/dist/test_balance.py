@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from isles.balance.history import Dealt, History
+from isles.balance.balancer import Balancer
+from isles.balance.history import Dealt, Device, History
+from isles.config.curve import Curve
+from isles.config.split import even_split
 from isles.dist.measure import Company
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
@@ -104,6 +107,36 @@ def test_who_has_measured_computes_until_all_have(tmp_path: Path) -> None:
     """Else a rank that shares processors seems the faster, the later it comes."""
     passes, _ = run_ranks(_measure_with, 2, tmp_path / "three-passes")
     assert passes >= 3
+
+
+def _look(env: RankEnv, folder: Path) -> list[int]:
+    """Steps after which a look has judged, for steps of several lengths."""
+    world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
+    devices = tuple(Device("box", "cpu", rank) for rank in range(2))
+    curves = (Curve((1, 4), (1.0, 4.0), 4),) * 2
+    dealt = Dealt(0, even_split(8, 2, 4, in_step=False), 4, "ddp", devices, curves, is_timed=False)
+    judged = []
+    for step_s, pause_s in ((1.2, 0.0), (0.3, 60.0), (0.06, 0.0)):
+        now = [0.0]
+        balancer = Balancer(
+            world, dealt, History().add(dealt), folder / "record", 0, lambda now=now: now[0]
+        )
+        block = torch.nn.Linear(2, 2)
+        balancer.watch([block])
+        step = 0
+        while balancer.decided_to == 0:
+            step += 1
+            block(torch.ones(1, 2))
+            now[0] += step_s + (pause_s if step == 5 else 0.0)
+            balancer.after_step(step)
+        judged.append(step)
+    leave_world()
+    return judged
+
+
+def test_a_look_has_ten_seconds_of_steps_to_judge_by(tmp_path: Path) -> None:
+    """Slow steps are looked at after the tenth, quick ones later; a long pause is no evidence."""
+    assert run_ranks(_look, 2, tmp_path) == [[10, 50, 200]] * 2
 
 
 def test_a_rank_that_becomes_slow_gets_fewer_rows(run_file: Path) -> None:

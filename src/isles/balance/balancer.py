@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +60,9 @@ class Balancer:
         self.block_types: tuple[type[nn.Module], ...] = ()
         """Of the modules that `watch` is to be given."""
         self._meter: ComputeMeter | None = None
-        self._step, self._since = step, clock()
+        self._step = step
+        self._ends: list[float] = []
+        """When each step was over, of those that are judged next."""
 
     @property
     def split(self) -> RowSplit:
@@ -74,6 +78,11 @@ class Balancer:
     def is_auto(self) -> bool:
         """Whether rows may be dealt anew while training."""
         return self._history is not None
+
+    @property
+    def decided_to(self) -> int:
+        """The last step whose rows are decided; those after it are looked at."""
+        return 0 if self._history is None else self._history.decided_to
 
     def watch(self, blocks: list[nn.Module]) -> None:
         """Measure these modules from now on; after the strategy has put its own hooks on them."""
@@ -93,6 +102,7 @@ class Balancer:
             return None
         if self._meter is not None:
             self._meter.step_done()
+            self._ends.append(self._clock())
         if step <= self._history.decided_to:
             known = self._history.at(step)
             return self._use(known) if known is not None and known != self._dealt else None
@@ -108,8 +118,7 @@ class Balancer:
         dealt = decision.at(step)
         assert dealt is not None
         if dealt == self._dealt:
-            self._meter.reset()
-            self._since = self._clock()
+            self._forget()
             return None
         return self._use(dealt)
 
@@ -130,10 +139,19 @@ class Balancer:
 
     def _use(self, dealt: Dealt) -> RowSplit:
         self._dealt = dealt
+        self._forget()
+        return dealt.split
+
+    def _forget(self) -> None:
+        self._ends.clear()
         if self._meter is not None:
             self._meter.reset()
-        self._since = self._clock()
-        return dealt.split
+
+    def _evidence_s(self) -> float:
+        """Seconds of the steps that are judged next, without what comes between two steps now and
+        then, such as an evaluation or a save."""
+        steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
+        return statistics.median(steps) * len(steps) if steps else 0.0
 
     def _is_look(self, before: int, step: int) -> bool:
         """Steps are counted one by one, but between clusters some may be passed over."""
@@ -146,7 +164,7 @@ class Balancer:
         """The history with what is decided at this step; None: there is too little to judge by."""
         assert self._history is not None
         count = min(map(len, every))
-        if count < WINDOWS or self._clock() - self._since < _EVIDENCE_S:
+        if count < WINDOWS or self._evidence_s() < _EVIDENCE_S:
             return None
         measured = [[0.0] * WINDOWS for _ in self._equals]
         for device, steps in zip(self._dealt.devices, every, strict=True):
