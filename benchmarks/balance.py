@@ -16,7 +16,7 @@ is of one round; the slowdown is on all the while.
 Under ddp, where ranks meet once a step, a supervisor stops and continues the slow ones many times a
 second (tests/slowdown.py). Under fsdp ranks meet at every block, and each meeting would wait for
 whoever is stopped just then; there the slow ones really compute every block two and three times,
-forward and backward. Three ranks that all compute share the cores of a machine that has fewer.
+forward and backward. They compute all the while, so that on two cores there are two ranks, 1 : 2.
 
 With `--noise` two equal ranks train for 20 steps, while another process keeps one core busy for
 three seconds of every six, from before the first step on. The last line is JSON:
@@ -108,6 +108,9 @@ class Effort:
     warmup_steps: int
     rounds: int
     chunk_steps: int
+    factors: Sequence[float] = FACTORS
+    """How many times as slow each rank is."""
+
     works: bool = False
     """Whether the slow ranks are slow by real work."""
 
@@ -183,7 +186,7 @@ class Turns:
         if turn == 0:
             self.rounds.append({"speeds": self._speeds()})
         self._name = ("balanced", "even")[(turn + number // 2) % 2]
-        even = even_split(ROWS, len(FACTORS), 8, in_step=self.chosen.in_step)
+        even = even_split(ROWS, len(self._effort.factors), 8, in_step=self.chosen.in_step)
         self._loader.use(self.chosen if self._name == "balanced" else even)
 
     def _speeds(self) -> list[float]:
@@ -221,7 +224,7 @@ class Turns:
             if self._effort.works:
                 self._own.train()
                 types = self._parts.balancer.block_types
-                make_slow(self._own, types, int(FACTORS[self._parts.world.rank]))
+                make_slow(self._own, types, int(self._effort.factors[self._parts.world.rank]))
         return self._own
 
 
@@ -287,7 +290,7 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     parts = build(resolved, run_dir, world, recorder, StopSignals(), None, travel, 1)
     turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
     if effort.works:
-        make_slow(parts.engine.model, parts.balancer.block_types, int(FACTORS[world.rank]))
+        make_slow(parts.engine.model, parts.balancer.block_types, int(effort.factors[world.rank]))
     if effort.rounds:
         parts.loader = turns  # type: ignore[assignment]  # it stands in for the loader
     train(parts)
@@ -318,12 +321,13 @@ def wait_for(*files: Path, children: Sequence[subprocess.Popen[bytes]] = ()) -> 
 # ---- What follows starts the ranks and compares their figures. ----
 
 
-def measure(
-    folder: Path, strategy: str, effort: Effort, factors: Sequence[float] = FACTORS
-) -> dict[str, Any]:
-    """Rounds of one strategy, with ranks that are so many times as slow."""
-    effort = replace(effort, works=strategy == "fsdp")
-    world_size = len(factors)
+def measure(folder: Path, strategy: str, effort: Effort) -> dict[str, Any]:
+    """Rounds of one strategy."""
+    if strategy == "fsdp":
+        # Ranks that compute all the time need a core each, or they slow one another.
+        cores = len(os.sched_getaffinity(0))
+        effort = replace(effort, works=True, factors=effort.factors[: max(2, cores)])
+    factors, world_size = effort.factors, len(effort.factors)
     max_steps = effort.warmup_steps + 2 * effort.rounds * (effort.chunk_steps + 1)
     max_steps += bool(effort.rounds)
     path = folder / f"{strategy}.yaml"
@@ -377,10 +381,14 @@ def report(strategy: str, result: dict[str, Any]) -> tuple[float, float]:
         seconds = [float(entry[name]) for entry in rounds]
         over = [own / ideal for own, ideal in zip(seconds, ideals, strict=True)]
         ratios[name] = statistics.median(over)
-        rows = " ".join(map(str, result["rows"])) if name == "balanced" else "22 22 22"
+        dealt = result["rows"]
+        if name == "even":
+            dealt = even_split(ROWS, len(dealt), 8, in_step=True).rows
+        rows = " ".join(map(str, dealt))
         figures = f"{statistics.median(seconds):>9.3f}{ratios[name]:>9.3f}"
         print(f"{strategy:<6}{name:<10}{rows:<12}{figures}{min(over):>9.3f}{max(over):>9.3f}")
-    speeds = [statistics.median(entry["speeds"][rank] for entry in rounds) for rank in range(3)]
+    ranks = range(len(result["rows"]))
+    speeds = [statistics.median(entry["speeds"][rank] for entry in rounds) for rank in ranks]
     alone = " ".join(f"{speed:.1f}" for speed in speeds)
     print(f"{strategy:<6}{'ideal':<22}{statistics.median(ideals):>9.3f}   rows/s: {alone}")
     return ratios["balanced"], ratios["even"]
@@ -390,7 +398,7 @@ def noise(folder: Path) -> dict[str, Any]:
     """Rows of two equal ranks after 20 steps beside other work."""
     other = subprocess.Popen([sys.executable, "-c", NOISE])
     try:
-        rows = measure(folder, "ddp", Effort(20, 0, 0), (1.0, 1.0))["rows"]
+        rows = measure(folder, "ddp", Effort(20, 0, 0, (1.0, 1.0)))["rows"]
     finally:
         other.kill()
         other.wait()

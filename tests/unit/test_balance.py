@@ -94,6 +94,9 @@ def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
     for slower, rows in [(1.2, None), (2.0, (16, 8)), (0.5, (8, 16))]:
         found = revise(split, curves, seconds_of(split, curves, 1, slower), equal, 4)
         assert (None if found is None else found.split.rows) == rows, slower
+    known = even_curves(1.0, 1.5)
+    found = revise(choose(known, 24, 4, in_step=False), known, [[1.0] * 5, [1.2] * 5], equal, 4)
+    assert found is not None, "once they are apart, a little is enough"
     noisy = seconds_of(split, curves, 1, 2.0)
     noisy[1][3] /= 2
     assert revise(split, curves, noisy, equal, 4) is None, "as fast as the other, if once"

@@ -19,7 +19,7 @@ _DEVIATION = 1.10
 """Devices that are further off than this in every window are not what they were taken for."""
 
 _APART = 1.25
-"""A device is told apart from equal ones only if it is further off than this in every window. Rows
+"""A device is first told apart from equal ones if it is further off than this in every window. Rows
 that differ add the same numbers in another order, and two runs on equal devices are to be equal."""
 
 _LEAST_GAIN = 0.05
@@ -115,7 +115,12 @@ def revise(
     factors = [[s / one for s in own] for own, one in zip(measured, expected, strict=True)]
     if min(map(min, factors)) <= 0:
         return None
-    slower = _slower(factors, equals)
+    # Where equal devices have other curves already, two runs are no longer equal by keeping them.
+    alike = [
+        len({c.seconds for c, o in zip(curves, equals, strict=True) if o == own}) == 1
+        for own in equals
+    ]
+    slower = _slower(factors, equals, [_APART if same else _DEVIATION for same in alike])
     scaled = tuple(curve.scaled(by) for curve, by in zip(curves, slower, strict=True))
     scaled = pooled(scaled, equals, _APART)
     better = choose(scaled, split.global_batch_size, even_size, in_step=split.in_step)
@@ -164,8 +169,12 @@ def judge(
     return replace(changed, after_step=step), reason
 
 
-def _slower(factors: Sequence[Sequence[float]], equals: Sequence[int]) -> list[float]:
+def _slower(
+    factors: Sequence[Sequence[float]], equals: Sequence[int], least: Sequence[float]
+) -> list[float]:
     """How many times as long as expected each rank needed, where 1 is the device in the middle.
+
+    From equal devices a rank is told apart by `least`.
 
     The unit of what was measured is another than the curves': only ratios between ranks count.
     """
@@ -181,7 +190,7 @@ def _slower(factors: Sequence[Sequence[float]], equals: Sequence[int]) -> list[f
     for rank in range(len(equals)):
         own = [w[rank] / of[rank] for w, of in zip(by_window, of_equals, strict=True)]
         others = [of[rank] / _middle(of) for of in of_equals]
-        slower.append(_told_apart(own, _APART) * _told_apart(others, _DEVIATION))
+        slower.append(_told_apart(own, least[rank]) * _told_apart(others, _DEVIATION))
     return slower
 
 
