@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(
             unknown |= {(test, case) for case in brief.args if (test, case) not in known}
             if case_of(item) not in brief.args:
                 item.add_marker("long")
-        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+        if "::" not in (group := _group_of(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
     if unknown and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"mark brief: no such case: {sorted(unknown)}")
     yield

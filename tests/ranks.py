@@ -27,7 +27,10 @@ _CONTEXT.set_forkserver_preload(
         "isles.train.worker",
         "transformers.models.llama.modeling_llama",
         "torch.distributed.checkpoint._fsspec_filesystem",
+        "torch.distributed.checkpoint.state_dict",
+        "isles.strategies.fsdp",
         "matplotlib.backends.backend_agg",
+        "matplotlib.figure",
         "deepspeed",
         "peft",
         "tests.ranks",
@@ -98,6 +101,23 @@ class Gang:
         for process in self.processes:
             process.join(DEADLINE_S)
         return results
+
+    def codes(self, deadline_s: float = DEADLINE_S) -> list[int | None]:
+        """The exit codes of ranks that end themselves; None of one that did not end in time."""
+        end = time.monotonic() + deadline_s
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        pairs = zip(self.processes, self.pipes, strict=True)
+        found = [self._returned(pipe, process.exitcode) for process, pipe in pairs]
+        self.kill()
+        return found
+
+    @staticmethod
+    def _returned(pipe: Any, code: int | None) -> int | None:
+        try:
+            return int(pipe.recv()) if code == 0 else code
+        except EOFError:
+            return code
 
     def wait_or_timeout(self, seconds: float) -> bool:
         """Wait for any rank's end, `seconds` at most; whether one has ended."""

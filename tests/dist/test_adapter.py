@@ -93,7 +93,7 @@ def losses_of(run_dir: RunDir) -> list[float]:
     return [row["loss"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
 
 
-@pytest.mark.brief("ddp cp tp", "fsdp hsdp")
+@pytest.mark.brief("fsdp hsdp")
 @pytest.mark.parametrize(
     "names", [("ddp", "cp", "tp"), ("fsdp", "hsdp"), ("zero1", "zero2", "zero3")], ids=" ".join
 )
@@ -116,6 +116,7 @@ def test_every_strategy_trains_the_adapter_of_one_process(
         assert losses_of(run_dir) == pytest.approx(losses, rel=1e-5), name
 
 
+@pytest.mark.long
 def test_any_strategy_goes_on_from_any_other(run_file: Path, base: Path) -> None:
     """Adapter and optimizer state after every change are those of one uninterrupted process."""
     links = [("ddp", 2), ("fsdp", 2), ("zero3", 2), ("ddp", 1)]

@@ -139,6 +139,7 @@ def test_a_look_has_ten_seconds_of_steps_to_judge_by(tmp_path: Path) -> None:
     assert run_ranks(_look, 2, tmp_path) == [[10, 50, 200]] * 2
 
 
+@pytest.mark.long
 def test_a_rank_that_becomes_slow_gets_fewer_rows(run_file: Path) -> None:
     """Slowed from outside in the middle of the run; the weights are those of one process."""
     length = ("training.max_steps=160", "training.logging_steps=1", "training.learning_rate=1e-4")
@@ -192,6 +193,7 @@ def splits(run_dir: RunDir) -> tuple[Dealt, ...]:
     return History.load(run_dir.balance, None).dealt
 
 
+@pytest.mark.long
 def test_killed_and_resumed_deals_the_rows_of_before(run_file: Path) -> None:
     """Killed before its first save, and between a revision and the next save, on unequal devices;
     what came out is what a start from an early checkpoint gives, which is not killed."""

@@ -221,6 +221,7 @@ LEGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.brief("legs0-True")
 @pytest.mark.parametrize(("legs", "is_tied"), LEGS)
 def test_checkpoints_fit_every_strategy(

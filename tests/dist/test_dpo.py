@@ -48,6 +48,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.long
 def test_every_strategy_learns_the_same(preference_file: Path) -> None:
     alone, code = train_to_end(preference_file, 1, "name=alone", "strategy.kind=ddp")
     assert code == 0

@@ -121,7 +121,7 @@ def test_ranks_without_an_agent_end_when_their_run_directory_is_deleted(run_file
     assert rows_after_start(run_dir, gang, 4)
     while run_dir.path.exists():  # what a rank writes meanwhile may keep a folder
         shutil.rmtree(run_dir.path, ignore_errors=True)
-    assert gang.wait()[0] == ExitCode.TRAINING
+    assert gang.codes()[0] == ExitCode.TRAINING
     assert f"the run directory {run_dir.path} is not there any more" in gang.log.read_text()
     assert not run_dir.path.exists(), "nobody makes it again"
 

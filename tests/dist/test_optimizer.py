@@ -58,6 +58,7 @@ def assert_same_bits(left: RunDir, right: RunDir) -> None:
     assert not [key for key in one if not torch.equal(one[key], other[key])]
 
 
+@pytest.mark.long
 def test_eight_bit_state_goes_through_checkpoints_onto_any_ranks(run_file: Path) -> None:
     exact, code = train_to_end(run_file, 1, *FAST)
     assert code == 0

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,12 @@ CASES = (
 
 @pytest.mark.brief("some")
 @pytest.mark.parametrize(
-    "cases", [CASES[1::3], (*CASES[::3], *CASES[2::3])], ids=["some", "others"]
+    "cases",
+    [CASES[1::6], [case for n, case in enumerate(CASES) if n % 6 != 1]],
+    ids=["some", "others"],
 )
 def test_a_pipeline_learns_what_one_process_learns(
-    five_layers: Path, cases: tuple[tuple[PipelineSchedule, int, str, int], ...]
+    five_layers: Path, cases: Sequence[tuple[PipelineSchedule, int, str, int]]
 ) -> None:
     reference = train(five_layers, 1, "kind: ddp", "training.micro_batch_size=12")
     one_step = ("training.max_steps=1", "training.warmup_steps=0", "training.learning_rate=1e-30")

@@ -221,6 +221,7 @@ def test_data_that_changed_is_noticed(run_file: Path) -> None:
     assert "training data has changed since step 5" in error["what"]
 
 
+@pytest.mark.long
 @pytest.mark.brief("adamw")
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", "adamw"])
 def test_a_first_step_that_a_loss_scaler_skips_does_no_harm(run_file: Path, optimizer: str) -> None:

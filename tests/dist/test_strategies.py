@@ -191,6 +191,7 @@ ARCHITECTURES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.brief("gemma")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures(run_file: Path, one_process: OneProcess, name: str) -> None:

@@ -116,6 +116,7 @@ def test_other_numbers_of_ranks_read_the_same_stream(parts: Path, tmp_path: Path
     assert largest_difference(one, last) < 1e-5
 
 
+@pytest.mark.long
 def test_a_dead_preparer_is_named_by_every_rank(parts: Path) -> None:
     _, attempt, gang = start(parts, 2, "training.max_steps=100000", "data.validation_fraction=0")
     run_dir = RunDir(attempt.path.parent.parent)

@@ -140,6 +140,7 @@ def first_words(line: str) -> str:
     return "".join(found)
 
 
+@pytest.mark.long
 def test_make_format(tmp_path: Path) -> None:
     """`make format`, in a clone where a file has the wrong form."""
     for name in ("src", "tests", "benchmarks", "examples", "docs", ".venv/bin"):
@@ -148,7 +149,8 @@ def test_make_format(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     # An environment that has ruff alone, and is not installed anew: that would be ours.
     (tmp_path / ".venv" / "bin" / "ruff").symlink_to(BINS / "ruff")
-    (tmp_path / ".venv" / ".installed").touch()
+    for stamp in (".train", ".installed"):
+        (tmp_path / ".venv" / stamp).touch()
     file = tmp_path / "src" / "wrong.py"
     file.write_text("import sys\nimport os\nPATHS=( os.sep,sys.path )\n")
     Terminal(tmp_path, tmp_path, "format").must("make format")

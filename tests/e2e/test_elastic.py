@@ -87,6 +87,7 @@ def assert_gone(family: set[ProcessId]) -> None:
     assert not [process for process in family if not wait_for_end(process, DEADLINE_S)]
 
 
+@pytest.mark.long
 def test_after_a_kill_the_run_finishes_as_if_nothing_had_happened(run_file: Path) -> None:
     with started(run_file, TWO, *SLOW, *SAVES) as (command, attempt):
         command.until(lambda: has_done(attempt, 0, 8))

@@ -67,6 +67,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return text
 
 
+@pytest.mark.long
 def test_two_nodes_typed_by_hand(tmp_path: Path) -> None:
     """The worker first, as happens; what it prints, its log, and the model that they train."""
     folder, port = copy(tmp_path / "example"), str(free_port())

@@ -135,6 +135,7 @@ def runs(lab: Lab, host: str) -> Path:
     return lab.root(host) / "root" / PROJECT / "logs" / "runs"
 
 
+@pytest.mark.long
 def test_the_three_torchrun_lines(lab: Lab) -> None:
     """Each typed on its machine: who is rank 0 is torchrun's choice, all else is the guide's."""
     lines = [block("torchrun \\", f"--node_rank={node} ") for node in range(3)]
@@ -179,6 +180,7 @@ def test_a_name_that_nobody_knows_is_said_at_once(lab: Lab) -> None:
         assert "--rdzv_backend=static" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_the_single_test(lab: Lab) -> None:
     """As the cheat sheet has it."""
     (command,) = [text.splitlines()[1:3] for text in BLOCKS if "train_single_test.py" in text]

@@ -129,6 +129,7 @@ def rows_of(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_rows(run_dir.metrics) if row["kind"] == kind]
 
 
+@pytest.mark.long
 def test_two_ranks_train_five_steps(trained: RunDir) -> None:
     rows = rows_of(trained, "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -144,6 +145,7 @@ def test_two_ranks_train_five_steps(trained: RunDir) -> None:
     assert (trained.model / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_every_figure_of_the_document_is_recorded(trained: RunDir) -> None:
     """By the names that the example's README gives for them."""
     text = (EXAMPLE / "README.md").read_text(encoding="utf-8").partition("## The figures")[2]

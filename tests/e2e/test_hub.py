@@ -84,6 +84,7 @@ def test_a_model_arrives_whole_and_a_later_export_takes_its_place(
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.long
 def test_an_upload_that_fails_loses_nothing_and_says_how_to_repeat_it(
     run_file: Path, tmp_path: Path, hub: FakeHub
 ) -> None:
@@ -109,6 +110,7 @@ def test_an_upload_that_fails_loses_nothing_and_says_how_to_repeat_it(
     assert "step 22/22" in said and (run_dir.model / "model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_a_run_that_could_not_upload_does_not_start(
     run_file: Path, tmp_path: Path, hub: FakeHub
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 from isles.errors import ExitCode
@@ -34,6 +35,7 @@ def kill(pid: int) -> None:
     process.wait(timeout=DEADLINE_S)
 
 
+@pytest.mark.long
 def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_path: Path) -> None:
     content = yaml.safe_load(run_file.read_text())
     content["outer"] = {"kind": "diloco", "sync_every": 10, "min_clusters": 2, "deadline": "10m"}

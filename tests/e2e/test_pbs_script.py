@@ -183,7 +183,7 @@ def test_the_dry_run_shows_what_is_submitted(tmp_path: Path) -> None:
 def test_a_node_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
     torchrun = """\
 [ "$rank" -eq 1 ] && { echo "error: no such device" >&2; exit 7; }
-trap 'echo told >"$FOLDER/told"; exit 1' TERM
+trap 'echo told >"$FOLDER/told"; kill $!; exit 1' TERM
 sleep 1000 & wait $!
 """
     job = Job(tmp_path, torchrun)
@@ -196,7 +196,7 @@ sleep 1000 & wait $!
 
 @pytest.mark.long
 def test_a_node_that_never_starts_is_named(tmp_path: Path) -> None:
-    job = Job(tmp_path, "sleep 1000 & wait $!", start_timeout="2s")
+    job = Job(tmp_path, "exec sleep 1000", start_timeout="2s")
     assert job.run(SILENT="a2") != 0
     assert "not started within 2 s: node 1 (a2)" in job.log
     assert "node 1 (a2)" in job.outcome["error"]["what"]
@@ -266,7 +266,7 @@ def test_a_rendered_job_of_a_users_script_does_not_go_on_for_ever(tmp_path: Path
     (tmp_path / "own.py").touch()
     job = Job(
         tmp_path,
-        "trap 'exit 1' TERM; sleep 1000 & wait $!",
+        "trap 'kill $!; exit 1' TERM; sleep 1000 & wait $!",
         time="60s",
         save_before="58s",
         text=OWN,

@@ -136,6 +136,7 @@ def test_a_damaged_override_never_gives_a_traceback(
     check(file, (".".join(parts) + ("=" if has_equals else "") + value,))
 
 
+@pytest.mark.long
 @settings(
     max_examples=500,
     deadline=None,
