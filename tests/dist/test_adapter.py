@@ -265,7 +265,7 @@ def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, 
         torch.testing.assert_close(whole(tokens).logits, logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.brief("fsdp")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero3"])
 def test_a_frozen_model_in_bf16_learns_and_is_merged(run_file: Path, base: Path, name: str) -> None:
     """Weights that are trained stay in fp32 beside it."""
@@ -321,6 +321,7 @@ def test_qlora_from_the_first_step_to_the_export(run_file: Path, base: Path) -> 
     assert result.returncode == 0 and "validation loss" in result.stdout, result.stderr
 
 
+@pytest.mark.long
 def test_merging_is_refused_where_there_is_no_adapter(run_file: Path) -> None:
     run_dir, code = train_to_end(run_file, 1, "training.max_steps=1", "training.warmup_steps=0")
     assert code == 0

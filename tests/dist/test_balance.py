@@ -66,7 +66,7 @@ def test_shares_change_nothing(
     assert largest_difference(alone, run_dir) < 1e-5
 
 
-@pytest.mark.brief("fsdp")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_measured_rows_are_all_rows_and_change_nothing(run_file: Path, strategy: str) -> None:
     alone, _ = train_to_end(run_file, 1, "training.micro_batch_size=12")

@@ -222,7 +222,6 @@ LEGS = [
 
 
 @pytest.mark.long
-@pytest.mark.brief("legs0-True")
 @pytest.mark.parametrize(("legs", "is_tied"), LEGS)
 def test_checkpoints_fit_every_strategy(
     run_file: Path, legs: tuple[str, ...], is_tied: bool
@@ -306,7 +305,6 @@ def test_no_step_after_a_bad_one_moves_the_weights(plain_run_file: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.brief("3")
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_bf16_learns_and_leaves_nothing_but_the_run(
     run_file: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -356,7 +354,6 @@ def overflow_first(env: RankEnv, run_file: str, file: str) -> tuple[list[float],
 
 
 @pytest.mark.long
-@pytest.mark.brief("2")
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_fp16_lowers_its_scale_and_learns(plain_run_file: Path, number: int) -> None:
     file = plain_run_file.parent / "ds.json"

@@ -213,6 +213,7 @@ def on_disk(made_up: Path) -> Path:
     return made_up
 
 
+@pytest.mark.long
 def test_two_clusters_that_meet_after_each_step_are_data_parallel(
     on_disk: Path, tmp_path: Path
 ) -> None:

@@ -115,7 +115,7 @@ def test_four_stages_in_a_row_and_uneven_rows(five_layers: Path) -> None:
     assert largest_difference(reference, split) < 1e-5
 
 
-@pytest.mark.brief("bf16-mixed-1f1b-selective")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "schedule", "checkpointing"),
     [
@@ -141,6 +141,7 @@ def test_every_precision_learns(
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_and_without_a_pipeline(five_layers: Path) -> None:
     """A pipeline for 7 steps, one process for 6, another pipeline for 7: as one throughout."""
     constant = ("training.lr_scheduler_type=constant", "training.micro_batch_size=3")

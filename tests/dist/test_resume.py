@@ -222,7 +222,6 @@ def test_data_that_changed_is_noticed(run_file: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.brief("adamw")
 @pytest.mark.parametrize("optimizer", ["sgd", "muon", "adamw"])
 def test_a_first_step_that_a_loss_scaler_skips_does_no_harm(run_file: Path, optimizer: str) -> None:
     """The first scale overflows fp16, so the first steps are skipped; saved then, it resumes."""

@@ -85,7 +85,7 @@ TABLE = {
 }
 
 
-@pytest.mark.brief(*(f"{name}-most" for name in ("ddp", "fsdp", "hsdp", "fsdp-tp", "cp")))
+@pytest.mark.brief(*(f"{name}-most" for name in ("fsdp", "hsdp", "fsdp-tp")))
 @pytest.mark.parametrize("ranks", ["most", "any"])
 @pytest.mark.parametrize("name", TABLE)
 def test_every_strategy_gives_the_weights_of_one_process(
@@ -192,7 +192,6 @@ ARCHITECTURES = {
 
 
 @pytest.mark.long
-@pytest.mark.brief("gemma")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures(run_file: Path, one_process: OneProcess, name: str) -> None:
     """Blocks are found from the model; tensor parallel follows the model's plan or is refused."""

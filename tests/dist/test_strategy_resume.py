@@ -81,7 +81,7 @@ def check_state(reference: RunDir, run_dir: RunDir, step: int, name: str) -> Non
         assert difference < 1e-5 * scale, (name, key, difference)
 
 
-@pytest.mark.brief("fsdp")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "cp"])
 def test_the_same_ranks_resume_bit_for_bit(run_file: Path, name: str) -> None:
     options = (*CONSTANT, f"strategy={STRATEGIES[name]}")
@@ -97,7 +97,7 @@ def test_the_same_ranks_resume_bit_for_bit(run_file: Path, name: str) -> None:
     assert not different
 
 
-@pytest.mark.brief("fsdp-tp", "zero3")
+@pytest.mark.brief("fsdp-tp")
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-tp", "fsdp-pp", "cp", "zero1", "zero3"])
 def test_every_strategy_exports_what_it_has_trained(run_file: Path, name: str) -> None:
     """A Hugging Face folder at the end, with the weights of the last checkpoint."""

@@ -86,7 +86,7 @@ def log_of(gang: Gang) -> str:
     return gang.log.read_text(errors="replace")
 
 
-@pytest.mark.brief("ddp")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

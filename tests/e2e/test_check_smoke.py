@@ -16,6 +16,7 @@ from tests.deadline import DEADLINE_S
 from tests.lab.home import until
 
 
+@pytest.mark.long
 def test_three_steps_are_trained_and_nothing_stays(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     done = subprocess.run(

@@ -54,6 +54,7 @@ def isles(*words: str, env: dict[str, str], cwd: Path, expected: int = 0) -> str
     return result.stdout + result.stderr
 
 
+@pytest.mark.long
 def test_a_model_arrives_whole_and_a_later_export_takes_its_place(
     run_file: Path, tmp_path: Path, hub: FakeHub
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
@@ -56,6 +58,7 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
+@pytest.mark.long
 def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
     script = render(tmp_path, RUN, "--to", "torchrun")
     # The command isles is nowhere to be found: only the trainer is needed.

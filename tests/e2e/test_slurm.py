@@ -84,6 +84,7 @@ def whole(lab: Lab) -> RunDir:
     return run_dir
 
 
+@pytest.mark.long
 def test_two_nodes_train_as_one_machine(lab: Lab, whole: RunDir) -> None:
     losses = [row["loss"] for row in read_rows(whole.metrics) if row["kind"] == "train"]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.2

@@ -148,6 +148,7 @@ def test_a_host_that_cannot_begin_is_named_with_its_last_words(lab: Lab) -> None
     assert_nothing_left(lab)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["ctrl-c", "killed", "cut off"])
 def test_a_laptop_that_goes_in_mid_start_leaves_nothing(lab: Lab, how: str) -> None:
     """The run directory says that it was not started.

@@ -266,6 +266,7 @@ def test_nothing_listens_but_on_loopback(training: tuple[Command, RunDir]) -> No
     command.end()
 
 
+@pytest.mark.long
 def test_max_time_saves_and_asks_to_be_started_again(run_file: Path) -> None:
     limits = ("training.max_time=3s", *LONG)
     isles("train", str(run_file), *limits, cwd=run_file.parent, expected=ExitCode.REQUEUE)

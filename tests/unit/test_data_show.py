@@ -83,6 +83,7 @@ def test_samples_and_counts_are_printed(chats: Path, tmp_path: Path):
     assert not list(tmp_path.glob("runs*"))
 
 
+@pytest.mark.long
 def test_faults_end_it_with_a_message(chats: Path, tmp_path: Path):
     with (tmp_path / "chat.jsonl").open("a") as stream:
         stream.write('{"messages": []}\n{"messages": 3}\n')
