@@ -63,7 +63,7 @@ JobCompLoc=$ST/jobcomp.txt}
 X
  for n in "${NODES[@]}"; do echo "NodeName=$n NodeHostname=$([ "$MODE" = netlab ] && echo $n || hostname -s) NodeAddr=$(addr $n) Port=$(port $n) CPUs=$CPUS RealMemory=$MEM Gres=gpu:fake:$GPUS State=UNKNOWN"; done
  L=$(IFS=,; echo "${NODES[*]}")
- echo "PartitionName=main Nodes=$L Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60"
+ echo "PartitionName=main Nodes=$L Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=300"
  echo "PartitionName=high Nodes=$L MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
  echo "PreemptType=preempt/partition_prio"; echo "PreemptMode=REQUEUE"
 } > "$ST/slurm.conf"
