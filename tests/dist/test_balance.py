@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import torch
 
 from isles.balance.balancer import Balancer
 from isles.balance.history import Dealt, Device, History
+from isles.balance.meter import ComputeMeter
 from isles.config.curve import Curve
 from isles.config.split import even_split
 from isles.dist.measure import Company
@@ -137,6 +139,28 @@ def _look(env: RankEnv, folder: Path) -> list[int]:
 def test_a_look_has_ten_seconds_of_steps_to_judge_by(tmp_path: Path) -> None:
     """Slow steps are looked at after the tenth, quick ones later; a long pause is no evidence."""
     assert run_ranks(_look, 2, tmp_path) == [[10, 50, 200]] * 2
+
+
+def test_a_processor_that_is_shared_is_no_slow_device() -> None:
+    """Equal ranks beside other work differ twofold by the wall's clock."""
+    block = torch.nn.Linear(512, 512)
+    meter = ComputeMeter([block], torch.device("cpu"))
+    meter.reset()
+    inputs = torch.ones(256, 512)
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with busy(2):  # which inherit the core
+            began = time.perf_counter()
+            while time.perf_counter() < began + 2:
+                block(inputs)
+            wall_s = time.perf_counter() - began
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+    meter.step_done()
+    assert meter.steps()[0] < 0.75 * wall_s
 
 
 @pytest.mark.long

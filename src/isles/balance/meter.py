@@ -7,6 +7,7 @@ between two, is not in it. The backward pass takes its usual multiple and is not
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ComputeMeter:
         if not module.training:
             return
         if not self._cuda:
-            self._since = time.perf_counter()
+            self._since = _own_seconds()
         elif self._is_timed:
             self._since = _mark()
 
@@ -86,8 +87,21 @@ class ComputeMeter:
         if self._cuda:
             self._pairs.append((self._since, _mark()))
         else:
-            self._now += time.perf_counter() - self._since
+            self._now += _own_seconds() - self._since
         self._since = None
+
+
+def _own_seconds() -> float:
+    """A clock that stands still while this thread could run and other work has its processor.
+
+    A device that is slow, or stopped again and again, is slow by it; one that is shared for a while
+    is not. https://docs.kernel.org/scheduler/sched-stats.html: /proc/<pid>/schedstat
+    """
+    try:
+        waited_ns = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    except (OSError, IndexError):
+        waited_ns = 0  # a kernel without these figures
+    return time.perf_counter() - waited_ns / 1e9
 
 
 def _mark() -> torch.cuda.Event:

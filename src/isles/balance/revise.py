@@ -18,7 +18,7 @@ WINDOWS = 5
 _DEVIATION = 1.10
 """Devices that are further off than this in every window are not what they were taken for."""
 
-_APART = 1.75
+_APART = 1.5
 """A device is first told apart from equal ones if it is further off than this in every window. Rows
 that differ add the same numbers in another order, and two runs on equal devices are to be equal."""
 
