@@ -106,7 +106,7 @@ def train(
         typed: The command by which the user goes on with this run, where isles starts it for him.
     """
     from isles.launch.arguments import train_command
-    from isles.launch.start import StartOptions
+    from isles.launch.base import StartOptions
     from isles.monitor.started import start_and_follow
 
     join = ""

@@ -25,9 +25,10 @@ from isles.outer.client import Client
 from isles.outer.client_files import upload
 from isles.outer.client_http import RendezvousRefusal
 from isles.outer.messages import CHUNK_BYTES, Beat, Prepared, Ready
+from isles.outer.rendezvous.app import make_server
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.samples import Samples
-from isles.outer.rendezvous.server import Server, load_averager
+from isles.outer.rendezvous.server import Server
 from isles.outer.rendezvous.settings import Settings
 from isles.rundir.join_line import JoinLine, encode
 from tests.deadline import DEADLINE_S
@@ -184,7 +185,7 @@ def _expected(turn: int) -> str:
 
 @asynccontextmanager
 async def serving(folder: Path, **rules: object) -> AsyncIterator[tuple[Server, JoinLine]]:
-    server = Server(folder, Settings.model_validate(rules), load_averager)
+    server = make_server(folder, Settings.model_validate(rules))
     line = await server.start("127.0.0.1", 0, "test")
     try:
         yield server, line

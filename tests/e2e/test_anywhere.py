@@ -110,7 +110,7 @@ class Typed:
     CODE = """
 import sys
 from pathlib import Path
-from isles.launch.start import Started
+from isles.launch.base import Started
 from isles.monitor.consoles import console
 from isles.monitor.foreground import attend
 from isles.monitor.inbox import caught_signals

@@ -29,7 +29,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
-from isles.launch.start import Started
+from isles.launch.base import Started
 from isles.monitor.foreground import attend
 from isles.monitor.inbox import caught_signals
 from isles.rundir.begin import new_attempt

@@ -22,7 +22,7 @@ from isles.facts.architectures import (
     REASONS,
     TENSOR_PARALLEL,
 )
-from isles.launch.start import settle_here
+from isles.launch.base import settle_here
 from isles.rundir.env import hub_cache
 from tests.each import each
 

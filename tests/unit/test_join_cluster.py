@@ -22,12 +22,13 @@ from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.shared import shared_text
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
+from isles.launch.base import Started, StartOptions
 from isles.launch.join_cluster import Site, joining_run, read_join_line
 from isles.launch.join_cluster import _warn as warn_of
 from isles.launch.login import copied_file_script, place_there
 from isles.launch.meeting import end_rendezvous, listen_address, local_line, open_rendezvous
 from isles.launch.node import READY
-from isles.launch.start import Started, StartOptions, start
+from isles.launch.start import start
 from isles.rundir.ask import ask_rendezvous
 from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.join_line import JoinLine

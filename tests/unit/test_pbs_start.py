@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ConfigError, UserError
-from isles.launch.start import Started, StartOptions, start
+from isles.launch.base import Started, StartOptions
+from isles.launch.start import start
 from isles.rundir.records import read_record
 
 RUN = """\

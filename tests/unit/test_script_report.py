@@ -17,8 +17,8 @@ from isles.monitor.follow import row_text
 from isles.rundir.begin import Begun, begin_run
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, read_rows
-from isles.rundir.report import script_of
 from isles.rundir.restarts import Restart, read_last_step
+from isles.rundir.state import script_of
 from tests.unit.test_begin import end_attempt
 
 

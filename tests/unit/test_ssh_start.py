@@ -20,6 +20,7 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.errors import PreflightError
 from isles.launch import setup as launch_setup
 from isles.launch import ssh as launch_ssh
+from isles.launch.base import Started, StartOptions
 from isles.launch.hosts import Host
 from isles.launch.node import READY
 from isles.launch.node_facts import machine_id
@@ -28,7 +29,6 @@ from isles.launch.setting import path_elsewhere, quoted, setting_lines
 from isles.launch.setup import _make_script
 from isles.launch.shell import Shell, on_all
 from isles.launch.ssh import interruptible
-from isles.launch.start import Started, StartOptions
 from isles.launch.sync import rsync_argv
 from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.paths import RunDir

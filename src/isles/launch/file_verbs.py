@@ -24,7 +24,7 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
     """
     from isles.config.load import load_run_file
     from isles.config.show import named_cluster, show
-    from isles.launch.start import settle_here
+    from isles.launch.base import settle_here
 
     loaded = load_run_file(run_file, overrides)
     names = [cluster.name for cluster in loaded.config.clusters]
@@ -61,8 +61,8 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     from isles.config.load import load_run_file
     from isles.config.one_cluster import of_cluster
     from isles.config.resolve import dump_resolved
+    from isles.launch.base import settle_here
     from isles.launch.hub import hub_faults
-    from isles.launch.start import settle_here
     from isles.launch.verbs import require_train, run_module
     from isles.rundir.paths import RunDir
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from isles.config.cluster import ClusterConfig
-from isles.launch.base import Job, JobId, JobState
+from isles.launch.base import Job
 from isles.launch.detached import start_detached
 from isles.rundir.begin import write_launch
 from isles.rundir.env import inherited, rank_defaults
@@ -74,7 +75,7 @@ class LocalLauncher:
         added = [f"{key}={value}" for key, value in self._added(job).items()]
         return shlex.join([*(["env", *added] if added else []), *job.command])
 
-    def submit(self, job: Job) -> JobId:
+    def submit(self, job: Job) -> ProcessId:
         """Start the agent and record it; its output goes to the attempt's agent.log.
 
         Raises:
@@ -96,14 +97,14 @@ class LocalLauncher:
         )
         return process
 
-    def state(self, job_id: JobId) -> JobState:
+    def state(self, job_id: ProcessId) -> Literal["running", "ended"]:
         """Whether the agent still runs."""
         child = self._children.get(job_id.pid)
         if child is not None:
             child.poll()
         return "running" if job_id.is_alive() else "ended"
 
-    def cancel(self, job_id: JobId) -> None:
+    def cancel(self, job_id: ProcessId) -> None:
         """Kill the agent; its ranks end with it."""
         kill_now(job_id)
 

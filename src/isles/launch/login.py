@@ -10,20 +10,18 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from isles import __version__
 from isles.config.launcher import QueueSection
 from isles.config.load import Loaded
 from isles.errors import PreflightError, UserError
+from isles.launch.base import Started, StartOptions
 from isles.launch.passing import SSH_FAILED, STARTED, lost_python, remember
 from isles.launch.setting import python_of, setting_lines
 from isles.launch.shell import Shell
 from isles.rundir.paths import RunDir
 from isles.rundir.remote import RemoteRun
-
-if TYPE_CHECKING:
-    from isles.launch.start import Started, StartOptions
 
 _START_S = 600.0
 """Longest wait for isles on the login node to have submitted the job."""
@@ -50,8 +48,6 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
         UserError: what isles there refuses, with the names of the files here.
         PreflightError: the login node cannot be reached, or has no isles.
     """
-    from isles.launch.start import Started
-
     launcher = loaded.config.clusters[0].launcher
     assert isinstance(launcher, QueueSection)
     assert launcher.login is not None

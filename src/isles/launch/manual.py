@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, Literal
 
 import psutil
 
@@ -24,6 +24,7 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.facts.units import format_duration
+from isles.launch.base import Started, StartOptions
 from isles.launch.detached import start_detached
 from isles.launch.network import network_variables
 from isles.launch.node_facts import free_port
@@ -39,9 +40,6 @@ from isles.rundir.refusals import clear_errors
 from isles.rundir.state import attempt_state
 from isles.rundir.trackers import require_trackers
 from isles.rundir.turns import one_after_another
-
-if TYPE_CHECKING:
-    from isles.launch.start import Started, StartOptions
 
 _DIGEST_LENGTH = 16
 
@@ -60,8 +58,6 @@ def start_manual(
         ConfigErrors: every fault in the run file.
         UserError: this is not the first host, or the run cannot be begun.
     """
-    from isles.launch.start import Started
-
     cluster = loaded.config.clusters[0]
     addresses = [_address(loaded, index) for index in range(len(launcher.hosts))]
     _require_here(loaded, launcher.hosts[0], addresses[0])

@@ -6,12 +6,12 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isles.config.launcher import PbsLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
 from isles.errors import PreflightError, UserError
+from isles.launch.base import Started, StartOptions
 from isles.launch.pbs_queue import Dialect, Pbs, dialect_note, last_line
 from isles.launch.pbs_script import InRunDir, pbs_script
 from isles.launch.queue import refresh
@@ -30,9 +30,6 @@ from isles.rundir.env import pbs_job
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import write_record, write_text_atomic
 
-if TYPE_CHECKING:
-    from isles.launch.start import Started, StartOptions
-
 _ARRAYS = re.compile(r"^\s*-[Jt]\s*\d")
 _JOB = re.compile(r"^\d+(\[\])?\.?[\w.-]*$")
 
@@ -45,8 +42,6 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
         PreflightError: PBS cannot be asked, or does not answer.
         UserError: the run cannot be begun, or PBS does not take the job.
     """
-    from isles.launch.start import Started
-
     if launcher.login is not None:
         from isles.launch.login import start_on_login
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.pbs_reasons import ended_reason, pending_reason
-from isles.launch.queue import ASK_S, JobReport, JobWord
+from isles.launch.queue_job import ASK_S, JobReport, JobWord
 from isles.launch.shell import Result, Shell
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
@@ -103,7 +103,7 @@ class Pbs:
 
 @dataclass(frozen=True, slots=True)
 class PbsJob:
-    """The PBS job of one start of a run; see `isles.launch.queue.QueueJob`."""
+    """The PBS job of one start of a run; see `QueueJob`."""
 
     run_dir: RunDir
     attempt: Attempt

@@ -6,104 +6,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
+from isles.launch.pbs_queue import PbsJob
+from isles.launch.queue_job import ASK_S, JobReport, QueueJob
 from isles.launch.shell import on_all
+from isles.launch.slurm_queue import SlurmJob
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
 
-JobWord = Literal["pending", "running", "requeued", "ended", "unknown"]
-"""requeued: it has run before, and waits to go on. unknown: nobody here can ask."""
-
 _MAX_AGE_S = 4.0
 """A word so young is not asked for again: a scheduler has better to do."""
-
-ASK_S = 20.0
-"""Longest wait for a command of a scheduler, which may be busy for some seconds."""
 
 _GLANCE_S = 5.0
 """The same where many runs are shown at once, and what is known already will do."""
 
 Clock = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class JobReport:
-    """How a job stands.
-
-    Args:
-        state: in one word.
-        reason: in words: why it waits, where it runs, or how it ended.
-        job_id: its number, as the scheduler's commands take it.
-        at: when the scheduler was asked, in seconds since the epoch.
-        word: the scheduler's own words, such as `PENDING Resources`.
-        nodes: the nodes that it has, as the scheduler writes them.
-        fix: what can be done; empty where nothing needs to be.
-        starts_at: when it may start at the earliest; None: not said.
-    """
-
-    state: JobWord
-    reason: str
-    job_id: str
-    at: float
-    word: str = ""
-    nodes: str = ""
-    fix: str = ""
-    starts_at: float | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs, or will."""
-        return self.state in ("pending", "running", "requeued")
-
-    def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
-
-class QueueJob(Protocol):
-    """The job of one start of a run."""
-
-    @property
-    def job_id(self) -> str:
-        """Its number, as the scheduler's commands take it."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """For messages, such as `Slurm job 4711`."""
-        ...
-
-    def state(self) -> JobReport:
-        """How it stands now; this look changes nothing.
-
-        Raises:
-            PreflightError: the scheduler's commands are not here, or do not answer in time.
-        """
-        ...
-
-    def hasten(self, report: JobReport) -> None:
-        """Let it start at once where the scheduler holds it only because it was queued again.
-
-        For who has asked for the run to go on, never for who looks.
-        """
-        ...
-
-    def cancel(self, *, now: bool) -> None:
-        """End it: with `now` at once; else it saves first, if it runs.
-
-        Raises:
-            UserError: the scheduler refuses, or does not answer in time.
-        """
-        ...
-
-    def ended(self, report: JobReport) -> dict[str, Any]:
-        """The outcome record of a job that is over, and whose run has left none."""
-        ...
 
 
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
@@ -119,12 +40,8 @@ def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> Que
         return None
     match launch.get("launcher"):
         case "slurm":
-            from isles.launch.slurm_queue import SlurmJob
-
             return SlurmJob.of(run_dir, attempt, launch, ask_s=ask_s)
         case "pbs":
-            from isles.launch.pbs_queue import PbsJob
-
             return PbsJob.of(run_dir, attempt, launch, ask_s=ask_s)
         case _:
             return None

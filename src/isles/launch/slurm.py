@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
 from isles.errors import UserError
+from isles.launch.base import Started, StartOptions
 from isles.launch.queue import refresh
 from isles.launch.queue_start import (
     check_packages,
@@ -29,9 +29,6 @@ from isles.rundir.env import allocation
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import write_text_atomic
 
-if TYPE_CHECKING:
-    from isles.launch.start import Started, StartOptions
-
 _NOT_LOOKED_AT = ("PENDING", "PENDING Priority")
 """What Slurm says of a job of the last moment."""
 
@@ -48,8 +45,6 @@ def start_slurm(
         PreflightError: Slurm's commands are not here, or do not answer.
         UserError: the run cannot be begun, or Slurm does not take the job.
     """
-    from isles.launch.start import Started
-
     if launcher.login is not None:
         from isles.launch.login import start_on_login
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue import ASK_S, JobReport, JobWord
+from isles.launch.queue_job import ASK_S, JobReport, JobWord
 from isles.launch.shell import Result, Shell
 from isles.launch.slurm_reasons import ENDINGS, pending_reason
 from isles.rundir.paths import Attempt, RunDir
@@ -58,7 +58,7 @@ class Slurm:
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """The Slurm job of one start of a run; see `isles.launch.queue.QueueJob`."""
+    """The Slurm job of one start of a run; see `QueueJob`."""
 
     run_dir: RunDir
     attempt: Attempt

@@ -16,13 +16,14 @@ from concurrent.futures import as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import SshLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
+from isles.launch.base import Started, StartOptions
 from isles.launch.hosts import Host, ask_all, connect, gather, meet, reach, settle_ranks
 from isles.launch.network import network_line, network_variables
 from isles.launch.node_facts import machine_id
@@ -36,9 +37,6 @@ from isles.rundir.fleet import Fleet, FleetNode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.remote import RemoteRun
-
-if TYPE_CHECKING:
-    from isles.launch.start import Started, StartOptions
 
 _ASK_S = 60.0
 """Longest wait for a host to do its part: to read the run file's data folder, to write a folder."""
@@ -294,8 +292,6 @@ class _SshStart:
                 )
 
     def _started(self, begun: dict[str, Any]) -> Started:
-        from isles.launch.start import Started
-
         assert self.fleet is not None
         run_dir = RunDir(Path(begun["run_dir"]))
         attempt = run_dir.attempt(begun["attempt"])

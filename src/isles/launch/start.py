@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
 from isles.config.adapter import missing_package
 from isles.config.deepspeed_rules import check_start
-from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.launcher import (
     LocalLauncherConfig,
     ManualLauncherConfig,
@@ -18,99 +16,22 @@ from isles.config.launcher import (
     SshLauncherConfig,
 )
 from isles.config.load import Loaded, load_run_file
-from isles.config.resolve import Resolved, resolve
+from isles.config.resolve import Resolved
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, ConfigErrors
-from isles.launch.gpus import find_gpus
+from isles.launch.base import Say, Started, StartOptions, settle_here
 from isles.launch.hub import hub_faults
 from isles.launch.local import LocalLauncher, local_job
+from isles.launch.manual import start_manual
+from isles.launch.pbs import start_pbs
+from isles.launch.slurm import start_slurm
+from isles.launch.ssh import start_ssh
 from isles.launch.verbs import require_train
 from isles.rundir.begin import begin_run, choose_run, new_attempt
-from isles.rundir.env import hub_cache
 from isles.rundir.find import numbered_runs
 from isles.rundir.nodes import living_nodes, read_meeting, start_node
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.remote import RemoteRun
 from isles.rundir.state import attempt_state
 from isles.rundir.trackers import require_trackers
-
-Say = Callable[[str], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A run that was just started.
-
-    Args:
-        run_dir: its directory, as the machine sees it that has it.
-        attempt: this start of it.
-        process: who runs it, where that is a process of this machine.
-        remote: where the run directory is, if not here.
-        text: what the user must do now (manual); nothing is followed then.
-    """
-
-    run_dir: RunDir
-    attempt: Attempt
-    process: ProcessId | None
-    remote: RemoteRun | None = None
-    text: str = ""
-
-
-def settle_here(loaded: Loaded, warn: Say, *, needs_data: bool) -> tuple[Loaded, Resolved]:
-    """A run file, and its values for the GPUs of this machine.
-
-    Args:
-        loaded: the run file.
-        warn: takes a warning about the GPUs.
-        needs_data: also refuse sources that are not here.
-
-    Raises:
-        ConfigErrors: every fault in it.
-    """
-    finding = find_gpus()
-    if finding.warning:
-        warn(finding.warning)
-    faults = [*shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
-    if needs_data:
-        faults += data_faults(loaded)
-    try:
-        resolved = resolve(loaded, num_gpus=len(finding.gpus))
-    except ConfigError as error:
-        raise ConfigErrors([*faults, error]) from None
-    if faults:
-        raise ConfigErrors(faults)
-    return loaded, resolved
-
-
-@dataclass(frozen=True, slots=True)
-class StartOptions:
-    """How `isles train` was typed.
-
-    Args:
-        path: the run file.
-        overrides: as `key.path=value`.
-        resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
-        dry_run: only say what would be done.
-        say, warn: take lines for the user.
-        cluster: of several in the run file, the one that is started; empty: there is one.
-        join: a join line, a secret: how the started cluster reaches the others. It lies in the file
-            `join` of the run directory, and nowhere else. Empty: a run that goes on keeps its own.
-        loaded: the run file of `path` where it is no file of this machine; its text says
-            everything, so that there are no overrides.
-        typed: the command that goes on with the run, as the user types it; empty: not known.
-    """
-
-    path: Path
-    overrides: tuple[str, ...]
-    resume: str
-    dry_run: bool
-    say: Say
-    warn: Say
-    cluster: str = ""
-    join: str = field(default="", repr=False)
-    loaded: Loaded | None = None
-    typed: str = ""
 
 
 def start(options: StartOptions) -> Started | Loaded | str:
@@ -155,20 +76,12 @@ def _start_one(loaded: Loaded, options: StartOptions) -> Started | str:
                 typed=options.typed,
             )
         case SshLauncherConfig() as launcher:
-            from isles.launch.ssh import start_ssh
-
             return start_ssh(loaded, launcher, options)
         case SlurmLauncherConfig() as launcher:
-            from isles.launch.slurm import start_slurm
-
             return start_slurm(loaded, launcher, options)
         case PbsLauncherConfig() as launcher:
-            from isles.launch.pbs import start_pbs
-
             return start_pbs(loaded, launcher, options)
         case ManualLauncherConfig() as launcher:
-            from isles.launch.manual import start_manual
-
             return start_manual(loaded, launcher, options)
         case launcher:
             assert_never(launcher)

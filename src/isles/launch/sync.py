@@ -9,19 +9,16 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isles.config.environment import SyncConfig
 from isles.config.load import Loaded
 from isles.errors import PreflightError, UserError
+from isles.launch.base import StartOptions
 from isles.launch.channel import Channel
 from isles.launch.hosts import refuse
 from isles.launch.node_facts import machine_id
 from isles.launch.setting import python_of, quoted, setting_lines
 from isles.launch.shell import Shell, on_all
-
-if TYPE_CHECKING:
-    from isles.launch.start import StartOptions
 
 _COPY_S = 3600.0
 _LOOK_S = 60.0

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from isles import __version__
 from isles.errors import ExitCode, MissingDependencyError, UserError
 from isles.rundir.paths import RunDir
-from isles.rundir.report import script_of
+from isles.rundir.state import script_of
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 

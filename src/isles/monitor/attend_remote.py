@@ -15,8 +15,7 @@ from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.launch.passing import SSH_FAILED, remote_script
 from isles.launch.shell import Shell, login_line
-from isles.monitor.foreground import ORDERS
-from isles.monitor.inbox import Inbox
+from isles.monitor.inbox import ORDERS, Inbox
 from isles.rundir.remote import RemoteRun
 
 _LOOK_S = 0.2

@@ -8,7 +8,7 @@ from datetime import datetime
 from isles.facts.units import format_bytes
 from isles.rundir.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
 from isles.rundir.paths import RunDir
-from isles.rundir.report import script_of
+from isles.rundir.state import script_of
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:

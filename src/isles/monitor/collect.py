@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isles.facts.units import format_duration
-from isles.launch.queue import JobReport, refresh
+from isles.launch.queue import refresh
+from isles.launch.queue_job import JobReport
 from isles.monitor.nodes import NodeReport, checked_text, node_reports
 from isles.monitor.stalls import stall_texts
 from isles.rundir.find import typed_command, typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
-from isles.rundir.report import script_of
 from isles.rundir.restarts import list_restarts
 from isles.rundir.state import (
     NEVER_STARTED,
@@ -27,6 +27,7 @@ from isles.rundir.state import (
     attempt_state,
     current_status,
     number_of,
+    script_of,
 )
 
 QUIET_S = 180.0

@@ -15,8 +15,7 @@ from isles.rundir.find import typed_command, typed_name
 from isles.rundir.manifest import list_checkpoints
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record
-from isles.rundir.report import script_of
-from isles.rundir.state import AttemptState, attempt_state, number_of
+from isles.rundir.state import AttemptState, attempt_state, number_of, script_of
 
 
 def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Console) -> int:

@@ -9,19 +9,19 @@ import threading
 from rich.console import Console
 
 from isles.errors import ExitCode, UserError, more_lines
+from isles.launch.base import Started
 from isles.launch.queue import queue_job, refresh
-from isles.launch.start import Started
+from isles.monitor.attend_remote import RemoteAttendant
 from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
-from isles.monitor.inbox import Inbox
+from isles.monitor.inbox import ORDERS, Inbox
 from isles.monitor.stop import Stopping, wait_for_end
 from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.refusals import deleted
 from isles.rundir.remote import RemoteRun
-from isles.rundir.report import script_of
-from isles.rundir.state import attempt_state
+from isles.rundir.state import attempt_state, script_of
 
 _QUEUE_S = 5.0
 """How often the queue is asked."""
@@ -105,8 +105,6 @@ def attend(
     """
     run_dir, attempt = started.run_dir, started.attempt
     if started.remote is not None:
-        from isles.monitor.attend_remote import RemoteAttendant
-
         return RemoteAttendant(started.remote, attempt.number, inbox, errors).attend()
     attendant = _Attendant(started, inbox, errors)
     process = started.process or attempt_state(run_dir, attempt).process
@@ -184,7 +182,6 @@ def attend_there(run: RemoteRun, number: int, *, is_begun: bool) -> int:
     Returns:
         As `attend`.
     """
-    from isles.monitor.attend_remote import RemoteAttendant
     from isles.monitor.consoles import console
     from isles.monitor.inbox import caught_signals
 
@@ -192,10 +189,6 @@ def attend_there(run: RemoteRun, number: int, *, is_begun: bool) -> int:
         threading.Thread(target=_take_orders, args=(inbox,), daemon=True).start()
         errors = console(stderr=True)
         return RemoteAttendant(run, number, inbox, errors, is_begun=is_begun).attend()
-
-
-ORDERS = {"interrupt": signal.SIGINT, "requeue": signal.SIGTERM}
-"""What another machine may say on stdin, and the signal that means the same."""
 
 
 def _take_orders(inbox: Inbox) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+ORDERS = {"interrupt": signal.SIGINT, "requeue": signal.SIGTERM}
+"""What another machine may say on stdin, and the signal that means the same."""
+
 
 class Inbox:
     """Signals that have arrived and are not dealt with yet."""

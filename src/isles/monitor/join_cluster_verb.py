@@ -44,8 +44,8 @@ def join(
         dry_run: Show what would be started; start nothing.
         detach: Return as soon as it is started.
     """
+    from isles.launch.base import StartOptions
     from isles.launch.join_cluster import Site, joining_run, read_join_line
-    from isles.launch.start import StartOptions
     from isles.monitor.started import start_and_follow
 
     found = read_join_line(line)

@@ -61,8 +61,8 @@ def join_node(
 
 
 def _lead(path: Path) -> int:
+    from isles.launch.base import Started
     from isles.launch.manual import lead
-    from isles.launch.start import Started
     from isles.monitor.consoles import console
     from isles.monitor.foreground import attend
     from isles.rundir.paths import RunDir

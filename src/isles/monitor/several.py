@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isles.config.load import Loaded
 from isles.errors import ExitCode
-from isles.launch.start import StartOptions
+from isles.launch.base import StartOptions
 from isles.monitor.inbox import Inbox
 from isles.monitor.several_start import SeveralStart
 from isles.rundir.find import typed_name

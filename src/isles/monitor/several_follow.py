@@ -13,8 +13,7 @@ from rich.console import Console
 
 from isles.errors import ExitCode, UserError
 from isles.launch.meeting import end_rendezvous, reopen_rendezvous
-from isles.monitor.foreground import ORDERS
-from isles.monitor.inbox import Inbox
+from isles.monitor.inbox import ORDERS, Inbox
 from isles.monitor.several_child import Child, Said, Word
 from isles.monitor.several_end import end_lines
 from isles.monitor.several_state import cluster_reports, line_of, place_of

@@ -6,10 +6,11 @@ import sys
 
 from isles.config.load import Loaded
 from isles.errors import ExitCode
-from isles.launch.start import StartOptions, start
+from isles.launch.base import StartOptions
+from isles.launch.start import start
 from isles.monitor.inbox import caught_signals
 from isles.rundir.find import typed_name
-from isles.rundir.report import script_of
+from isles.rundir.state import script_of
 
 
 def start_and_follow(options: StartOptions, *, detach: bool = False, announce: bool = False) -> int:

@@ -11,15 +11,15 @@ import psutil
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue import QueueJob, queue_job, refresh
+from isles.launch.queue import queue_job, refresh
+from isles.launch.queue_job import QueueJob
 from isles.monitor.collect import collect
 from isles.rundir.find import typed_name
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
-from isles.rundir.report import script_of
 from isles.rundir.signals import kill_now, send_signal
-from isles.rundir.state import AttemptState, attempt_state, current_status
+from isles.rundir.state import AttemptState, attempt_state, current_status, script_of
 from isles.rundir.stop_request import StopKind, request_stop
 
 _LOOK_S = 0.5

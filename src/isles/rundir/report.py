@@ -15,7 +15,6 @@ import time
 from contextlib import suppress
 from typing import Any, SupportsFloat
 
-from isles.errors import UserError
 from isles.rundir.env import read_rank_env, restarts_of_script, run_dir_of_script
 from isles.rundir.paths import RunDir
 from isles.rundir.records import read_record, write_record
@@ -60,19 +59,6 @@ def report(
             if total_steps is not None:
                 status["total_steps"] = total_steps
             write_record(run_dir.status, status, durable=False)
-
-
-def script_of(run_dir: RunDir) -> str | None:
-    """The user's own script that a run is of; None where it is one of the built-in trainer."""
-    status = read_record(run_dir.status)
-    if status is None:  # its ranks have not begun
-        from isles.config.resolve import load_resolved
-
-        with suppress(OSError, UserError, ValueError):
-            text = run_dir.resolved.read_text(encoding="utf-8")
-            return load_resolved(text).config.training.script
-    script = (status or {}).get("script")
-    return script if isinstance(script, str) else None
 
 
 def _finite(value: float) -> float | None:

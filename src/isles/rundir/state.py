@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from isles.config.resolve import load_resolved
+from isles.errors import UserError
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.process import ProcessId
 from isles.rundir.records import read_record
@@ -186,3 +189,14 @@ def _modified_at(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
+
+
+def script_of(run_dir: RunDir) -> str | None:
+    """The user's own script that a run is of; None where it is one of the built-in trainer."""
+    status = read_record(run_dir.status)
+    if status is None:  # its ranks have not begun
+        with suppress(OSError, UserError, ValueError):
+            text = run_dir.resolved.read_text(encoding="utf-8")
+            return load_resolved(text).config.training.script
+    script = (status or {}).get("script")
+    return script if isinstance(script, str) else None

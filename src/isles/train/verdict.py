@@ -11,7 +11,6 @@ from typing import Any
 from isles.errors import ExitCode
 from isles.rundir.paths import Attempt, RunDir
 from isles.rundir.records import read_record, write_record
-from isles.rundir.report import script_of
 from isles.rundir.restarts import (
     Restart,
     Verdict,
@@ -20,6 +19,7 @@ from isles.rundir.restarts import (
     read_last_step,
     write_restart,
 )
+from isles.rundir.state import script_of
 
 _END = "`isles train` again goes on from the last checkpoint"
 

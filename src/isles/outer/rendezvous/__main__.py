@@ -55,7 +55,7 @@ async def _serve(options: argparse.Namespace) -> None:
                 where=sys.executable,
                 fix="pip install 'isles[train]'",
             )
-    from isles.outer.rendezvous.server import Server, load_averager
+    from isles.outer.rendezvous.app import make_server
 
     host, port = _address(options.listen)
     if not NAME.fullmatch(options.run):
@@ -65,7 +65,7 @@ async def _serve(options: argparse.Namespace) -> None:
             fix="use letters, digits, dots, dashes",
         )
     text = None if options.run_file is None else _text(options.run_file, "the run file")
-    server = Server(options.folder, _settings(options.settings), load_averager)
+    server = make_server(options.folder, _settings(options.settings))
     if text is not None:
         write_secret(server.run_file, text)
     stopped = asyncio.Event()

@@ -55,7 +55,7 @@ class Core:
         self.turns = Turns(self.book, settings, self.samples, self.roster, folder / "turns", clock)
         self.epochs = Epochs(self.book, settings, self.roster, self.turns, clock)
         self.states = States(self.book, settings, self.roster, folder / "states", clock)
-        self._entry = Entry(self)
+        self._entry = Entry(self.book, settings, self.roster, self.samples, self.turns)
         self.codec = ""
         """How contributions are encoded."""
         self.pieces: list[list[int]] = []
@@ -85,39 +85,6 @@ class Core:
         self._learn()
         return answer
 
-    def has_begun(self, turn: int) -> bool:
-        """Whether anybody has contributed to a turn."""
-        return bool(self.book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
-
-    def anchors(self, fragment: int, version: int) -> str:
-        """The digest of a fragment's anchors after so many turns; empty if it is not known."""
-        fragments = len(self.pieces)
-        row = self.book.row(
-            "SELECT anchors FROM turns WHERE turn < ? AND turn % ? = ? AND state = 'committed' "
-            "ORDER BY turn DESC LIMIT 1",
-            version,
-            fragments,
-            fragment,
-        )
-        if row is not None:
-            return str(row["anchors"])
-        return str(json.loads(self.book.get("anchors") or "[]")[fragment])
-
-    def is_kept_since(self, version: int) -> bool:
-        """Whether the averages of all turns since so many were applied are on the disk.
-
-        Or with members, where they averaged among themselves not long ago.
-        """
-        following = self.turns.next
-        kept = self.book.number(
-            "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND (kept = 1 OR "
-            "(is_direct = 1 AND turn >= ?))",
-            version,
-            following,
-            following - self.settings.keep_averages,
-        )
-        return kept == following - version
-
     def beat(self, beat: Beat) -> BeatAnswer:
         """A cluster lives."""
         member = self.roster.find(beat.id)
@@ -128,7 +95,7 @@ class Core:
         # Only here, where it has just said how far it is: what is known of it may be old, above all
         # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
         has = max(member["version"], min(beat.has, self.turns.next))
-        if not member["is_behind"] and not self.is_kept_since(has):
+        if not member["is_behind"] and not self.turns.is_kept_since(has):
             self._fell_behind(member)
             member = self.roster.get(number)
         return BeatAnswer(
@@ -149,7 +116,7 @@ class Core:
         with self.book.transaction():
             self.book.run(
                 "UPDATE members SET state = 'living', from_turn = ? WHERE number = ?",
-                following + int(self.has_begun(following)),
+                following + int(self.turns.has_begun(following)),
                 member["number"],
             )
             self.book.note(member["name"], "back", f"heard again before turn {following}")
@@ -158,7 +125,9 @@ class Core:
     def _end(self, number: int) -> int | None:
         following = self.turns.next
         with self.book.transaction():
-            return self.roster.end(number, following, is_settled=not self.has_begun(following))
+            return self.roster.end(
+                number, following, is_settled=not self.turns.has_begun(following)
+            )
 
     def _fell_behind(self, member: sqlite3.Row) -> None:
         with self.book.transaction():
@@ -314,7 +283,7 @@ class Core:
 
     def want_state(self, member_id: str) -> StateAnswer:
         """A cluster is behind."""
-        return self.states.want(self.heard(member_id)["number"], self.is_kept_since)
+        return self.states.want(self.heard(member_id)["number"], self.turns.is_kept_since)
 
     def offer_state(self, offer: StateOffer) -> int:
         """A donor is about to upload; the state's number."""
@@ -322,10 +291,10 @@ class Core:
         if member["is_behind"] or offer.version > self.turns.next:
             raise Refusal(409, "behind", f"the state of {member['name']} is not the run's")
         for fragment, anchors in enumerate(offer.anchors):
-            right = self.anchors(fragment, offer.version)
+            right = self.turns.anchors(fragment, offer.version)
             if right and anchors != right:
                 raise Refusal(409, "diverged", f"the anchors of {member['name']} are not the run's")
-        if not self.is_kept_since(offer.version):
+        if not self.turns.is_kept_since(offer.version):
             raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
         state = self.states.offer(member["number"], offer, self.pieces)
         self._sweep()
@@ -346,7 +315,7 @@ class Core:
         with self.book.transaction():
             self.book.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
             self.book.run("DELETE FROM applied WHERE turn < ?", oldest)  # see `applied`
-            self.states.forget_useless(self.is_kept_since)
+            self.states.forget_useless(self.turns.is_kept_since)
         self._sweep()
 
     def _sweep(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from isles.outer.messages import PROTOCOL, Join, JoinAnswer, Standing
+from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.refusal import Refusal
-
-if TYPE_CHECKING:
-    from isles.outer.rendezvous.core import Core
+from isles.outer.rendezvous.roster import Roster
+from isles.outer.rendezvous.samples import Samples
+from isles.outer.rendezvous.settings import Settings
+from isles.outer.rendezvous.turns import Turns
 
 _FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
 """What no run changes on its way. The rest may be changed while no cluster takes part."""
@@ -21,9 +22,11 @@ _FIX = "let these be the same on all clusters"
 class Entry:
     """The door for clusters that have the token."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._book, self._roster, self._samples = core.book, core.roster, core.samples
+    def __init__(
+        self, book: Book, settings: Settings, roster: Roster, samples: Samples, turns: Turns
+    ) -> None:
+        self._book, self._settings = book, settings
+        self._roster, self._samples, self._turns = roster, samples, turns
 
     def join(self, join: Join, sizes: Sequence[int]) -> JoinAnswer:
         """A cluster joins, or joins again.
@@ -55,7 +58,7 @@ class Entry:
             return self._let_in(join, *self._standing(join))
 
     def _let_in(self, join: Join, standing: Standing, why: str) -> JoinAnswer:
-        book, turns = self._book, self._core.turns
+        book, turns = self._book, self._turns
         number, was_living = self._roster.settle(join)
         before = self._roster.get(number)
         if standing == "first" or int(book.get("start") or 0):
@@ -65,7 +68,7 @@ class Entry:
         is_behind = standing == "behind"
         from_turn = before["from_turn"]
         if not was_living or before["is_behind"]:
-            from_turn = following + int(self._core.has_begun(following))
+            from_turn = following + int(turns.has_begun(following))
         order = "pull" if is_behind else ""
         values = (int(is_behind), from_turn, join.version, order, why, number)
         book.run(
@@ -78,7 +81,7 @@ class Entry:
             standing=standing,
             turn=following,
             from_turn=from_turn,
-            settings=self._core.settings.model_dump(),
+            settings=self._settings.model_dump(),
             lost=lost,
             why=why,
         )
@@ -143,7 +146,7 @@ class Entry:
     # Where it stands.
 
     def _standing(self, join: Join) -> tuple[Standing, str]:
-        following = self._core.turns.next
+        following = self._turns.next
         if join.version > following:
             raise Refusal(
                 409,
@@ -154,7 +157,7 @@ class Entry:
                 "rendezvous with an empty folder, and let the most advanced cluster join first",
             )
         for fragment, anchors in enumerate(join.anchors):
-            right = self._core.anchors(fragment, join.version)
+            right = self._turns.anchors(fragment, join.version)
             if right and anchors != right:
                 return "behind", (
                     f"its anchors of fragment {fragment} after {join.version} turns are not those "
@@ -162,7 +165,7 @@ class Entry:
                 )
         if join.version == following:
             return "current", ""
-        if self._core.is_kept_since(max(join.version, min(join.has, following))):
+        if self._turns.is_kept_since(max(join.version, min(join.has, following))):
             return "late", ""
         return "behind", f"the average of turn {join.version} is not kept any more"
 

@@ -56,11 +56,17 @@ class Server:
         folder: its state directory; what lies there is gone on with.
         settings: the rules of the run.
         make_averager: gives the codecs; called in a thread, the first time they are needed.
+        add_routes: has an application answer the requests by this server.
     """
 
     def __init__(
-        self, folder: Path, settings: Settings, make_averager: Callable[[], Averager]
+        self,
+        folder: Path,
+        settings: Settings,
+        make_averager: Callable[[], Averager],
+        add_routes: Callable[[web.Application, Server], None],
     ) -> None:
+        self._add_routes = add_routes
         self._lock = lock_folder(folder)
         self.folder = folder
         self._identity = make_identity(folder)
@@ -95,18 +101,12 @@ class Server:
         Returns:
             The join line, which also stands in the file `join`.
         """
-        from isles.outer.rendezvous.routes import add_routes
-        from isles.outer.rendezvous.routes_epochs import add_epoch_routes
-        from isles.outer.rendezvous.routes_files import add_file_routes
-
         self.run = run
         _raise_limit()
         app = web.Application(
             middlewares=[self._door.check_token, explain_errors], client_max_size=_JSON_BYTES
         )
-        add_routes(app, self)
-        add_file_routes(app, self)
-        add_epoch_routes(app, self)
+        self._add_routes(app, self)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -340,13 +340,6 @@ def _raise_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def load_averager() -> Averager:
-    """The codecs of isles; imports torch."""
-    from isles.outer import average as codecs
-
-    return codecs
 
 
 def json_answer(text: str | dict[str, Any] | list[Any]) -> web.Response:

@@ -60,6 +60,39 @@ class Turns:
             return str(row["state"])
         return "committed" if turn < self.next else "future"
 
+    def has_begun(self, turn: int) -> bool:
+        """Whether anybody has contributed to a turn."""
+        return bool(self._book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
+
+    def anchors(self, fragment: int, version: int) -> str:
+        """The digest of a fragment's anchors after so many turns; empty if it is not known."""
+        fragments = len(json.loads(self._book.get("identity") or "[{}, []]")[1])
+        row = self._book.row(
+            "SELECT anchors FROM turns WHERE turn < ? AND turn % ? = ? AND state = 'committed' "
+            "ORDER BY turn DESC LIMIT 1",
+            version,
+            fragments,
+            fragment,
+        )
+        if row is not None:
+            return str(row["anchors"])
+        return str(json.loads(self._book.get("anchors") or "[]")[fragment])
+
+    def is_kept_since(self, version: int) -> bool:
+        """Whether the averages of all turns since so many were applied are on the disk.
+
+        Or with members, where they averaged among themselves not long ago.
+        """
+        following = self.next
+        kept = self._book.number(
+            "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND (kept = 1 OR "
+            "(is_direct = 1 AND turn >= ?))",
+            version,
+            following,
+            following - self._settings.keep_averages,
+        )
+        return kept == following - version
+
     def part_path(self, turn: int, number: int) -> Path:
         """Where a member's contribution lies."""
         return self._folder / f"{turn:08d}" / f"{number}.part"

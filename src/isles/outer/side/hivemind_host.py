@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from isles.outer.rendezvous.server import Server, load_averager
+from isles.outer.rendezvous.app import make_server
 from isles.outer.rendezvous.settings import Settings
 from isles.outer.side.hivemind_copies import Copier, Copy, Lineage
 from isles.outer.side.hivemind_keys import Keys
@@ -56,7 +56,7 @@ class Host:
             copy.unpack(self._folder)
             lineage = [*copy.lineage, (term, me, copy.changes + 1)]
             self.is_open = True
-        self._server = Server(self._folder, self._settings, load_averager)
+        self._server = make_server(self._folder, self._settings)
         core = self._server.core
         await self._server.ask(self._take_over, term, living)
         line = await self._server.start("127.0.0.1", 0, self._run)
