@@ -29,8 +29,8 @@ from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_rendezvous, paus
 
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.samples import Samples
-from isles.rundir.manifest import find_checkpoint
-from isles.rundir.records import read_rows
+from isles.run.manifest import find_checkpoint
+from isles.run.records import read_rows
 
 FRAGMENTS, SYNC_EVERY, DELAY = 2, 20, 3
 DEADLINE_S = 20.0

@@ -22,10 +22,10 @@ from common import environment
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.launch.local import LocalLauncher, local_job
-from isles.rundir.begin import begin_run, new_attempt
-from isles.rundir.join_line import JoinLine
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.begin import begin_run, new_attempt
+from isles.run.join_line import JoinLine
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 
 START_S = 240.0
 LONGEST_S = 12.0

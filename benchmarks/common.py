@@ -25,10 +25,10 @@ import psutil
 
 from isles.config.load import load_run_file
 from isles.config.resolve import load_resolved, resolve
-from isles.rundir.begin import begin_run
-from isles.rundir.env import read_rank_env
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.begin import begin_run
+from isles.run.env import read_rank_env
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 
 if TYPE_CHECKING:
     from isles.config.split import RowSplit

@@ -51,7 +51,7 @@ from isles.config.load import load_run_file
 from isles.data.build import build_datasets
 from isles.data.tokenizer import load_tokenizer
 from isles.dist.world import join_world, leave_world
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 from isles.train.tokenizer import write_tokenizer
 
 CODECS = ("none", "int8", "int4", "topk", "topk:0.02")

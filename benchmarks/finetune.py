@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from common import Effort, Turns, print_header, print_row, run_rank, take_turns
 
 from isles.facts.models import load_shape
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 
 if TYPE_CHECKING:
     from bare_finetune import Finetuning
@@ -143,7 +143,7 @@ def padding_waste(folder: Path) -> float:
     from isles.config.data import DataConfig, SourceConfig
     from isles.data.build import build_datasets
     from isles.dist.world import join_world, leave_world
-    from isles.rundir.env import RankEnv
+    from isles.run.env import RankEnv
 
     source = SourceConfig(path=str(folder / "conversations.jsonl"), type="chat")
     config = DataConfig(sources=(source,), seq_length=SEQ_LENGTH, validation_fraction=0)

@@ -104,8 +104,8 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 def isles(options: argparse.Namespace, folder: Path, number: int) -> dict[str, float]:
     """`isles train` of the same."""
-    from isles.rundir.paths import RunDir
-    from isles.rundir.records import read_rows
+    from isles.run.paths import RunDir
+    from isles.run.records import read_rows
 
     run_file = folder / "run.yaml"
     run_file.write_text(RUN_FILE.format(folder=folder, window=WINDOW, **vars(options)))

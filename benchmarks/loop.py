@@ -51,8 +51,8 @@ from common import (
     train_with_isles,
 )
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 
 if TYPE_CHECKING:
     from bare_loop import BareLoop

@@ -20,7 +20,7 @@ import torch
 from isles.outer.client import Client
 from isles.outer.codec import parse_codec
 from isles.outer.messages import Join
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 PIECE = 1 << 20
 DEADLINE_S = 300.0

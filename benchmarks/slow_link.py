@@ -44,7 +44,7 @@ from tests.lab.hosts import hosts
 
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
-from isles.rundir.begin import begin_run
+from isles.run.begin import begin_run
 
 WARM, TAIL = 10, 6
 """Steps before the first that is looked at, and after the last."""

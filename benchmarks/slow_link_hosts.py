@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.lab.hosts import Lab
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 
 PORT, DDP_PORT = 29655, 29656
 DEADLINE_S = 1800.0

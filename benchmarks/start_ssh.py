@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.lab.hosts import Lab, hosts
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 
 HOSTS = ("a1", "a2", "a3")
 QUICK_PAIRS, PAIRS = 3, 10

@@ -42,7 +42,7 @@ from common import (
     take_turns,
 )
 
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 
 if TYPE_CHECKING:
     from bare_strategies import StrategyLoop

@@ -18,8 +18,8 @@ from pathlib import Path
 from isles.config.run import RunConfig
 from isles.config.script import fill_absent
 from isles.dist.beat import Beats, _serve
-from isles.rundir.env import read_rank_env
-from isles.rundir.paths import RunDir
+from isles.run.env import read_rank_env
+from isles.run.paths import RunDir
 from isles.train.record import Recorder
 from isles.train.watchdog import Watchdog
 from isles.train.watchdog_clock import StepClock

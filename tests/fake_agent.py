@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_record
+from isles.run.paths import RunDir
+from isles.run.records import write_record
 
 run_dir = RunDir(Path(sys.argv[1]))
 attempt = run_dir.attempt(int(sys.argv[3]))

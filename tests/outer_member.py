@@ -18,8 +18,8 @@ from isles.outer.client import Client
 from isles.outer.client_http import RendezvousRefusal
 from isles.outer.messages import Beat, Join
 from isles.outer.rendezvous import __main__ as rendezvous
-from isles.rundir.env import RankEnv
-from isles.rundir.join_line import JoinLine
+from isles.run.env import RankEnv
+from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
 
 FRAGMENTS = 2

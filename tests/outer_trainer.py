@@ -32,7 +32,7 @@ from isles.outer.link_messages import (
     Reset,
     StateReady,
 )
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 
 DEADLINE_S = 500.0
 SAMPLES = 8

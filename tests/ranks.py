@@ -16,9 +16,9 @@ from typing import Any
 
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
-from isles.rundir.begin import begin_run, new_attempt
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt, RunDir
+from isles.run.begin import begin_run, new_attempt
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt, RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What every rank would import for itself, a second or more each time.

@@ -18,10 +18,10 @@ import psutil
 from isles.launch.base import Job
 from isles.launch.local import LocalLauncher
 from isles.monitor.stop import wait_for_end
-from isles.rundir.begin import new_attempt
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.signals import kill_now
+from isles.run.begin import new_attempt
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.signals import kill_now
 from tests.deadline import DEADLINE_S
 
 FAKE_AGENT = Path(__file__).with_name("fake_agent.py")

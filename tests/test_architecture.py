@@ -15,12 +15,12 @@ SRC = Path(__file__).parents[1] / "src" / "isles"
 
 # Room -> rooms it may import. What stands here is the drawing in docs/architecture.md.
 GROUND = {"errors", "facts"}
-SHARED = GROUND | {"config", "rundir"}
+SHARED = GROUND | {"config", "run"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "facts": set(),
     "config": GROUND,
-    "rundir": GROUND | {"config"},
+    "run": GROUND | {"config"},
     # control wing
     "launch": SHARED,
     "preflight": SHARED | {"launch"},
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED
     | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance", "outer"},
 }
-CONTROL_WING = {"errors", "facts", "config", "rundir", "launch", "preflight", "monitor", "cli"}
+CONTROL_WING = {"errors", "facts", "config", "run", "launch", "preflight", "monitor", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
 FILES = sorted(SRC.rglob("*.py"))
 

@@ -24,7 +24,7 @@ import psutil
 
 from isles.launch.gpus import find_gpus
 from isles.launch.manual import interface_of
-from isles.rundir.env import RankEnv, read_rank_env
+from isles.run.env import RankEnv, read_rank_env
 
 # Edit these for your needs
 MODEL_NAME = "meta-llama/Llama-2-7b-hf"  # a hub id, or a folder

@@ -19,7 +19,7 @@ from multicluster_flags import FLAGS, Given, read_flags
 
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors
-from isles.rundir.env import read_rank_env
+from isles.run.env import read_rank_env
 
 _NAME = "multicluster"
 _C4 = "allenai/c4"

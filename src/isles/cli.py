@@ -58,7 +58,7 @@ def init(
         force: Replace the file if it is there.
     """
     from isles.config.template import template as template_text
-    from isles.rundir.records import write_text_atomic
+    from isles.run.records import write_text_atomic
 
     text = template_text(template)
     if output.exists() and not force:
@@ -111,7 +111,7 @@ def train(
 
     join = ""
     if join_file is not None:
-        from isles.rundir.join_line import JoinLine
+        from isles.run.join_line import JoinLine
 
         join = JoinLine.read(join_file).secret_text()
     options = StartOptions(

@@ -24,10 +24,10 @@ from isles.config.split import even_split
 from isles.dist.measure import Company
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
+from isles.run.env import RankEnv
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record
 from tests.dist.test_resume import rows_after_start, same_bits
 from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import DEADLINE_S, Gang, run_ranks, start_training, train_to_end

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 from tests.ranks import run_ranks, start_ranks, start_training
 
 LINES = [json.dumps({"text": " ".join(f"w{i * j % 97}" for j in range(40))}) for i in range(400)]
@@ -158,7 +158,7 @@ def test_a_stream_is_read_on_every_node(tmp_path: Path, tokenizer: Path):
 
 def train_on_node(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> Any:
     """A rank of a run, alone on its node: its exit code and what its cache holds."""
-    from isles.rundir.paths import RunDir
+    from isles.run.paths import RunDir
     from isles.train.worker import run_rank
 
     node = node_of(run.parent.parent, env.rank)

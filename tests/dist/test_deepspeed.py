@@ -24,10 +24,10 @@ from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import ExitCode
 from isles.models.build import build_empty_model, build_model, fill_model
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.env import RankEnv
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from isles.train.optimizer import make_optimizers
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import run_ranks, start_training, train_to_end

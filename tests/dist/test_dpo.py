@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.records import read_rows
+from isles.run.manifest import list_checkpoints
+from isles.run.records import read_rows
 from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import same_bits
 from tests.dist.test_same_mathematics import largest_difference

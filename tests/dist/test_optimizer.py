@@ -21,10 +21,10 @@ from isles.config.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.models.build import build_empty_model, build_model, fill_model
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import find_checkpoint
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.env import RankEnv
+from isles.run.manifest import find_checkpoint
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 from isles.strategies.base import Engine
 from isles.train.model import weights_dtype
 from isles.train.optimizer import make_optimizers

@@ -32,7 +32,7 @@ from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.layout import Layout, make_layout
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 from isles.strategies.base import Engine
 from isles.train.model import empty_model, whole_model
 from isles.train.optimizer import make_optimizers

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.outer.link_messages import Committed
-from isles.rundir.env import RankEnv
-from isles.rundir.records import write_record
+from isles.run.env import RankEnv
+from isles.run.records import write_record
 from tests.outer_member import serve
 from tests.outer_trainer import Trainer
 from tests.ranks import DEADLINE_S, start_ranks

@@ -30,7 +30,7 @@ from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.server import Server
 from isles.outer.rendezvous.settings import Settings
-from isles.rundir.join_line import JoinLine, encode
+from isles.run.join_line import JoinLine, encode
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
     SAMPLES,

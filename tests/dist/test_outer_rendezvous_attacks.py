@@ -26,7 +26,7 @@ from isles.outer.codec import parse_codec
 from isles.outer.messages import Beat
 from isles.outer.rendezvous import __main__ as rendezvous
 from isles.outer.rendezvous.book import BOOK
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
 from tests.dist.test_outer_rendezvous import part, serving
 from tests.outer_deaths import TURNS, open_world

@@ -30,10 +30,10 @@ from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.samples import Samples
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows, write_record
+from isles.run.env import RankEnv
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows, write_record
 from isles.train.outer_samples import OwnSamples
 from isles.train.outer_turns import Turns
 from isles.train.progress import Progress

@@ -37,7 +37,7 @@ from isles.models.build import (
     fill_model,
     set_gradient_checkpointing,
 )
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 from isles.strategies.sequence import whole
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import (

@@ -25,10 +25,10 @@ from isles.dist.mesh import make_mesh
 from isles.dist.world import join_world
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.models.build import build_empty_model, fill_model
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.env import RankEnv
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from isles.strategies.pipeline import PipelineEngine
 from isles.strategies.pipeline_schedule import MicroBatches, padded_count
 from isles.strategies.pipeline_split import (

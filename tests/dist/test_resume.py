@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from isles.errors import ExitCode
-from isles.rundir.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.dist.test_same_mathematics import largest_difference, weights_of
 from tests.ranks import Gang, start_training, train_to_end
 

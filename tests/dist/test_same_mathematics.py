@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from isles.checkpoint.store import SafeReader, load_tensors
-from isles.rundir.manifest import find_checkpoint
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.manifest import find_checkpoint
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 from tests.ranks import train_to_end
 
 

@@ -15,8 +15,8 @@ from isles.config.layout import Layout
 from isles.config.strategy import FSDPStrategyConfig
 from isles.dist.world import join_world
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.records import read_record
+from isles.run.env import RankEnv
+from isles.run.records import read_record
 from isles.train.strategy import settle_mesh
 from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import run_ranks, start_training, train_to_end

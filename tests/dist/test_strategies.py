@@ -15,9 +15,9 @@ from isles.config.strategy import FSDPStrategyConfig
 from isles.dist.world import join_world
 from isles.errors import ExitCode
 from isles.models.build import build_empty_model, fill_model
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.env import RankEnv
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from isles.strategies.fsdp import allocate, shard_model
 from isles.train.strategy import settle_mesh
 from tests.dist.test_same_mathematics import largest_difference

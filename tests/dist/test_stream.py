@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.env import RankEnv
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start, same_bits
 from tests.dist.test_same_mathematics import largest_difference

@@ -20,11 +20,11 @@ import pytest
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode, UserError
-from isles.rundir.begin import begin_run, new_attempt
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
+from isles.run.begin import begin_run, new_attempt
+from isles.run.env import RankEnv
+from isles.run.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
 from tests.dist.test_resume import rows_after_start, same_bits, with_dropout
 from tests.dist.test_strategy_resume import CONSTANT, check_state
 from tests.ranks import Gang, run_ranks, start_ranks, train_to_end

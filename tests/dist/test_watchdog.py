@@ -13,8 +13,8 @@ import torch
 
 from isles.data.dataset import Dataset
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start
 from tests.ranks import Gang, start_training

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab, hosts
 
@@ -28,7 +28,7 @@ BEGIN = """
 import sys, time
 from pathlib import Path
 from isles.launch.local import LocalLauncher
-from isles.rundir.begin import new_attempt
+from isles.run.begin import new_attempt
 from tests.runs import bare_run, fake_job, make_pipes
 run_dir = bare_run(Path(sys.argv[1]))
 pipes = make_pipes(run_dir)
@@ -40,7 +40,7 @@ os.read(pipes[1], 64)
 REMEMBER = f"""
 import sys, time
 from pathlib import Path
-from isles.rundir.remote import RemoteRun, write_remote
+from isles.run.remote import RemoteRun, write_remote
 path, *hosts = sys.argv[1:]
 write_remote(Path("{LAPTOP}/runs"), RemoteRun(
     name=Path(path).name, ssh=hosts[0], path=path, lines=("cd /root || exit 1",),
@@ -51,8 +51,8 @@ write_remote(Path("{LAPTOP}/runs"), RemoteRun(
 FLEET = """
 import sys, time
 from pathlib import Path
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.records import write_record
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.records import write_record
 from tests.runs import bare_run
 node = int(sys.argv[2])
 run_dir = bare_run(Path(sys.argv[1]))
@@ -114,8 +114,8 @@ from isles.launch.base import Started
 from isles.monitor.consoles import console
 from isles.monitor.foreground import attend
 from isles.monitor.inbox import caught_signals
-from isles.rundir.find import find_any
-from isles.rundir.paths import RunDir
+from isles.run.find import find_any
+from isles.run.paths import RunDir
 remote = find_any(sys.argv[1], Path(sys.argv[2]))
 run_dir = RunDir(Path(remote.path))
 with caught_signals() as inbox:

@@ -17,7 +17,7 @@ import pytest
 
 from isles.launch.meeting import end_rendezvous
 from isles.monitor.stop import end_here
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 from tests.documents import EXAMPLE_PAGES, PAGES, ROOT, SHELLS, Block, blocks, typed_lines
 from tests.e2e.doc_terminal import BINS, Said, Terminal
 from tests.e2e.doc_world import World

@@ -17,12 +17,12 @@ import torch
 
 from isles.errors import ExitCode
 from isles.monitor.stop import wait_for_end
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.nodes import node_process
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, read_rows
-from isles.rundir.restarts import current_restart, list_restarts, read_last_step
+from isles.run.manifest import list_checkpoints
+from isles.run.nodes import node_process
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, read_rows
+from isles.run.restarts import current_restart, list_restarts, read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.e2e.test_train import Command, isles, the_run

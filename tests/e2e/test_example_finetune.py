@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 from tests.e2e.test_render import free_port
 from tests.finetune_example import DEEPSPEED, FSDP, SETUP, copy_programs

@@ -18,9 +18,9 @@ from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, PreTrained
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from isles.errors import ExitCode
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.chat_templates import GEMMA
 from tests.deadline import DEADLINE_S
 from tests.lab.home import HOSTS, assert_nothing_left, sh, write_inputs

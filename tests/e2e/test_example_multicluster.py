@@ -19,9 +19,9 @@ import psutil
 import pytest
 import yaml
 
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from isles.config.resolve import load_resolved
 from isles.data.tokenizer import load_tokenizer
-from isles.rundir.records import read_record
+from isles.run.records import read_record
 from isles.train.finish import export_step
 from tests.ranks import train_to_end
 from tests.unit.test_export import front_matter, run_snippet

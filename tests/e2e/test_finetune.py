@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from isles.rundir.records import read_record, read_rows
+from isles.run.records import read_record, read_rows
 from tests.e2e.test_train import isles
 
 ANSWERS = {

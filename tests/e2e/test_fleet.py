@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import list_restarts, read_last_step
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.restarts import list_restarts, read_last_step
 from tests.lab.home import assert_nothing_left, isles, left, sh, until, write_run
 from tests.lab.hosts import Lab, hosts
 

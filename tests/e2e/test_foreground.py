@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from isles.rundir.paths import RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.signals import kill_now
-from isles.rundir.state import attempt_state
+from isles.run.paths import RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.signals import kill_now
+from isles.run.state import attempt_state
 from tests.deadline import DEADLINE_S
 from tests.runs import Agent, bare_run, make_pipes, nothing_left
 
@@ -32,8 +32,8 @@ from isles.launch.local import LocalLauncher
 from isles.launch.base import Started
 from isles.monitor.foreground import attend
 from isles.monitor.inbox import caught_signals
-from isles.rundir.begin import new_attempt
-from isles.rundir.paths import RunDir
+from isles.run.begin import new_attempt
+from isles.run.paths import RunDir
 from tests.runs import fake_job
 run_dir = RunDir(Path(sys.argv[1]))
 attempt = new_attempt(run_dir)

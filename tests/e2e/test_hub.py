@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
+from isles.run.paths import RunDir
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 from tests.fake_hub import FakeHub, fake_hub
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
-from isles.rundir.ask import ask_rendezvous
-from isles.rundir.join_line import JoinLine
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.ask import ask_rendezvous
+from isles.run.join_line import JoinLine
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 from tests.e2e.test_train import Command, isles
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import read_last_step
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run
 from tests.lab.hosts import Lab, hosts

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 from tests.lab.hosts import Lab, hosts
 from tests.lab.pbs import pbs

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
+from isles.run.paths import RunDir
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 
 RUN = """\

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 
 RUN = """\

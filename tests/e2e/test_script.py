@@ -19,9 +19,9 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode
 from isles.launch.rank_command import rank_command
-from isles.rundir.begin import begin_run, new_attempt
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.begin import begin_run, new_attempt
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 from tests.e2e.test_train import Command
 from tests.runs import nothing_left, processes_of

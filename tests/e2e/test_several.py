@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from isles.errors import ExitCode
 from isles.launch.meeting import end_rendezvous, rendezvous_process
 from isles.monitor.stop import end_here, wait_for_end
-from isles.rundir.find import find_any, find_cluster
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
-from isles.rundir.several import SeveralRun
-from isles.rundir.signals import kill_now
+from isles.run.find import find_any, find_cluster
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
+from isles.run.several import SeveralRun
+from isles.run.signals import kill_now
 from tests.deadline import DEADLINE_S
 
 CLUSTERS = [{"name": "a"}, {"name": "b", "gpus_per_node": 2, "strategy": {"kind": "fsdp"}}]

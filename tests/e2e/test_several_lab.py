@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.rundir.join_line import JoinLine
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.join_line import JoinLine
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.lab.home import (
     DEADLINE_S,
     HOSTS,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 from tests.lab.home import ISLES, left, sh, until
 from tests.lab.hosts import Lab, hosts

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, read_rows
-from isles.rundir.restarts import read_last_step
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, read_rows
+from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run

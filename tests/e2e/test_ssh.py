@@ -14,11 +14,11 @@ import torch
 import yaml
 
 from isles.errors import ExitCode
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
-from isles.rundir.remote import list_remotes
-from isles.rundir.restarts import read_last_step
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
+from isles.run.remote import list_remotes
+from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import HOSTS, assert_nothing_left, isles, left, sh, until, write_run
@@ -27,10 +27,10 @@ from tests.lab.hosts import Lab, hosts
 SLEEPER = """
 import os, signal, time
 from pathlib import Path
-from isles.rundir.begin import new_attempt, write_launch
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.process import ProcessId
+from isles.run.begin import new_attempt, write_launch
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.process import ProcessId
 run_dir = RunDir(Path("runs/sync-1"))
 run_dir.path.mkdir(parents=True)
 run_dir.resolved.touch()

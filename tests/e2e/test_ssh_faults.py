@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import read_last_step
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
 from tests.lab.home import (
     ISLES,

@@ -18,9 +18,9 @@ import pytest
 
 from isles.config.track import WandbConfig
 from isles.errors import UserError
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
 from isles.track.wandb import settle_mode
 from isles.track.wandb_log import read_points
 from tests.deadline import DEADLINE_S

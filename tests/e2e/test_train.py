@@ -20,10 +20,10 @@ import torch
 
 from isles.errors import ExitCode
 from isles.monitor.stop import wait_for_end
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, read_rows
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
 
 ISLES = (sys.executable, "-m", "isles")

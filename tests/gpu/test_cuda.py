@@ -16,8 +16,8 @@ from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_empty_model, build_model, fill_model
-from isles.rundir.env import RankEnv
-from isles.rundir.records import read_record, read_rows
+from isles.run.env import RankEnv
+from isles.run.records import read_record, read_rows
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import is_sharded, make_engine, settle_mesh
 from tests.e2e.test_train import isles, the_run

@@ -14,7 +14,7 @@ from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
 from isles.outer.codec import UnsoundUpdateError, parse_codec
 from isles.outer.layout import make_layout
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 from tests.outer_trainer import SHAPES, Numbers
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from isles.facts.memory import ModelSize
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, build_probe, fill_model
 from isles.models.identity import base_fingerprint
-from isles.rundir.manifest import CheckpointInfo
+from isles.run.manifest import CheckpointInfo
 from isles.train.adapter import base_of, with_base
 from isles.train.model import count_parameters, flops_per_token
 from isles.train.optimizer import make_optimizers

@@ -17,7 +17,7 @@ from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, load_resolved, resolve
 from isles.errors import UserError
 from isles.monitor.collect import collect
-from isles.rundir.begin import (
+from isles.run.begin import (
     Begun,
     begin_run,
     choose_run,
@@ -25,11 +25,11 @@ from isles.rundir.begin import (
     refuse_second,
     write_launch,
 )
-from isles.rundir.find import find_run, list_runs
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
-from isles.rundir.refusals import clear_errors
+from isles.run.find import find_run, list_runs
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
+from isles.run.refusals import clear_errors
 from tests.deadline import DEADLINE_S
 from tests.runs import bare_run, running_agent
 
@@ -362,7 +362,7 @@ from pathlib import Path
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import UserError
-from isles.rundir.begin import begin_run
+from isles.run.begin import begin_run
 loaded = load_run_file(Path({str(run_file)!r}), ())
 resolved = resolve(loaded, num_gpus=0)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -17,10 +17,10 @@ from isles.dist.disks import Disks
 from isles.dist.place import Place
 from isles.dist.world import World
 from isles.errors import TrainingError
-from isles.rundir.manifest import MANIFEST, MANIFEST_VERSION, checkpoint_name
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_record
-from isles.rundir.restarts import checkpoint_to_load
+from isles.run.manifest import MANIFEST, MANIFEST_VERSION, checkpoint_name
+from isles.run.paths import RunDir
+from isles.run.records import write_record
+from isles.run.restarts import checkpoint_to_load
 
 
 def manager(

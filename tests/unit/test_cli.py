@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from isles.cli import main
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_record
+from isles.run.paths import RunDir
+from isles.run.records import write_record
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run, running_agent

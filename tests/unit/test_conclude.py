@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import list_restarts
+from isles.run.records import read_record, write_record
+from isles.run.restarts import list_restarts
 from isles.train.conclude import begin, conclude
 from isles.train.requeue import go_on
 from tests.unit.test_slurm import Job

@@ -23,7 +23,7 @@ from isles.facts.architectures import (
     TENSOR_PARALLEL,
 )
 from isles.launch.base import settle_here
-from isles.rundir.env import hub_cache
+from isles.run.env import hub_cache
 from tests.each import each
 
 GOOD = """\

@@ -24,7 +24,7 @@ from isles.data.rows import PLAIN, Columns, Row, Rows
 from isles.data.sources import open_source
 from isles.data.store import TokenStore
 from isles.errors import CommunicationError, DataError
-from isles.rundir.records import read_record
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from isles.data.prepare import prepare, wait_for_prepared
 from isles.data.progress import Reporter, Watch
 from isles.data.store import TokenStore
 from isles.errors import CommunicationError, DataError
-from isles.rundir.records import read_record, write_record
+from isles.run.records import read_record, write_record
 from tests.unit.test_data_prepare import (
     DEADLINE_S,
     Told,

@@ -59,7 +59,7 @@ def test_paths_named_in_the_architecture_exist() -> None:
     for name in re.findall(r"`((?:tests|src)/[\w/.]+\.py)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(
-        r"`((?:config|rundir|launch|monitor|train|data|models|checkpoint|strategies|track)/\w+\.py)",
+        r"`((?:config|run|launch|monitor|train|data|models|checkpoint|strategies|track)/\w+\.py)",
         text,
     ):
         assert (ROOT / "src" / "isles" / name).exists(), name

@@ -34,10 +34,10 @@ from isles.launch.shell import Shell
 from isles.launch.wheel import wheel_bytes
 from isles.monitor.errors import failure_lines
 from isles.preflight.ids import MEANINGS
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt
-from isles.rundir.records import write_record
-from isles.rundir.wire import refusal
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt
+from isles.run.records import write_record
+from isles.run.wire import refusal
 from isles.train.worker import record_error
 from tests.deadline import DEADLINE_S
 from tests.documents import ROOT, is_key

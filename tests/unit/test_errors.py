@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt
 from isles.train.rank_edges import let_cause_end_first
 from isles.train.reports import failure_report
 from isles.train.worker import record_error

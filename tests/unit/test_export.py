@@ -26,7 +26,7 @@ from transformers import (
 from isles.checkpoint.card import CardFacts, make_card
 from isles.checkpoint.export import export_model
 from isles.errors import DataError, UserError
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 from isles.train import verbs
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.pace import LOST_AFTER_S, Silence
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.restarts import list_restarts
-from isles.rundir.stop_request import StopKind, request_stop
-from isles.rundir.wire import Wire
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.pace import LOST_AFTER_S, Silence
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.restarts import list_restarts
+from isles.run.stop_request import StopKind, request_stop
+from isles.run.wire import Wire
 from isles.train.conductor import Conductor
 from isles.train.contact import Contact, Head
 from isles.train.lobby import Identity, Lobby

@@ -15,8 +15,8 @@ import pytest
 from isles import __version__
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.join import join
-from isles.rundir.records import read_record
-from isles.rundir.wire import Wire
+from isles.run.records import read_record
+from isles.run.wire import Wire
 from isles.train.agent import kill_all
 from isles.train.contact import Contact, Head
 from isles.train.verdict import judge

@@ -20,7 +20,7 @@ from isles import __version__
 from isles.errors import PreflightError
 from isles.launch.join import join
 from isles.preflight import link
-from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire
+from isles.run.wire import GREETING_BYTES, NotOurs, Wire
 from isles.train.contact import Contact, Head
 from tests.deadline import DEADLINE_S
 from tests.each import each

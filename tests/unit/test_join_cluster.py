@@ -29,10 +29,10 @@ from isles.launch.login import copied_file_script, place_there
 from isles.launch.meeting import end_rendezvous, listen_address, local_line, open_rendezvous
 from isles.launch.node import READY
 from isles.launch.start import start
-from isles.rundir.ask import ask_rendezvous
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.join_line import JoinLine
-from isles.rundir.paths import RunDir
+from isles.run.ask import ask_rendezvous
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.join_line import JoinLine
+from isles.run.paths import RunDir
 from tests.deadline import DEADLINE_S
 
 RUN = """\

@@ -17,8 +17,8 @@ from isles.launch.base import Job
 from isles.launch.gpus import find_gpus
 from isles.launch.local import LocalLauncher, local_job
 from isles.monitor.stop import wait_for_end
-from isles.rundir.begin import new_attempt
-from isles.rundir.records import read_record
+from isles.run.begin import new_attempt
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run, running_agent

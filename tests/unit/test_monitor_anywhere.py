@@ -19,16 +19,16 @@ from isles.monitor.logs import LogChoice, log_lines
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.monitor.table import report_lines
-from isles.rundir.begin import new_attempt, write_launch
-from isles.rundir.find import find_any, remote_runs, typed_name
-from isles.rundir.fleet import Fleet, FleetNode, read_fleet
-from isles.rundir.node_log import latest_node_log
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
-from isles.rundir.remote import RemoteRun, forget_remote, list_remotes, write_remote
-from isles.rundir.state import FRESH_S, attempt_state
-from isles.rundir.stop_request import read_stop_request, request_stop
+from isles.run.begin import new_attempt, write_launch
+from isles.run.find import find_any, remote_runs, typed_name
+from isles.run.fleet import Fleet, FleetNode, read_fleet
+from isles.run.node_log import latest_node_log
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
+from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remote
+from isles.run.state import FRESH_S, attempt_state
+from isles.run.stop_request import read_stop_request, request_stop
 from isles.train.node_log import NodeLog
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals

@@ -15,7 +15,7 @@ from isles.monitor.follow import follow, progress_text, row_text
 from isles.monitor.logs import LogChoice, choose_attempt, log_lines
 from isles.monitor.stop import wait_for_end
 from isles.monitor.tail import LineTail
-from isles.rundir.records import write_record
+from isles.run.records import write_record
 from tests.deadline import DEADLINE_S
 from tests.runs import Agent, bare_run, running_agent
 

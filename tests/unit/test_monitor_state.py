@@ -16,12 +16,12 @@ from isles.monitor.collect import collect
 from isles.monitor.errors import failure_lines, find_culprit
 from isles.monitor.stop import stop_run, wait_for_end
 from isles.monitor.table import report_lines, runs_table
-from isles.rundir.begin import new_attempt, write_launch
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
-from isles.rundir.signals import kill_now, send_signal
-from isles.rundir.state import FRESH_S
+from isles.run.begin import new_attempt, write_launch
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
+from isles.run.signals import kill_now, send_signal
+from isles.run.state import FRESH_S
 from tests.deadline import DEADLINE_S
 from tests.runs import bare_run, running_agent
 

@@ -25,7 +25,7 @@ from isles.outer.link_messages import (
     TurnDue,
 )
 from isles.outer.pace import LEAST
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 from isles.train.outer_alone import Alone, OuterLine
 from isles.train.outer_chief import Chief, Outlook
 from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve

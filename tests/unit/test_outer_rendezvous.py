@@ -26,7 +26,7 @@ from isles.outer.rate_limit import RateLimit
 from isles.outer.rendezvous.identity import lock_folder, make_identity
 from isles.outer.rendezvous.refusal import Refusal
 from isles.outer.rendezvous.rules import divergence, outliers
-from isles.rundir.join_line import JoinLine, encode
+from isles.run.join_line import JoinLine, encode
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id
 

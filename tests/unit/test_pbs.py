@@ -16,7 +16,7 @@ from isles.launch.pbs_queue import Dialect, Pbs, PbsJob, read_attributes
 from isles.launch.pbs_reasons import ended_reason, pending_reason
 from isles.launch.pbs_request import request_lines
 from isles.launch.pbs_script import Alone, InRunDir, pbs_script
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 from tests.each import each
 
 GOLDEN = Path(__file__).parents[1] / "golden"

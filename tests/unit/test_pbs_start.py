@@ -9,7 +9,7 @@ import pytest
 from isles.errors import ConfigError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.start import start
-from isles.rundir.records import read_record
+from isles.run.records import read_record
 
 RUN = """\
 name: tiny

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.rundir.env import RUN_DIR
-from isles.rundir.paths import RunDir
+from isles.run.env import RUN_DIR
+from isles.run.paths import RunDir
 from tests.deadline import DEADLINE_S
 
 LOOK = """

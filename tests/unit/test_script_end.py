@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from isles.rundir.paths import Attempt
+from isles.run.paths import Attempt
 from isles.train.script_end import Ended, error_record
 from tests.each import each
 from tests.ranks import rank_env

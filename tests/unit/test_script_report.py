@@ -14,11 +14,11 @@ from isles.errors import UserError
 from isles.launch.verbs import run_verb
 from isles.monitor.checkpoints import checkpoint_lines
 from isles.monitor.follow import row_text
-from isles.rundir.begin import Begun, begin_run
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, read_rows
-from isles.rundir.restarts import Restart, read_last_step
-from isles.rundir.state import script_of
+from isles.run.begin import Begun, begin_run
+from isles.run.paths import RunDir
+from isles.run.records import read_record, read_rows
+from isles.run.restarts import Restart, read_last_step
+from isles.run.state import script_of
 from tests.unit.test_begin import end_attempt
 
 

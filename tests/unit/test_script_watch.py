@@ -13,8 +13,8 @@ import pytest
 
 from isles.config.watchdog import WatchdogConfig
 from isles.errors import ExitCode
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 from isles.train.ending import Ending
 from isles.train.script_stacks import ScriptStacks
 from isles.train.script_watch import ScriptWatch, Signs, overdue, script_stall

@@ -24,11 +24,11 @@ from isles.outer.rendezvous.roster import Roster
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.settings import Settings
 from isles.preflight.meeting import rendezvous_stand_in
-from isles.rundir.find import find_any, find_cluster, run_of
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_record
-from isles.rundir.remote import RemoteRun, write_remote
-from isles.rundir.several import ClusterRun, SeveralRun, read_several
+from isles.run.find import find_any, find_cluster, run_of
+from isles.run.paths import RunDir
+from isles.run.records import write_record
+from isles.run.remote import RemoteRun, write_remote
+from isles.run.several import ClusterRun, SeveralRun, read_several
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_launch import four_gpus

@@ -20,10 +20,10 @@ from isles.launch.queue import read_job, refresh
 from isles.launch.rank_command import rank_command
 from isles.launch.slurm_reasons import pending_reason
 from isles.launch.slurm_script import JobText, sbatch_script, slurm_time
-from isles.rundir.begin import write_job_launch
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import list_restarts
+from isles.run.begin import write_job_launch
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.run.restarts import list_restarts
 from isles.train.requeue import Gang
 from tests.deadline import DEADLINE_S
 from tests.each import each

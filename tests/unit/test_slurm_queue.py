@@ -14,10 +14,10 @@ from isles.launch.queue import refresh, refresh_all
 from isles.launch.queue_start import LostSubmission, submission
 from isles.launch.slurm_queue import Slurm
 from isles.launch.slurm_submit import submit_slurm
-from isles.rundir.begin import Begun
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import list_restarts
+from isles.run.begin import Begun
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
+from isles.run.restarts import list_restarts
 from isles.train.conclude import begin, conclude
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_slurm import OWN, PENDING, Job, leave, make_script

@@ -27,9 +27,9 @@ from isles.launch.network import network_line, network_variables
 from isles.launch.node_place import make_place
 from isles.launch.setup import difference_lines
 from isles.launch.wheel import wheel_bytes, wheel_name
-from isles.rundir.fleet import Fleet, FleetNode, read_fleet
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.fleet import Fleet, FleetNode, read_fleet
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 from tests.each import each
 
 

@@ -30,10 +30,10 @@ from isles.launch.setup import _make_script
 from isles.launch.shell import Shell, on_all
 from isles.launch.ssh import interruptible
 from isles.launch.sync import rsync_argv
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
-from isles.rundir.remote import RemoteRun, list_remotes
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from isles.run.remote import RemoteRun, list_remotes
 from tests.deadline import DEADLINE_S
 
 FLEET = Fleet("ssh", (FleetNode(0, "a1", "a1", "10.0.0.1", 1),), 29500, 1, "cpu", 10.0, "digest")

@@ -12,7 +12,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.show import show
 from isles.config.track import MLflowConfig, WandbConfig, tracker_sections
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
-from isles.rundir.trackers import require_trackers
+from isles.run.trackers import require_trackers
 from tests.each import each
 
 RUN = """model: {name_or_path: llama-2m, init: scratch}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from isles.monitor.stalls import stall_texts
-from isles.rundir.paths import Attempt
-from isles.rundir.records import write_record
+from isles.run.paths import Attempt
+from isles.run.records import write_record
 from isles.train.stall_place import Place, place_now
 from isles.train.stall_verdict import Standing, find_stall
 from isles.train.watchdog_clock import Frozen, StepClock

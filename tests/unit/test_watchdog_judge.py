@@ -9,9 +9,9 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.dist.beat import Beats, Heard
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
 from isles.train.record import Recorder
 from isles.train.watchdog import Watchdog
 from isles.train.watchdog_clock import StepClock

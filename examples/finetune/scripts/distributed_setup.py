@@ -32,7 +32,7 @@ from isles.config.strategy import DeepSpeedStrategyConfig  # noqa: E402
 from isles.errors import ConfigError  # noqa: E402
 from isles.launch.gpus import find_gpus  # noqa: E402
 from isles.launch.render import render  # noqa: E402
-from isles.rundir.records import write_text_atomic  # noqa: E402
+from isles.run.records import write_text_atomic  # noqa: E402
 
 NONE = "none"
 _OFFLOAD = ("offload_optimizer", "offload_param")

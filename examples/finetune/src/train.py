@@ -22,7 +22,7 @@ from finetune_ranks import find_place, speaks_for_node
 
 from isles.config.load import load_run_file
 from isles.errors import ConfigError
-from isles.rundir.records import write_text_atomic
+from isles.run.records import write_text_atomic
 
 
 def main() -> int:

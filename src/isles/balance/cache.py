@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from isles.config.curve import Curve
-from isles.rundir.records import read_record, write_record
+from isles.run.records import read_record, write_record
 
 
 def curve_file(folder: Path, key: dict[str, object]) -> Path:

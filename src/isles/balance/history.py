@@ -14,7 +14,7 @@ from typing import Any
 
 from isles.config.curve import Curve
 from isles.config.split import RowSplit
-from isles.rundir.records import read_record, write_record
+from isles.run.records import read_record, write_record
 
 
 @dataclass(frozen=True, slots=True)

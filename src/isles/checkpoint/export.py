@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isles.checkpoint.store import load_tensors
 from isles.errors import TrainingError, UserError
-from isles.rundir.refusals import NO_SPACE, refusal
+from isles.run.refusals import NO_SPACE, refusal
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from isles.checkpoint.travel import Travel
 from isles.config.checkpoint import CheckpointConfig
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
-from isles.rundir.manifest import (
+from isles.run.manifest import (
     MANIFEST,
     MANIFEST_VERSION,
     PARTIAL_PREFIX,
@@ -39,8 +39,8 @@ from isles.rundir.manifest import (
     read_checkpoint,
     verify_checkpoint,
 )
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
+from isles.run.paths import RunDir
+from isles.run.records import read_record
 
 log = logging.getLogger(__name__)
 

@@ -30,14 +30,14 @@ from torch.futures import Future
 
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
-from isles.rundir.manifest import (
+from isles.run.manifest import (
     MANIFEST,
     PARTIAL_PREFIX,
     hash_files,
     sync_folder,
     verify_checkpoint,
 )
-from isles.rundir.records import write_record
+from isles.run.records import write_record
 
 _FULL_BYTES = 1 << 20
 """With less than that free, whatever could not be written met a full disk."""

@@ -20,8 +20,8 @@ from isles.dist.disks import Disks
 from isles.dist.parcels import Parcel, Span, joined, raise_first, send_parcels, whole
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
-from isles.rundir.manifest import PARTIAL_PREFIX, CheckpointInfo, hash_file
-from isles.rundir.paths import RunDir
+from isles.run.manifest import PARTIAL_PREFIX, CheckpointInfo, hash_file
+from isles.run.paths import RunDir
 
 log = logging.getLogger(__name__)
 

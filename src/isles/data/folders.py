@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 from isles.data.store import find_fault
-from isles.rundir.manifest import sync_folder
-from isles.rundir.process import ProcessId
+from isles.run.manifest import sync_folder
+from isles.run.process import ProcessId
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from isles.data.sources import Source
 from isles.data.store import FORMAT, MANIFEST, find_fault
 from isles.data.writer import TokenWriter, disk_faults
 from isles.errors import DataError
-from isles.rundir.records import read_record
+from isles.run.records import read_record
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import CommunicationError, DataError, UserError
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
 
 log = logging.getLogger(__name__)
 

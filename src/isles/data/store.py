@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from isles.data.rng import Int64Array
 from isles.errors import DataError
-from isles.rundir.records import read_record
+from isles.run.records import read_record
 
 FORMAT = 2
 """Of the files, and of how rows become tokens; another number is another key."""

@@ -21,8 +21,8 @@ from isles.data.store import TokenStore
 from isles.data.stream_segment import SegmentRecord
 from isles.data.writer import disk_faults
 from isles.errors import DataError, TrainingError
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
 
 log = logging.getLogger(__name__)
 

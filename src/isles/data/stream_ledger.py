@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.data.stream_segment import SegmentRecord
 from isles.errors import DataError
-from isles.rundir.records import read_rows, write_text_atomic
+from isles.run.records import read_rows, write_text_atomic
 
 log = logging.getLogger(__name__)
 

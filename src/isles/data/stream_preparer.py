@@ -31,7 +31,7 @@ from isles.data.stream_segment import SegmentRecord, Stream, make_segment
 from isles.data.tokenizer import load_tokenizer
 from isles.data.writer import disk_faults
 from isles.errors import DataError
-from isles.rundir.records import read_record, write_record
+from isles.run.records import read_record, write_record
 
 log = logging.getLogger(__name__)
 

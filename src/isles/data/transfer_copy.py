@@ -17,7 +17,7 @@ from isles.data.store import TokenStore, find_fault
 from isles.data.writer import disk_faults
 from isles.dist.place import Place
 from isles.errors import DataError, UserError
-from isles.rundir.manifest import sync_folder
+from isles.run.manifest import sync_folder
 
 ByteArray = npt.NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from isles.data.encode import Encoded, Encoder
 from isles.data.rng import Int64Array
 from isles.data.store import DOCUMENTS, FORMAT, MANIFEST, TOKENS, TRAINED
 from isles.errors import DataError
-from isles.rundir.manifest import sync_folder
+from isles.run.manifest import sync_folder
 
 _SYNC_BYTES = 256 * 2**20
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from isles.dist.world import World
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 
 BEAT_S = 1.0
 """How often a rank gives a sign of life."""

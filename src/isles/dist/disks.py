@@ -16,7 +16,7 @@ from isles.dist.parcels import Parcel, raise_first, send_parcels, whole
 from isles.dist.place import Place, place_of
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
-from isles.rundir.manifest import PARTIAL_PREFIX, hash_file
+from isles.run.manifest import PARTIAL_PREFIX, hash_file
 
 _LOOK_S, _LOOK_EVERY_S = 5.0, 0.05
 """A file system of the network may show a new file a moment later than it was written."""

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from isles.dist.meet import agent_store
 from isles.errors import CommunicationError, PreflightError, UserError
-from isles.rundir.env import RankEnv
+from isles.run.env import RankEnv
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
-from isles.rundir.env import hub_cache
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.remote import RemoteRun
+from isles.run.env import hub_cache
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.remote import RemoteRun
 
 Say = Callable[[str], object]
 
@@ -49,7 +49,7 @@ class StartOptions:
     Args:
         path: the run file.
         overrides: as `key.path=value`.
-        resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
+        resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
         dry_run: only say what would be done.
         say, warn: take lines for the user.
         cluster: of several in the run file, the one that is started; empty: there is one.

@@ -64,7 +64,7 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     from isles.launch.base import settle_here
     from isles.launch.hub import hub_faults
     from isles.launch.verbs import require_train, run_module
-    from isles.rundir.paths import RunDir
+    from isles.run.paths import RunDir
 
     if samples < 1:
         raise ConfigError(

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isles.rundir.env import visible_devices
+from isles.run.env import visible_devices
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,name,uuid,memory.total", "--format=csv,noheader")
 

@@ -19,7 +19,7 @@ from isles.config.load import Loaded
 from isles.config.run import RunConfig
 from isles.errors import ConfigError
 from isles.facts.models import shape_names
-from isles.rundir.env import datasets_cache, hub_cache, inherited
+from isles.run.env import datasets_cache, hub_cache, inherited
 
 _REQUEST_S = 5.0
 

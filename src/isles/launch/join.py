@@ -18,11 +18,11 @@ from isles.facts.text import printable
 from isles.launch.detached import start_detached
 from isles.launch.manual import node_environ
 from isles.launch.node_place import make_place
-from isles.rundir.fleet import Fleet
-from isles.rundir.pace import HELLO_S
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.refusals import clear_errors
-from isles.rundir.wire import NotOurs, Wire, refusal
+from isles.run.fleet import Fleet
+from isles.run.pace import HELLO_S
+from isles.run.paths import Attempt, RunDir
+from isles.run.refusals import clear_errors
+from isles.run.wire import NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.2

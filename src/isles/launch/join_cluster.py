@@ -24,9 +24,9 @@ from isles.config.show import named_cluster
 from isles.config.yaml import scan_yaml
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.text import printable
-from isles.rundir.ask import ask_rendezvous
-from isles.rundir.find import numbered_runs
-from isles.rundir.join_line import JoinLine
+from isles.run.ask import ask_rendezvous
+from isles.run.find import numbered_runs
+from isles.run.join_line import JoinLine
 
 _ASK_S = 20.0
 _LONGEST = 200

@@ -14,12 +14,12 @@ import psutil
 from isles.config.cluster import ClusterConfig
 from isles.launch.base import Job
 from isles.launch.detached import start_detached
-from isles.rundir.begin import write_launch
-from isles.rundir.env import inherited, rank_defaults
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.refusals import clear_errors
-from isles.rundir.signals import kill_now
+from isles.run.begin import write_launch
+from isles.run.env import inherited, rank_defaults
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.refusals import clear_errors
+from isles.run.signals import kill_now
 
 
 def local_job(

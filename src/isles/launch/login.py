@@ -20,8 +20,8 @@ from isles.launch.base import Started, StartOptions
 from isles.launch.passing import SSH_FAILED, STARTED, lost_python, remember
 from isles.launch.setting import python_of, setting_lines
 from isles.launch.shell import Shell
-from isles.rundir.paths import RunDir
-from isles.rundir.remote import RemoteRun
+from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun
 
 _START_S = 600.0
 """Longest wait for isles on the login node to have submitted the job."""

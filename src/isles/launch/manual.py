@@ -30,16 +30,16 @@ from isles.launch.network import network_variables
 from isles.launch.node_facts import free_port
 from isles.launch.setting import quoted, setting_lines
 from isles.launch.verbs import require_train
-from isles.rundir.begin import begin_run, choose_run, new_attempt, write_launch
-from isles.rundir.env import hub_cache, inherited, rank_defaults
-from isles.rundir.find import typed_name
-from isles.rundir.fleet import Fleet, FleetNode, read_fleet
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.refusals import clear_errors
-from isles.rundir.state import attempt_state
-from isles.rundir.trackers import require_trackers
-from isles.rundir.turns import one_after_another
+from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
+from isles.run.env import hub_cache, inherited, rank_defaults
+from isles.run.find import typed_name
+from isles.run.fleet import Fleet, FleetNode, read_fleet
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.refusals import clear_errors
+from isles.run.state import attempt_state
+from isles.run.trackers import require_trackers
+from isles.run.turns import one_after_another
 
 _DIGEST_LENGTH = 16
 

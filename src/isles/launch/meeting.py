@@ -19,12 +19,12 @@ import psutil
 
 from isles.errors import ConfigError, MissingDependencyError, PreflightError
 from isles.launch.detached import start_detached
-from isles.rundir.env import inherited
-from isles.rundir.join_line import JoinLine
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record, write_secret
-from isles.rundir.refusals import clear_errors
-from isles.rundir.signals import kill_now, send_signal
+from isles.run.env import inherited
+from isles.run.join_line import JoinLine
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record, write_secret
+from isles.run.refusals import clear_errors
+from isles.run.signals import kill_now, send_signal
 
 EVERYWHERE = ("0.0.0.0", "::")
 _OPEN_S = 60.0

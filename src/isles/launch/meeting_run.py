@@ -10,8 +10,8 @@ from isles.config.load import Loaded, load_run_file
 from isles.config.shared import shared_text
 from isles.errors import ConfigError
 from isles.launch.meeting import listen_address, open_rendezvous, rendezvous_process, split_address
-from isles.rundir.find import numbered_runs
-from isles.rundir.join_line import JoinLine
+from isles.run.find import numbered_runs
+from isles.run.join_line import JoinLine
 
 _SUFFIX = "rendezvous"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
-from isles.rundir.fleet import Fleet
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record, write_text_atomic
-from isles.rundir.refusals import clear_errors
+from isles.run.fleet import Fleet
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record, write_text_atomic
+from isles.run.refusals import clear_errors
 
 _TRIES = 20
 

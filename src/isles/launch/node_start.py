@@ -20,12 +20,12 @@ from typing import Any
 from isles.errors import ExitCode, UserError
 from isles.launch.node_place import make_place
 from isles.launch.setting import path_elsewhere
-from isles.rundir.fleet import Fleet
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
-from isles.rundir.refusals import clear_errors
-from isles.rundir.signals import kill_now
+from isles.run.fleet import Fleet
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
+from isles.run.refusals import clear_errors
+from isles.run.signals import kill_now
 
 FORGOTTEN_AFTER_S = 30.0
 """A start that has not been heard of for so long, and is not kept, is ended by its nodes."""
@@ -79,7 +79,7 @@ class NodeStart:
             they are), fleet.
         """
         from isles.config.resolve import load_resolved
-        from isles.rundir.begin import begin_run, choose_run, new_attempt
+        from isles.run.begin import begin_run, choose_run, new_attempt
 
         resolved = load_resolved(args["resolved"])
         if args["dry_run"]:
@@ -237,7 +237,7 @@ class NodeStart:
 
     def _write_launch(self, process: ProcessId, fleet: Fleet, command: tuple[str, ...]) -> None:
         assert self._attempt is not None
-        from isles.rundir.begin import claim_of
+        from isles.run.begin import claim_of
 
         record = {
             "attempt": self._attempt.number,
@@ -268,8 +268,8 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.load import Loaded
     from isles.config.run import RunConfig
     from isles.launch.hub import hub_faults
-    from isles.rundir.env import hub_cache
-    from isles.rundir.trackers import require_trackers
+    from isles.run.env import hub_cache
+    from isles.run.trackers import require_trackers
 
     config = RunConfig.model_validate(args["config"])
     loaded = Loaded(config, args["origins"], args["text"], Path(args["path"]))
@@ -295,7 +295,7 @@ def second(args: dict[str, Any]) -> dict[str, Any]:
     Returns:
         refusal: its what, where, fix and id; None: it would not.
     """
-    from isles.rundir.begin import refuse_second
+    from isles.run.begin import refuse_second
 
     folder = Path(args["output_dir"]).expanduser()
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from isles.errors import PreflightError, UserError
 from isles.launch.shell import Shell
-from isles.rundir.env import NAMED
-from isles.rundir.remote import RemoteRun, write_remote
+from isles.run.env import NAMED
+from isles.run.remote import RemoteRun, write_remote
 
 STARTED = "ISLES-STARTED "
 """Begins the line by which `isles train --announce` says which run it has started."""

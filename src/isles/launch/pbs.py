@@ -25,10 +25,10 @@ from isles.launch.queue_start import (
     settle,
     submission,
 )
-from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
-from isles.rundir.env import pbs_job
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import write_record, write_text_atomic
+from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
+from isles.run.env import pbs_job
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_record, write_text_atomic
 
 _ARRAYS = re.compile(r"^\s*-[Jt]\s*\d")
 _JOB = re.compile(r"^\d+(\[\])?\.?[\w.-]*$")

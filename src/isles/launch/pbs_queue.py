@@ -13,10 +13,10 @@ from isles.facts.units import format_duration
 from isles.launch.pbs_reasons import ended_reason, pending_reason
 from isles.launch.queue_job import ASK_S, JobReport, JobWord
 from isles.launch.shell import Result, Shell
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import newest_step
-from isles.rundir.stop_request import request_stop
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.restarts import newest_step
+from isles.run.stop_request import request_stop
 
 Dialect = Literal["openpbs", "torque"]
 

@@ -15,8 +15,8 @@ from isles.launch.pbs_queue import PbsJob
 from isles.launch.queue_job import ASK_S, JobReport, QueueJob
 from isles.launch.shell import on_all
 from isles.launch.slurm_queue import SlurmJob
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
 
 _MAX_AGE_S = 4.0
 """A word so young is not asked for again: a scheduler has better to do."""

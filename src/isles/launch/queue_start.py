@@ -22,12 +22,12 @@ from isles.errors import ConfigError, ConfigErrors, ExitCode, PreflightError
 from isles.launch.queue import refresh
 from isles.launch.setting import python_of
 from isles.launch.verbs import require_train
-from isles.rundir.begin import Begun
-from isles.rundir.env import hub_cache
-from isles.rundir.find import numbered_runs
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import write_record
-from isles.rundir.trackers import require_trackers
+from isles.run.begin import Begun
+from isles.run.env import hub_cache
+from isles.run.find import numbered_runs
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_record
+from isles.run.trackers import require_trackers
 
 
 def refuse_arrays(loaded: Loaded, pattern: re.Pattern[str]) -> None:

@@ -12,7 +12,7 @@ from isles.config.load import Loaded
 from isles.config.resolve import resolve
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
-from isles.rundir.env import hub_cache
+from isles.run.env import hub_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def render(
     """
     from isles.config.load import load_run_file
     from isles.launch.render import render as rendered_from
-    from isles.rundir.records import write_text_atomic
+    from isles.run.records import write_text_atomic
 
     rendered = rendered_from(
         load_run_file(run_file, overrides), to, overrides=overrides, output=output

@@ -15,7 +15,7 @@ from isles.config.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
 from isles.launch.meeting import listen_address, own_addresses
-from isles.rundir.env import rank_defaults, visible_devices
+from isles.run.env import rank_defaults, visible_devices
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns[46]?/localhost/")

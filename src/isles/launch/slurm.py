@@ -24,10 +24,10 @@ from isles.launch.rank_command import rank_command
 from isles.launch.slurm_queue import Slurm
 from isles.launch.slurm_script import JobText, sbatch_script
 from isles.launch.slurm_submit import submit_slurm
-from isles.rundir.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
-from isles.rundir.env import allocation
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import write_text_atomic
+from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
+from isles.run.env import allocation
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_text_atomic
 
 _NOT_LOOKED_AT = ("PENDING", "PENDING Priority")
 """What Slurm says of a job of the last moment."""

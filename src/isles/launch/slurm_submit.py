@@ -12,7 +12,7 @@ from isles.config.load import Loaded
 from isles.errors import PreflightError, UserError
 from isles.launch.queue_start import SUBMIT_PATIENCE, find_lost
 from isles.launch.slurm_queue import Slurm
-from isles.rundir.paths import Attempt
+from isles.run.paths import Attempt
 
 _REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (r"invalid partition|partition name", ("partition",), "sinfo -s shows the partitions"),

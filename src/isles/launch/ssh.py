@@ -33,10 +33,10 @@ from isles.launch.setting import python_of, setting_lines
 from isles.launch.ssh_text import dry_run_text, fleet_text
 from isles.launch.sync import sync_hosts
 from isles.launch.verbs import NEEDED_TO_TRAIN
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.remote import RemoteRun
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.remote import RemoteRun
 
 _ASK_S = 60.0
 """Longest wait for a host to do its part: to read the run file's data folder, to write a folder."""
@@ -315,7 +315,7 @@ class _SshStart:
 
 
 def _supervisor(attempt: Attempt) -> ProcessId | None:
-    from isles.rundir.records import read_record
+    from isles.run.records import read_record
 
     return ProcessId.from_record(read_record(attempt.launch) or {})
 

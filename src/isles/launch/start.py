@@ -27,11 +27,11 @@ from isles.launch.pbs import start_pbs
 from isles.launch.slurm import start_slurm
 from isles.launch.ssh import start_ssh
 from isles.launch.verbs import require_train
-from isles.rundir.begin import begin_run, choose_run, new_attempt
-from isles.rundir.find import numbered_runs
-from isles.rundir.nodes import living_nodes, read_meeting, start_node
-from isles.rundir.state import attempt_state
-from isles.rundir.trackers import require_trackers
+from isles.run.begin import begin_run, choose_run, new_attempt
+from isles.run.find import numbered_runs
+from isles.run.nodes import living_nodes, read_meeting, start_node
+from isles.run.state import attempt_state
+from isles.run.trackers import require_trackers
 
 
 def start(options: StartOptions) -> Started | Loaded | str:
@@ -101,7 +101,7 @@ def start_run(
     Args:
         loaded: the run file.
         resolved: its values.
-        resume: `auto`, `no`, or a path; see `isles.rundir.begin.choose_run`.
+        resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
         say: takes lines for the user.
         join, typed: see `StartOptions`.
 

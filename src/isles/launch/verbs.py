@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 from isles import __version__
 from isles.errors import ExitCode, MissingDependencyError, UserError
-from isles.rundir.paths import RunDir
-from isles.rundir.state import script_of
+from isles.run.paths import RunDir
+from isles.run.state import script_of
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 

@@ -16,7 +16,7 @@ from isles.facts.units import format_duration
 from isles.launch.passing import SSH_FAILED, remote_script
 from isles.launch.shell import Shell, login_line
 from isles.monitor.inbox import ORDERS, Inbox
-from isles.rundir.remote import RemoteRun
+from isles.run.remote import RemoteRun
 
 _LOOK_S = 0.2
 _AGAIN_S = 2.0

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from isles.facts.units import format_bytes
-from isles.rundir.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
-from isles.rundir.paths import RunDir
-from isles.rundir.state import script_of
+from isles.run.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
+from isles.run.paths import RunDir
+from isles.run.state import script_of
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:

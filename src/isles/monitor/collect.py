@@ -14,12 +14,12 @@ from isles.launch.queue import refresh
 from isles.launch.queue_job import JobReport
 from isles.monitor.nodes import NodeReport, checked_text, node_reports
 from isles.monitor.stalls import stall_texts
-from isles.rundir.find import typed_command, typed_name
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import list_restarts
-from isles.rundir.state import (
+from isles.run.find import typed_command, typed_name
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.restarts import list_restarts
+from isles.run.state import (
     NEVER_STARTED,
     AttemptState,
     Clock,

@@ -11,11 +11,11 @@ from isles.errors import ExitCode
 from isles.facts.units import format_count, format_duration
 from isles.monitor.collect import generate_command
 from isles.monitor.errors import failure_lines
-from isles.rundir.find import typed_command, typed_name
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.state import AttemptState, attempt_state, number_of, script_of
+from isles.run.find import typed_command, typed_name
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.state import AttemptState, attempt_state, number_of, script_of
 
 
 def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Console) -> int:

@@ -10,12 +10,12 @@ from typing import Any
 
 from isles.errors import more_lines
 from isles.facts.units import format_bytes
-from isles.rundir.nodes import read_meeting
-from isles.rundir.paths import Attempt
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.restarts import current_restart
-from isles.rundir.state import number_of
+from isles.run.nodes import read_meeting
+from isles.run.paths import Attempt
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.restarts import current_restart
+from isles.run.state import number_of
 
 _TRACEBACK_LINES = 15
 _LOG_LINES = 15

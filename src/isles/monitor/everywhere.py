@@ -16,9 +16,9 @@ from isles.launch.passing import lost_python, remote_script
 from isles.launch.queue import refresh_all
 from isles.launch.shell import Shell, on_all
 from isles.monitor.collect import RunReport, collect
-from isles.rundir.find import is_run_dir, list_runs, remote_runs
-from isles.rundir.paths import RunDir
-from isles.rundir.remote import RemoteRun, forget_remote, keep_report, last_report
+from isles.run.find import is_run_dir, list_runs, remote_runs
+from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun, forget_remote, keep_report, last_report
 
 ANSWER = "ISLES-REPORT "
 """Begins the line with the answer; what a login prints before it is skipped."""

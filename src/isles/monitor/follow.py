@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.table import steps_text
 from isles.monitor.tail import LineTail
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import read_restart
-from isles.rundir.state import attempt_state, current_status, number_of
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.restarts import read_restart
+from isles.run.state import attempt_state, current_status, number_of
 
 _POLL_S = 0.25
 _CLOSING_S = 30.0

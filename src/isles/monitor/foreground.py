@@ -16,12 +16,12 @@ from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
 from isles.monitor.inbox import ORDERS, Inbox
 from isles.monitor.stop import Stopping, wait_for_end
-from isles.rundir.find import typed_name
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.refusals import deleted
-from isles.rundir.remote import RemoteRun
-from isles.rundir.state import attempt_state, script_of
+from isles.run.find import typed_name
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.refusals import deleted
+from isles.run.remote import RemoteRun
+from isles.run.state import attempt_state, script_of
 
 _QUEUE_S = 5.0
 """How often the queue is asked."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 join_cluster_app = App(
     name="join", help="Take part, with the GPUs of this site, in a run that others have begun."

@@ -65,7 +65,7 @@ def _lead(path: Path) -> int:
     from isles.launch.manual import lead
     from isles.monitor.consoles import console
     from isles.monitor.foreground import attend
-    from isles.rundir.paths import RunDir
+    from isles.run.paths import RunDir
 
     run_dir = RunDir(path)
     with caught_signals() as inbox:

@@ -11,11 +11,11 @@ from pathlib import Path
 from isles.errors import UserError
 from isles.monitor.nodes import node_reports
 from isles.monitor.tail import LineTail
-from isles.rundir.node_log import latest_node_log
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.state import attempt_state
+from isles.run.node_log import latest_node_log
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.state import attempt_state
 
 _RANK_LOG = re.compile(r"rank-(\d+)\.log")
 _END = b"---- the end of this log on "

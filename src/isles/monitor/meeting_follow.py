@@ -14,7 +14,7 @@ from isles.facts.units import format_bytes, format_duration
 from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
 from isles.launch.meeting_run import Meeting
 from isles.monitor.inbox import Inbox
-from isles.rundir.ask import ask_rendezvous
+from isles.run.ask import ask_rendezvous
 
 _ASK_S = 5.0
 _ASK_EVERY_S = 1.0

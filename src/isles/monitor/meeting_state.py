@@ -11,8 +11,8 @@ from isles.errors import ExitCode, UserError
 from isles.facts.text import printable
 from isles.facts.units import format_duration
 from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
-from isles.rundir.ask import ask_rendezvous
-from isles.rundir.join_line import JoinLine
+from isles.run.ask import ask_rendezvous
+from isles.run.join_line import JoinLine
 
 _ASK_S = 5.0
 

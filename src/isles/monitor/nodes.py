@@ -10,11 +10,11 @@ from itertools import accumulate
 from typing import Any
 
 from isles.errors import UserError
-from isles.rundir.fleet import read_fleet
-from isles.rundir.paths import Attempt
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.state import number_of
+from isles.run.fleet import read_fleet
+from isles.run.paths import Attempt
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.state import number_of
 
 _RANK_RECORD = re.compile(r"rank-(\d+)\.json")
 _LISTED = 3

@@ -7,7 +7,7 @@ from isles.errors import ExitCode
 from isles.launch.base import StartOptions
 from isles.monitor.inbox import Inbox
 from isles.monitor.several_start import SeveralStart
-from isles.rundir.find import typed_name
+from isles.run.find import typed_name
 
 
 def train_several(loaded: Loaded, options: StartOptions, *, detach: bool, inbox: Inbox) -> int:

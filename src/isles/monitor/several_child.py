@@ -15,7 +15,7 @@ from typing import IO, Literal
 
 from isles.config.one_cluster import keys_of_cluster
 from isles.launch.passing import STARTED
-from isles.rundir.env import inherited
+from isles.run.env import inherited
 
 _PATIENCE_S = 30.0
 """Whom one waits for is told so often."""

@@ -17,8 +17,8 @@ from isles.config.run import RunConfig
 from isles.errors import UserError
 from isles.monitor.collect import RunReport
 from isles.monitor.several_state import ALIVE, cluster_reports
-from isles.rundir.find import numbered_runs, typed_name
-from isles.rundir.several import ClusterRun, SeveralRun, is_several, read_several
+from isles.run.find import numbered_runs, typed_name
+from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from isles.errors import ExitCode
 from isles.monitor.collect import RunReport
 from isles.monitor.several_state import ALIVE, cluster_reports, turns_of
 from isles.monitor.table import steps_text
-from isles.rundir.find import typed_name
-from isles.rundir.several import SeveralRun
+from isles.run.find import typed_name
+from isles.run.several import SeveralRun
 
 _ORDER = ("failed", "killed", "gone", "unreachable", "unknown", "new", "queued", "running")
 

@@ -17,9 +17,9 @@ from isles.monitor.inbox import ORDERS, Inbox
 from isles.monitor.several_child import Child, Said, Word
 from isles.monitor.several_end import end_lines
 from isles.monitor.several_state import cluster_reports, line_of, place_of
-from isles.rundir.ask import ask_rendezvous
-from isles.rundir.find import typed_name
-from isles.rundir.several import ClusterRun, SeveralRun
+from isles.run.ask import ask_rendezvous
+from isles.run.find import typed_name
+from isles.run.several import ClusterRun, SeveralRun
 
 _LOOK_S = 0.25
 _ASK_S = 1.0

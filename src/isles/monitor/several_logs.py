@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from isles.errors import UserError
 from isles.monitor.logs import LogChoice
 from isles.monitor.stream import Note, merged, shown_lines
-from isles.rundir.find import run_of
-from isles.rundir.paths import RunDir
-from isles.rundir.remote import RemoteRun
-from isles.rundir.several import SeveralRun
+from isles.run.find import run_of
+from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun
+from isles.run.several import SeveralRun
 
 
 def several_lines(

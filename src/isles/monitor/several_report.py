@@ -15,9 +15,9 @@ from isles.monitor.collect import RunReport
 from isles.monitor.several_end import model_lines, state_of
 from isles.monitor.several_state import ALIVE, cluster_reports, line_of
 from isles.monitor.table import steps_text
-from isles.rundir.ask import ask_rendezvous
-from isles.rundir.join_line import JoinLine
-from isles.rundir.several import SeveralRun, list_several
+from isles.run.ask import ask_rendezvous
+from isles.run.join_line import JoinLine
+from isles.run.several import SeveralRun, list_several
 
 _ANSWER_S = 4.0
 _SLOW = 0.8

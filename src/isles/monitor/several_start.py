@@ -25,10 +25,10 @@ from isles.launch.ssh import interruptible
 from isles.monitor.several_child import Ended, Word, run_all
 from isles.monitor.several_choice import Choice, choose
 from isles.monitor.several_state import place_of
-from isles.rundir.join_line import JoinLine
-from isles.rundir.records import read_record, write_secret, write_text_atomic
-from isles.rundir.refusals import clear_errors
-from isles.rundir.several import SeveralRun
+from isles.run.join_line import JoinLine
+from isles.run.records import read_record, write_secret, write_text_atomic
+from isles.run.refusals import clear_errors
+from isles.run.several import SeveralRun
 
 Say = Callable[[str], object]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from isles.launch.meeting import local_line
 from isles.monitor.collect import RunReport
 from isles.monitor.everywhere import reports_of
-from isles.rundir.find import run_of
-from isles.rundir.join_line import JoinLine
-from isles.rundir.several import ClusterRun, SeveralRun
+from isles.run.find import run_of
+from isles.run.join_line import JoinLine
+from isles.run.several import ClusterRun, SeveralRun
 
 ALIVE = ("running", "queued")
 

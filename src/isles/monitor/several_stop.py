@@ -8,7 +8,7 @@ from isles.errors import ExitCode
 from isles.launch.meeting import end_rendezvous
 from isles.monitor.several_child import Word, run_all
 from isles.monitor.several_state import place_of
-from isles.rundir.several import SeveralRun
+from isles.run.several import SeveralRun
 
 
 def stop_several(

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from isles.facts.units import format_duration
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record
-from isles.rundir.state import number_of
+from isles.run.paths import Attempt
+from isles.run.records import read_record
+from isles.run.state import number_of
 
 _LISTED = 3
 _RECORD = re.compile(r"(?:step|silence)-\d+\.json")

@@ -9,8 +9,8 @@ from isles.errors import ExitCode
 from isles.launch.base import StartOptions
 from isles.launch.start import start
 from isles.monitor.inbox import caught_signals
-from isles.rundir.find import typed_name
-from isles.rundir.state import script_of
+from isles.run.find import typed_name
+from isles.run.state import script_of
 
 
 def start_and_follow(options: StartOptions, *, detach: bool = False, announce: bool = False) -> int:

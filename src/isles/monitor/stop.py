@@ -14,13 +14,13 @@ from isles.facts.units import format_duration
 from isles.launch.queue import queue_job, refresh
 from isles.launch.queue_job import QueueJob
 from isles.monitor.collect import collect
-from isles.rundir.find import typed_name
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.signals import kill_now, send_signal
-from isles.rundir.state import AttemptState, attempt_state, current_status, script_of
-from isles.rundir.stop_request import StopKind, request_stop
+from isles.run.find import typed_name
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.signals import kill_now, send_signal
+from isles.run.state import AttemptState, attempt_state, current_status, script_of
+from isles.run.stop_request import StopKind, request_stop
 
 _LOOK_S = 0.5
 _KILL_S = 10.0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.launch.passing import pass_on, remote_script
 from isles.launch.shell import Shell, on_all
-from isles.rundir.remote import RemoteRun
-from isles.rundir.state import QUEUES
+from isles.run.remote import RemoteRun
+from isles.run.state import QUEUES
 
 _CONNECT_S = 5.0
 _END_S = 30.0

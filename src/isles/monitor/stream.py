@@ -16,10 +16,10 @@ from isles.errors import UserError
 from isles.launch.setting import path_elsewhere, python_of, setting_lines
 from isles.launch.shell import Shell
 from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
-from isles.rundir.fleet import read_fleet
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.remote import RemoteRun
-from isles.rundir.state import QUEUES
+from isles.run.fleet import read_fleet
+from isles.run.paths import Attempt, RunDir
+from isles.run.remote import RemoteRun
+from isles.run.state import QUEUES
 
 Note = Callable[[str], object]
 

@@ -15,8 +15,8 @@ from cyclopts import App, Parameter
 from isles.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from isles.rundir.paths import RunDir
-    from isles.rundir.remote import RemoteRun
+    from isles.run.paths import RunDir
+    from isles.run.remote import RemoteRun
 
 checkpoint = App(name="checkpoint", help="List, verify and export checkpoints.")
 
@@ -64,8 +64,8 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     )
     from isles.monitor.several_report import several_lines, several_report, with_several
     from isles.monitor.table import report_lines, runs_table
-    from isles.rundir.find import find_any
-    from isles.rundir.several import SeveralRun
+    from isles.run.find import find_any
+    from isles.run.several import SeveralRun
 
     if (meeting := find_meeting(run, output_dir)) is not None:
         record = meeting_record(meeting)
@@ -135,8 +135,8 @@ def logs(
     from isles.monitor.logs import LogChoice
     from isles.monitor.several_logs import several_lines
     from isles.monitor.stream import shown_lines
-    from isles.rundir.find import find_any, find_cluster
-    from isles.rundir.several import SeveralRun
+    from isles.run.find import find_any, find_cluster
+    from isles.run.several import SeveralRun
 
     if by_node and (follow or rank is not None):
         raise UserError(
@@ -178,9 +178,9 @@ def stop(
     from isles.facts.units import parse_duration_s
     from isles.monitor.meeting_state import find_meeting
     from isles.monitor.stop import end_here, stop_run
-    from isles.rundir.find import find_any, find_cluster
-    from isles.rundir.remote import RemoteRun
-    from isles.rundir.several import SeveralRun
+    from isles.run.find import find_any, find_cluster
+    from isles.run.remote import RemoteRun
+    from isles.run.several import SeveralRun
 
     try:
         timeout_s = parse_duration_s(timeout)
@@ -224,8 +224,8 @@ def attend(
         begun: It has been followed before: show what is new.
     """
     from isles.monitor.foreground import attend_here, attend_there
-    from isles.rundir.find import find_cluster
-    from isles.rundir.remote import RemoteRun
+    from isles.run.find import find_cluster
+    from isles.run.remote import RemoteRun
 
     found = find_cluster(run, output_dir)
     if isinstance(found, RemoteRun):
@@ -237,7 +237,7 @@ def attend(
 def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
     """List the checkpoints of a run."""
     from isles.monitor.checkpoints import checkpoint_lines
-    from isles.rundir.remote import RemoteRun
+    from isles.run.remote import RemoteRun
 
     found = _whose_weights(run, output_dir)
     if isinstance(found, RemoteRun):
@@ -250,7 +250,7 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
 def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = _RUNS) -> int:
     """Read checkpoints back and compare every byte with its recorded hash."""
     from isles.monitor.checkpoints import verify_lines
-    from isles.rundir.remote import RemoteRun
+    from isles.run.remote import RemoteRun
 
     found = _whose_weights(run, output_dir)
     if isinstance(found, RemoteRun):
@@ -342,7 +342,7 @@ def _worker_verb(
     verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
 ) -> int:
     from isles.launch.verbs import option_words, run_verb
-    from isles.rundir.remote import RemoteRun
+    from isles.run.remote import RemoteRun
 
     found = _whose_weights(run, output_dir)
     if isinstance(found, RemoteRun):
@@ -354,8 +354,8 @@ def _worker_verb(
 def _whose_weights(run: str | None, output_dir: Path) -> RunDir | RemoteRun:
     """The run that is meant; of one on several clusters that of the cluster that is furthest."""
     from isles.monitor.several_state import furthest
-    from isles.rundir.find import find_any, find_cluster
-    from isles.rundir.several import SeveralRun
+    from isles.run.find import find_any, find_cluster
+    from isles.run.several import SeveralRun
 
     found = find_any(run, output_dir)
     if not isinstance(found, SeveralRun):

@@ -36,7 +36,7 @@ from isles.outer.messages import (
     TurnAnswer,
 )
 from isles.outer.rate_limit import RateLimit
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 _POLL_S = 20.0
 _AGAIN_S = 1.0

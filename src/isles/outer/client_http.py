@@ -17,7 +17,7 @@ from yarl import URL
 from isles.errors import CommunicationError
 from isles.outer.messages import ErrorBody, Message
 from isles.outer.rate_limit import RateLimit
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 A = TypeVar("A", bound=BaseModel)
 R = TypeVar("R")

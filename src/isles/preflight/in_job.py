@@ -17,7 +17,7 @@ from isles.launch.slurm_script import JobText, sbatch_options
 from isles.preflight.finding import Finding
 from isles.preflight.queue_probe import findings_of, probe_run
 from isles.preflight.subject import Subject
-from isles.rundir.env import allocation
+from isles.run.env import allocation
 
 _SBATCH_ONLY = ("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--time")
 _RUN_S = 120.0

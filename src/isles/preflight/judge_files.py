@@ -11,7 +11,7 @@ from isles.launch.hub import hub_fault
 from isles.preflight.finding import Finding, Level
 from isles.preflight.panel import Answers
 from isles.preflight.subject import Subject
-from isles.rundir.refusals import how_to_write
+from isles.run.refusals import how_to_write
 
 _LEAST_BYTES = 1 << 30
 _LEAST_INODES = 1000

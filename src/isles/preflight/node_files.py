@@ -13,8 +13,8 @@ from isles.config.load import Loaded
 from isles.config.run import RunConfig
 from isles.errors import UserError
 from isles.launch.hub import ask_hub
-from isles.rundir.env import cache_home, hub_cache
-from isles.rundir.refusals import NOT_A_FOLDER, refusal
+from isles.run.env import cache_home, hub_cache
+from isles.run.refusals import NOT_A_FOLDER, refusal
 
 
 def files(args: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from isles.launch.queue_start import in_workdir, settle
 from isles.preflight.finding import Finding
 from isles.preflight.queue_probe import findings_of, probe_run
 from isles.preflight.subject import Subject
-from isles.rundir.env import pbs_job
-from isles.rundir.paths import RunDir
+from isles.run.env import pbs_job
+from isles.run.paths import RunDir
 
 _RUN_S = 120.0
 """Beyond the wait for nodes: what the check itself may take before it is ended."""

@@ -12,8 +12,8 @@ from typing import Any
 from isles.config.resolve import Resolved, dump_resolved
 from isles.preflight.finding import Finding
 from isles.preflight.subject import Subject
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
+from isles.run.paths import RunDir
+from isles.run.records import read_record
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from isles.preflight.node_ranks import Ranks
 from isles.preflight.panel import Place
 from isles.preflight.report import report_lines
 from isles.preflight.subject import Subject
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_record
+from isles.run.paths import RunDir
+from isles.run.records import write_record
 
 _FINISH_S = 5.0
 

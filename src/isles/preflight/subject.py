@@ -13,7 +13,7 @@ from isles.config.shape import find_shape
 from isles.facts.memory import copy_bytes, frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.hub import hub_repos
-from isles.rundir.env import hub_cache
+from isles.run.env import hub_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isles.rundir.records import read_rows, write_text_atomic
+from isles.run.records import read_rows, write_text_atomic
 
 
 class JsonlTracker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from isles.rundir.records import read_record, write_record
+from isles.run.records import read_record, write_record
 
 
 class Sent:

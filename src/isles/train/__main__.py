@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from isles.config.load import load_run_file
-from isles.rundir.env import RankEnv, read_rank_env
-from isles.rundir.paths import RunDir
-from isles.rundir.restarts import checkpoint_to_load
+from isles.run.env import RankEnv, read_rank_env
+from isles.run.paths import RunDir
+from isles.run.restarts import checkpoint_to_load
 from isles.train.by_hand import leave, train_by_hand
 from isles.train.job import die_with_torchrun, exit_status
 from isles.train.node_log import job_node_log

@@ -16,8 +16,8 @@ from isles.dist.world import World
 from isles.errors import UserError
 from isles.models.build import load_model_config
 from isles.models.identity import base_fingerprint
-from isles.rundir.manifest import CheckpointInfo
-from isles.rundir.paths import RunDir
+from isles.run.manifest import CheckpointInfo
+from isles.run.paths import RunDir
 from isles.train.card import card_text
 from isles.train.model import empty_model, whole_model
 

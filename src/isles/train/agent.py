@@ -26,12 +26,12 @@ import psutil
 
 from isles import __version__
 from isles.errors import ExitCode, UserError
-from isles.rundir.env import ATTEMPT, RUN_DIR, rank_defaults, visible_devices
-from isles.rundir.fleet import Fleet, FleetNode, read_fleet
-from isles.rundir.nodes import Meeting, claim_node, read_meeting
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.stop_request import read_stop_request
+from isles.run.env import ATTEMPT, RUN_DIR, rank_defaults, visible_devices
+from isles.run.fleet import Fleet, FleetNode, read_fleet
+from isles.run.nodes import Meeting, claim_node, read_meeting
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.stop_request import read_stop_request
 from isles.train.contact import Contact, Head
 from isles.train.forked import MeetingPlace
 from isles.train.node_log import NodeLog
@@ -261,7 +261,7 @@ def _obey_requests(attempt: Attempt, relay: SignalRelay) -> None:
 
 def _end_at_once(attempt: Attempt) -> None:
     """End the ranks without saving; this process, whose end they follow, too."""
-    from isles.rundir.restarts import newest_step
+    from isles.run.restarts import newest_step
     from isles.train.verdict import write_stop
 
     with suppress(OSError):  # a full disk must not keep anybody from stopping

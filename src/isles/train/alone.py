@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isles.errors import ExitCode
-from isles.rundir.refusals import deleted
-from isles.rundir.restarts import (
+from isles.run.refusals import deleted
+from isles.run.restarts import (
     checkpoint_to_load,
     newest_step,
     read_last_step,
     update_restart,
 )
-from isles.rundir.wire import free_port
+from isles.run.wire import free_port
 from isles.train.contact import say
 from isles.train.crew import Crew, Gang, Part
 from isles.train.ending import Ending

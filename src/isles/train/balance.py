@@ -23,8 +23,8 @@ from isles.config.split import RowSplit, even_split, shared_split
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.rundir.manifest import CheckpointInfo
-from isles.rundir.paths import RunDir
+from isles.run.manifest import CheckpointInfo
+from isles.run.paths import RunDir
 from isles.strategies.blocks import find_blocks
 from isles.train.probe import (
     CPU_MICRO_BATCH_SIZE,

@@ -14,13 +14,13 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
 from isles.dist.world import World, join_world
 from isles.errors import UserError, more_lines
-from isles.rundir.begin import begin_run, new_attempt, write_launch
-from isles.rundir.env import RankEnv
-from isles.rundir.find import numbered_runs
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.restarts import has_saved, newest_step, read_last_step
+from isles.run.begin import begin_run, new_attempt, write_launch
+from isles.run.env import RankEnv
+from isles.run.find import numbered_runs
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.restarts import has_saved, newest_step, read_last_step
 from isles.train.hosts import own_run_dir
 from isles.train.verdict import trouble, write_failure
 from isles.train.worker import run_rank

@@ -12,9 +12,9 @@ from isles.config.files import may_be_hub_id
 from isles.config.resolve import Resolved
 from isles.config.run import RunConfig
 from isles.config.show import show
-from isles.rundir.manifest import CheckpointInfo
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
+from isles.run.manifest import CheckpointInfo
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
 
 _SHOWN_VERSIONS = ("isles", "torch", "transformers", "peft")
 

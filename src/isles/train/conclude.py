@@ -16,12 +16,12 @@ from typing import Any
 
 from isles.config.resolve import load_resolved
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import (
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.run.restarts import (
     newest_step,
 )
-from isles.rundir.stop_request import read_stop_request
+from isles.run.stop_request import read_stop_request
 from isles.train.requeue import (
     IN_VAIN_LIMIT,
     IN_VAIN_TAKEN,

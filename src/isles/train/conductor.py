@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isles.errors import ExitCode
-from isles.rundir.fleet import Fleet
-from isles.rundir.pace import CLOSING_S, END_GRACE_S, LOST_AFTER_S, WAITING_EVERY_S
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
-from isles.rundir.refusals import deleted
-from isles.rundir.restarts import (
+from isles.run.fleet import Fleet
+from isles.run.pace import CLOSING_S, END_GRACE_S, LOST_AFTER_S, WAITING_EVERY_S
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.run.refusals import deleted
+from isles.run.restarts import (
     Restart,
     checkpoint_to_load,
     newest_step,
@@ -23,8 +23,8 @@ from isles.rundir.restarts import (
     read_restart,
     update_restart,
 )
-from isles.rundir.stop_request import read_stop_request
-from isles.rundir.wire import free_port
+from isles.run.stop_request import read_stop_request
+from isles.run.wire import free_port
 from isles.train.ending import Ending
 from isles.train.lobby import Lobby, say
 from isles.train.members import Members, Terms

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isles.errors import CommunicationError, UserError
-from isles.rundir.pace import (
+from isles.run.pace import (
     GONE_AFTER_S,
     HELLO_S,
     LOST_AFTER_S,
@@ -22,7 +22,7 @@ from isles.rundir.pace import (
     WAITING_EVERY_S,
     Silence,
 )
-from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire, refusal
+from isles.run.wire import GREETING_BYTES, NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.05

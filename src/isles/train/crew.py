@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.rundir.pace import END_GRACE_S
-from isles.rundir.paths import Attempt, RunDir
+from isles.run.pace import END_GRACE_S
+from isles.run.paths import Attempt, RunDir
 from isles.train.forked import MeetingPlace, Ranks
 from isles.train.rank import RankStart, rank_process
 from isles.train.relay import SignalRelay

@@ -31,8 +31,8 @@ from isles.data.store import TokenStore
 from isles.data.stream_rows import row_stream
 from isles.data.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError, more_lines
-from isles.rundir.env import cache_home
-from isles.rundir.paths import RunDir
+from isles.run.env import cache_home
+from isles.run.paths import RunDir
 from isles.train.quiet import hush_libraries
 from isles.train.tokenizer import write_tokenizer
 

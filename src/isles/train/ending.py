@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_bytes_atomic
-from isles.rundir.restarts import newest_step
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_bytes_atomic
+from isles.run.restarts import newest_step
 from isles.train.script_end import write_end
 from isles.train.verdict import write_failure, write_stop
 

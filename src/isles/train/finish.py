@@ -13,9 +13,9 @@ from isles.config.resolve import Resolved
 from isles.config.strategy import DDPStrategyConfig
 from isles.errors import UserError
 from isles.models.build import converts_weights
-from isles.rundir.manifest import find_checkpoint
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows, write_record
+from isles.run.manifest import find_checkpoint
+from isles.run.paths import RunDir
+from isles.run.records import read_rows, write_record
 from isles.train.adapter import export_adapted
 from isles.train.card import card_text
 from isles.train.model import empty_model

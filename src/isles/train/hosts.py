@@ -11,8 +11,8 @@ from isles.dist.place import place_of
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.facts.models import shape_names
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import write_text_atomic
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_text_atomic
 
 
 def own_run_dir(run_dir: RunDir, attempt: Attempt, world: World) -> tuple[RunDir, Attempt]:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt
 from isles.train.rank_edges import let_cause_end_first
 
 _LOOK_S = 0.5

@@ -14,10 +14,10 @@ from typing import Any
 
 from isles.errors import ExitCode
 from isles.facts.text import printable
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
-from isles.rundir.process import ProcessId
-from isles.rundir.wire import GREETING_BYTES, NotOurs, Wire
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
+from isles.run.process import ProcessId
+from isles.run.wire import GREETING_BYTES, NotOurs, Wire
 from isles.train.strangers import Strangers
 
 _ENOUGH = 12

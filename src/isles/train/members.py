@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from isles.rundir.fleet import Fleet
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import write_record
-from isles.rundir.restarts import (
+from isles.run.fleet import Fleet
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_record
+from isles.run.restarts import (
     Restart,
     list_restarts,
     newest_step,

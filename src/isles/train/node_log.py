@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from isles.rundir.env import RankEnv
-from isles.rundir.node_log import new_node_log
-from isles.rundir.paths import Attempt, RunDir
+from isles.run.env import RankEnv
+from isles.run.node_log import new_node_log
+from isles.run.paths import Attempt, RunDir
 
 _EVERY_S = 0.5
 

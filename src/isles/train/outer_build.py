@@ -26,9 +26,9 @@ from isles.outer.layout import Layout, make_layout
 from isles.outer.link import Link, member_of
 from isles.outer.link_settings import HivemindSettings, LinkSettings
 from isles.outer.messages import SAMPLE_TOKENS
-from isles.rundir.manifest import CheckpointInfo
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.manifest import CheckpointInfo
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine
 from isles.train.outer import Outer
 from isles.train.outer_alone import Alone, OuterLine

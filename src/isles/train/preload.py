@@ -28,8 +28,8 @@ def preload() -> None:
     _die_with_agent()
     with contextlib.suppress(Exception), _without("torchao"):
         from isles.config.resolve import load_resolved
-        from isles.rundir.env import RUN_DIR
-        from isles.rundir.paths import RunDir
+        from isles.run.env import RUN_DIR
+        from isles.run.paths import RunDir
 
         run_dir = RunDir(Path(os.environ[RUN_DIR]))
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))

@@ -6,9 +6,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from isles.rundir.fleet import Fleet
-from isles.rundir.paths import Attempt
-from isles.rundir.records import write_record
+from isles.run.fleet import Fleet
+from isles.run.paths import Attempt
+from isles.run.records import write_record
 from isles.train.lobby import Lobby
 
 _EVERY_S = 5.0

@@ -12,8 +12,8 @@ from multiprocessing import connection
 from pathlib import Path
 
 from isles.errors import ExitCode
-from isles.rundir.env import read_rank_env
-from isles.rundir.paths import RunDir
+from isles.run.env import read_rank_env
+from isles.run.paths import RunDir
 from isles.train.rank_edges import let_cause_end_first, log_to_file
 
 

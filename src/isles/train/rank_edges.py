@@ -7,9 +7,9 @@ import sys
 import time
 
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt
+from isles.run.records import read_record
 
 _CAUSE_FIRST_S, _LOOK_S = 2.0, 0.05
 

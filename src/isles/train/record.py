@@ -8,9 +8,9 @@ import threading
 import time
 from typing import Any
 
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_record
-from isles.rundir.restarts import LastStep
+from isles.run.paths import RunDir
+from isles.run.records import write_record
+from isles.run.restarts import LastStep
 from isles.track.base import Trackers
 
 log = logging.getLogger(__name__)

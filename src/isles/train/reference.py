@@ -23,8 +23,8 @@ from isles.data.loader import numbered_batches
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.rundir.paths import RunDir
-from isles.rundir.records import write_bytes_atomic
+from isles.run.paths import RunDir
+from isles.run.records import write_bytes_atomic
 from isles.strategies.base import Engine
 from isles.train.record import Recorder
 

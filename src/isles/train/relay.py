@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.signals import send_signal
+from isles.run.paths import Attempt
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.signals import send_signal
 
 
 class StopBetween(BaseException):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record, write_record, write_text_atomic
+from isles.run.paths import Attempt
+from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.lobby import Seat
 from isles.train.verdict import find_culprit
 

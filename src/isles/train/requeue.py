@@ -8,9 +8,9 @@ from pathlib import Path
 
 from isles.config.run import RunConfig
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record
-from isles.rundir.restarts import (
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record
+from isles.run.restarts import (
     Restart,
     current_restart,
     list_restarts,

@@ -22,7 +22,7 @@ from typing import Any
 from isles.config.resolve import load_resolved
 from isles.config.run import RunConfig
 from isles.errors import ExitCode
-from isles.rundir.env import (
+from isles.run.env import (
     ATTEMPT,
     RUN_DIR,
     SET_BY_TORCHRUN,
@@ -30,10 +30,10 @@ from isles.rundir.env import (
     read_rank_env,
     restarts_of_script,
 )
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import write_record
-from isles.rundir.stop_request import read_stop_request
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import write_record
+from isles.run.stop_request import read_stop_request
 from isles.train.job import ending_record, exit_status
 from isles.train.node_log import job_node_log
 from isles.train.rank_edges import let_cause_end_first, log_to_file

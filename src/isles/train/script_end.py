@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import read_last_step
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt
+from isles.run.records import read_record, write_record
+from isles.run.restarts import read_last_step
 
 _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 30

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
 
 _BEAT_S = 5.0
 

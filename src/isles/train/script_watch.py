@@ -20,10 +20,10 @@ from typing import Any
 from isles.config.watchdog import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record, write_text_atomic
-from isles.rundir.restarts import read_last_step
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record, write_text_atomic
+from isles.run.restarts import read_last_step
 from isles.train.script_stacks import ScriptStacks
 from isles.train.stall_relay import ASKED, CARRIED_S, PRINTED
 from isles.train.stall_verdict import Stall, Standing, find_stall

@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record, write_text_atomic
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.lobby import say
 
 ASKED = "asked.json"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from isles.dist.world import World
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt
-from isles.rundir.refusals import deleted
-from isles.rundir.stop_request import StopKind, read_stop_request
+from isles.run.paths import Attempt
+from isles.run.refusals import deleted
+from isles.run.stop_request import StopKind, read_stop_request
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from isles.facts.text import printable
-from isles.rundir.wire import Wire
+from isles.run.wire import Wire
 
 _AT_ONCE = 64
 """So many connections may be without a greeting; a node's comes within milliseconds."""

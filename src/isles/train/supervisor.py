@@ -24,11 +24,11 @@ from typing import Any
 from isles import __version__
 from isles.config.resolve import load_resolved
 from isles.errors import ExitCode
-from isles.rundir.fleet import Fleet, read_fleet
-from isles.rundir.nodes import Meeting, start_node
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
+from isles.run.fleet import Fleet, read_fleet
+from isles.run.nodes import Meeting, start_node
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
 from isles.train.agent import versions
 from isles.train.conductor import Conductor
 from isles.train.lobby import Identity, Lobby, say

@@ -16,7 +16,7 @@ from isles.data.tokenizer import load_tokenizer, train_tokenizer
 from isles.data.transfer import rank_with_data
 from isles.dist.disks import Disks, spread_folder
 from isles.dist.world import World
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 
 log = logging.getLogger(__name__)
 

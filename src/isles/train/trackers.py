@@ -21,10 +21,10 @@ from isles.config.track import (
 )
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_rows
-from isles.rundir.trackers import require_trackers
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import RunDir
+from isles.run.records import read_rows
+from isles.run.trackers import require_trackers
 from isles.track.background import Background, RemoteTracker
 from isles.track.base import RunFacts, Tracker, Trackers
 from isles.track.jsonl import JsonlTracker

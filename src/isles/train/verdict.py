@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isles.errors import ExitCode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import (
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.run.restarts import (
     Restart,
     Verdict,
     list_restarts,
@@ -19,7 +19,7 @@ from isles.rundir.restarts import (
     read_last_step,
     write_restart,
 )
-from isles.rundir.state import script_of
+from isles.run.state import script_of
 
 _END = "`isles train` again goes on from the last checkpoint"
 

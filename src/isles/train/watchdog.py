@@ -23,9 +23,9 @@ from isles.dist.beat import BEAT_S, Beats, open_beats
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
-from isles.rundir.env import RankEnv
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record, write_record, write_text_atomic
+from isles.run.env import RankEnv
+from isles.run.paths import Attempt
+from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.record import Recorder
 from isles.train.stall_place import Place, flight_record, place_now
 from isles.train.stall_verdict import Stall, Standing, find_stall

@@ -27,13 +27,13 @@ from isles.errors import (
     TrainingError,
     UserError,
 )
-from isles.rundir.env import RankEnv
-from isles.rundir.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import write_record
-from isles.rundir.refusals import deleted
-from isles.rundir.restarts import LastStep, read_last_step, read_restart
+from isles.run.env import RankEnv
+from isles.run.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import write_record
+from isles.run.refusals import deleted
+from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.job import ending_record

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from isles.errors import ConfigError, ExitCode, MissingDependencyError, UserError
 from isles.outer.rendezvous.settings import Settings
-from isles.rundir.join_line import NAME
-from isles.rundir.records import write_secret
+from isles.run.join_line import NAME
+from isles.run.records import write_secret
 
 
 def main(arguments: list[str] | None = None) -> int:

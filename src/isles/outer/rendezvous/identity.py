@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isles.errors import ConfigError, MissingDependencyError
-from isles.rundir.join_line import SECRET_BYTES, encode
-from isles.rundir.records import write_secret
+from isles.run.join_line import SECRET_BYTES, encode
+from isles.run.records import write_secret
 
 _VALID = datetime.timedelta(days=3650)
 _OPENSSL_S = 60.0

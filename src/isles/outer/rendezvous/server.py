@@ -27,8 +27,8 @@ from isles.outer.rendezvous.core import Core
 from isles.outer.rendezvous.door import Door, explain_errors
 from isles.outer.rendezvous.identity import lock_folder, make_identity
 from isles.outer.rendezvous.settings import Settings
-from isles.rundir.join_line import JoinLine
-from isles.rundir.records import write_secret
+from isles.run.join_line import JoinLine
+from isles.run.records import write_secret
 
 log = logging.getLogger(__name__)
 

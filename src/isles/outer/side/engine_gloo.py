@@ -28,7 +28,7 @@ from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_
 from isles.outer.side.gloo_group import Group
 from isles.outer.side.gloo_reach import UnreachableError, call_each_other
 from isles.outer.side.spool import Spool
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 log = logging.getLogger(__name__)
 

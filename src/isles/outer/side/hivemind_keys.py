@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isles.errors import ConfigError
-from isles.rundir.join_line import JoinLine, encode
-from isles.rundir.records import write_secret
+from isles.run.join_line import JoinLine, encode
+from isles.run.records import write_secret
 
 _LEAST_SECRET = 16
 

@@ -19,7 +19,7 @@ from isles.outer.side.hivemind_host import Host
 from isles.outer.side.hivemind_inbox import Inbox
 from isles.outer.side.hivemind_keys import Keys
 from isles.outer.side.hivemind_peers import Body, PeerError, Peers, Reader, Writer
-from isles.rundir.records import read_record, write_record, write_secret
+from isles.run.records import read_record, write_record, write_secret
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from isles.outer.side.faults import WHO_IS_THERE, NotLetInError, RejoinError
 from isles.outer.side.spool import Spool
 from isles.outer.side.states import States
 from isles.outer.side.turns import Turns
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 if TYPE_CHECKING:  # an extra
     from isles.outer.side.hivemind_node import Node

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from isles.rundir.records import read_record, write_record
-from isles.rundir.refusals import clear_errors
+from isles.run.records import read_record, write_record
+from isles.run.refusals import clear_errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.rundir.manifest import list_checkpoints
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.records import read_record, write_record
+from isles.run.manifest import list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
 
 Verdict = Literal["restart", "stop", "fail"]
 """restart: all ranks are started again. stop: a stop had been asked for. fail: the run ends."""

@@ -15,10 +15,10 @@ import time
 from contextlib import suppress
 from typing import Any, SupportsFloat
 
-from isles.rundir.env import read_rank_env, restarts_of_script, run_dir_of_script
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record, write_record
-from isles.rundir.restarts import LastStep
+from isles.run.env import read_rank_env, restarts_of_script, run_dir_of_script
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
+from isles.run.restarts import LastStep
 
 _STATUS_EVERY_S = 0.5
 

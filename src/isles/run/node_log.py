@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from isles.rundir.paths import RunDir
+from isles.run.paths import RunDir
 
 
 def node_log_folder(run_dir: RunDir) -> Path:

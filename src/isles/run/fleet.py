@@ -7,8 +7,8 @@ from typing import Any
 
 from isles import __version__
 from isles.errors import UserError
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record, write_record
+from isles.run.paths import Attempt
+from isles.run.records import read_record, write_record
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from isles.rundir.paths import Attempt
-from isles.rundir.records import read_record, write_record
+from isles.run.paths import Attempt
+from isles.run.records import read_record, write_record
 
 StopKind = Literal["save", "interrupt", "now"]
 """save: save, and end with 85. interrupt: save, and end with 130. now: end without saving."""

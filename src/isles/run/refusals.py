@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from isles.errors import TrainingError, UserError
-from isles.rundir.paths import Attempt
+from isles.run.paths import Attempt
 
 NOT_A_FOLDER = "a file stands where a folder is needed"
 NO_SPACE = "there is no space left"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
-from isles.rundir.fleet import Fleet, FleetNode
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from isles.config.run import RunConfig
 from isles.config.track import MLflowConfig, tracker_sections
 from isles.errors import ConfigError, MissingDependencyError
-from isles.rundir.env import has_mlflow_server
+from isles.run.env import has_mlflow_server
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
-from isles.rundir.records import read_record, write_record
-from isles.rundir.refusals import clear_errors
+from isles.run.records import read_record, write_record
+from isles.run.refusals import clear_errors
 
 _RECORD = "clusters.json"
 

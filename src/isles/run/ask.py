@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from isles.errors import CommunicationError, PreflightError
-from isles.rundir.join_line import JoinLine
+from isles.run.join_line import JoinLine
 
 _MOST_BYTES = 64 << 20
 _SLICE = 1 << 16

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from isles.config.resolve import load_resolved
 from isles.errors import UserError
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
 
 State = Literal["new", "queued", "running", "finished", "stopped", "failed", "killed", "unknown"]
 """new: never started. queued: its job waits for its turn, also to go on. killed: no outcome, and

@@ -8,12 +8,12 @@ import shlex
 from pathlib import Path
 
 from isles.errors import UserError
-from isles.rundir.env import named_elsewhere
-from isles.rundir.paths import RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record
-from isles.rundir.remote import RUNS, RemoteRun, list_remotes
-from isles.rundir.several import (
+from isles.run.env import named_elsewhere
+from isles.run.paths import RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record
+from isles.run.remote import RUNS, RemoteRun, list_remotes
+from isles.run.several import (
     ClusterRun,
     SeveralRun,
     is_several,
@@ -21,7 +21,7 @@ from isles.rundir.several import (
     owner_of,
     read_several,
 )
-from isles.rundir.state import QUEUES
+from isles.run.state import QUEUES
 
 _NUMBERED = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
 _LISTED = 8

@@ -12,7 +12,7 @@ from isles.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from isles.rundir.process import ProcessId
+    from isles.run.process import ProcessId
 
 
 def send_signal(process: ProcessId, signum: signal.Signals) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import TrainingError, UserError
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
+from isles.run.paths import RunDir
+from isles.run.records import read_record
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.rundir.find import typed_name
-from isles.rundir.paths import RunDir
-from isles.rundir.records import read_record
-from isles.rundir.state import AttemptState, Clock
+from isles.run.find import typed_name
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+from isles.run.state import AttemptState, Clock
 
 
 def refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:

@@ -23,14 +23,14 @@ from isles.config.resume import (
 )
 from isles.config.run import RunConfig
 from isles.errors import UserError
-from isles.rundir.find import find_run, is_run_dir, numbered_runs, typed_command
-from isles.rundir.manifest import CheckpointInfo, list_checkpoints
-from isles.rundir.paths import Attempt, RunDir
-from isles.rundir.process import ProcessId
-from isles.rundir.records import read_record, write_record, write_secret, write_text_atomic
-from isles.rundir.refusals import clear_errors
-from isles.rundir.running import refuse_running
-from isles.rundir.state import Clock, attempt_state, run_state
+from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command
+from isles.run.manifest import CheckpointInfo, list_checkpoints
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record, write_secret, write_text_atomic
+from isles.run.refusals import clear_errors
+from isles.run.running import refuse_running
+from isles.run.state import Clock, attempt_state, run_state
 
 
 @dataclass(frozen=True, slots=True)
