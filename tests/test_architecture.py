@@ -23,9 +23,9 @@ ALLOWED: dict[str, set[str]] = {
     "run": GROUND | {"config"},
     # control wing
     "launch": SHARED,
-    "preflight": SHARED | {"launch"},
+    "check": SHARED | {"launch"},
     "monitor": SHARED | {"launch"},
-    "cli": SHARED | {"launch", "monitor", "preflight"},
+    "cli": SHARED | {"launch", "monitor", "check"},
     # worker wing
     "dist": SHARED,
     "models": SHARED | {"dist"},
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED
     | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance", "outer"},
 }
-CONTROL_WING = {"errors", "facts", "config", "run", "launch", "preflight", "monitor", "cli"}
+CONTROL_WING = {"errors", "facts", "config", "run", "launch", "check", "monitor", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
 FILES = sorted(SRC.rglob("*.py"))
 

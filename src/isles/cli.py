@@ -17,6 +17,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from isles import __version__
+from isles.check.command import check_app
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.launch.arguments import normalise_overrides
 from isles.launch.file_verbs import config, data
@@ -26,7 +27,6 @@ from isles.monitor import verbs as run_verbs
 from isles.monitor.join_cluster_verb import join_cluster_app
 from isles.monitor.join_verb import join_app
 from isles.monitor.meeting_verb import rendezvous_app
-from isles.preflight.check_verb import check_app
 
 app = App(
     name="isles",

@@ -133,7 +133,7 @@ def test_python_without_isles_and_a_host_that_hangs(lab: Lab) -> None:
     assert "isles setup" in report.bad("isles.installed")["a1"]["fix"]
     assert python in report.bad("isles.installed")["a2"]["text"]
     assert "12 s" in report.bad("host.answers")["a3"]["text"]
-    sh(lab, "a3", "kill -KILL $(pgrep -f isles[.]preflight)")  # what is stopped cannot end itself
+    sh(lab, "a3", "kill -KILL $(pgrep -f isles[.]check)")  # what is stopped cannot end itself
 
 
 def test_what_is_wrong_on_single_hosts(lab: Lab) -> None:
@@ -224,7 +224,7 @@ def test_the_step_of_a_job(lab: Lab) -> None:
     (run_dir / "run.yaml").write_text((lab.shared / "run.yaml").read_text())
 
     def step(node: int, *more: str) -> list[str]:
-        base = [sys.executable, "-m", "isles.preflight.step", "/shared/out/checked-1"]
+        base = [sys.executable, "-m", "isles.check.step", "/shared/out/checked-1"]
         return [*base, "--attempt", "1", "--node", str(node), "--hosts", "a1,a2", *more]
 
     master = ("--master", "10.77.1.1:29500")

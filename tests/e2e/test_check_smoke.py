@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.preflight.node_smoke import smoke
+from isles.check.node.smoke import smoke
 from tests.deadline import DEADLINE_S
 from tests.lab.home import until
 

@@ -245,7 +245,7 @@ def test_nodes_that_are_not_fit_start_no_ranks(tmp_path: Path) -> None:
     job = Job(tmp_path, FINISHED, check=True)
     finding = '{"findings": [{"level": "error", "id": "disk.free", "where": "a2", "text": "full"}]}'
     python = f"""#!/bin/bash
-case "$*" in *isles.preflight.step*) ;; *) exec {sys.executable} "$@" ;; esac
+case "$*" in *isles.check.step*) ;; *) exec {sys.executable} "$@" ;; esac
 echo "$*" >>{tmp_path}/step.calls; echo "disk.free a2: full"
 echo '{finding}' >{job.attempt.findings}; exit 2
 """

@@ -119,7 +119,7 @@ start_ranks() {
 # ---- Step 0: are the nodes, and the links between them, fit? ----------------------------------
 check_node() {
   setting
-  exec python -m isles.preflight.step "$ISLES_RUN_DIR" --attempt 1 \
+  exec python -m isles.check.step "$ISLES_RUN_DIR" --attempt 1 \
     --node "$1" --hosts "$(IFS=,; echo "${nodes[*]}")" --master "$master_addr:$master_port"
 }
 

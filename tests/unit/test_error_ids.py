@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from isles import errors
+from isles.check.ids import MEANINGS
 from isles.cli import main
 from isles.errors import (
     CommunicationError,
@@ -33,7 +34,6 @@ from isles.launch.hosts import refuse
 from isles.launch.shell import Shell
 from isles.launch.wheel import wheel_bytes
 from isles.monitor.errors import failure_lines
-from isles.preflight.ids import MEANINGS
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import write_record

@@ -12,11 +12,11 @@ from types import ModuleType
 
 import pytest
 
+from isles.check.ids import MEANINGS
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode
 from isles.facts.troubleshooting import by_id
-from isles.preflight.ids import MEANINGS
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

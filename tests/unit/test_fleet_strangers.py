@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from isles import __version__
+from isles.check import link
 from isles.errors import PreflightError
 from isles.launch.join import join
-from isles.preflight import link
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
 from isles.train.contact import Contact, Head
 from tests.deadline import DEADLINE_S

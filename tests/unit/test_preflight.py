@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+from isles.check.finding import Finding, exit_code, ordered, record
+from isles.check.ids import MEANINGS
+from isles.check.judge.files import judge_files, judge_hub, judge_shared
+from isles.check.judge.gpus import judge_gpus, judge_ranks
+from isles.check.judge.machine import judge_clocks
+from isles.check.judge.network import judge_bandwidth, judge_reduce
+from isles.check.judge.versions import judge_versions
+from isles.check.report import report_lines
+from isles.check.subject import Subject
 from isles.config.cluster import ClusterConfig
 from isles.config.load import load_run_file
 from isles.facts.units import format_bytes
 from isles.launch.addresses import Reach
-from isles.preflight.finding import Finding, exit_code, ordered, record
-from isles.preflight.ids import MEANINGS
-from isles.preflight.judge_files import judge_files, judge_hub, judge_shared
-from isles.preflight.judge_gpus import judge_gpus, judge_ranks
-from isles.preflight.judge_machine import judge_clocks
-from isles.preflight.judge_net import judge_bandwidth, judge_reduce
-from isles.preflight.judge_versions import judge_versions
-from isles.preflight.report import report_lines
-from isles.preflight.subject import Subject
 from tests.each import each
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from isles.check.meeting import judge_rendezvous, rendezvous_stand_in
+from isles.check.node.network import dial
+from isles.check.verb import CheckOptions, run_check
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
-from isles.preflight.meeting import judge_rendezvous, rendezvous_stand_in
-from isles.preflight.node_net import dial
-from isles.preflight.verb import CheckOptions, run_check
 
 CLUSTERS = [{"name": "here"}, {"name": "far", "launcher": {"kind": "ssh", "hosts": ["a1"]}}]
 

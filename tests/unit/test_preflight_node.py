@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from isles.check.node.files import files, probe_read, probe_remove, probe_write
+from isles.check.node.gpus import gpus
+from isles.check.node.machine import machine
+from isles.check.node.network import Listener, bandwidth, reach, resolve
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.errors import UserError
 from isles.launch.hub import hub_faults
-from isles.preflight.node_files import files, probe_read, probe_remove, probe_write
-from isles.preflight.node_gpus import gpus
-from isles.preflight.node_machine import machine
-from isles.preflight.node_net import Listener, bandwidth, reach, resolve
 from tests.deadline import DEADLINE_S
 
 _SMI = """\
@@ -158,7 +158,7 @@ def _hub() -> Iterator[str]:
 
 
 def test_the_hub_and_its_licences(tmp_path: Path) -> None:
-    code = "import json; from isles.preflight.node_files import hub; "
+    code = "import json; from isles.check.node.files import hub; "
     code += "repos = [('model', n) for n in ('o/open', 'o/gated', 'o/none')]; "
     code += "print(json.dumps([a['state'] for a in hub({'repos': repos})['answers']]))"
 
@@ -210,7 +210,7 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
 
 def test_a_node_that_nobody_asks_any_more_ends() -> None:
     """As when the laptop's network is gone: stdin stays open, and no question comes."""
-    code = "from isles.preflight.node import main; main(idle_s=0.5)"
+    code = "from isles.check.node.operations import main; main(idle_s=0.5)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as child:

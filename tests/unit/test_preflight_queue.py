@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from isles.check.finding import Finding
+from isles.check.queue.pbs import check_pbs
+from isles.check.queue.slurm import check_slurm
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import PbsLauncherConfig, SlurmLauncherConfig
 from isles.launch.pbs_queue import Pbs
 from isles.launch.slurm_queue import Slurm
-from isles.preflight.finding import Finding
-from isles.preflight.queue_pbs import check_pbs
-from isles.preflight.queue_slurm import check_slurm
 from tests.each import each
 
 PARTITIONS = """\

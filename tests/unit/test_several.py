@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from isles.check.meeting import rendezvous_stand_in
 from isles.config.load import Loaded, load_run_file
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
@@ -23,7 +24,6 @@ from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.roster import Roster
 from isles.outer.rendezvous.samples import Samples
 from isles.outer.rendezvous.settings import Settings
-from isles.preflight.meeting import rendezvous_stand_in
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.records import write_record

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from isles.check.ids import MEANINGS
 from isles.errors import ExitCode
-from isles.preflight.ids import MEANINGS
 
 Level = Literal["ok", "warning", "error"]
 _ORDER: dict[Level, int] = {"error": 0, "warning": 1, "ok": 2}

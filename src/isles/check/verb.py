@@ -12,6 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isles.check.conduct import check_hosts
+from isles.check.course import Extent
+from isles.check.finding import Finding, exit_code, record
+from isles.check.login import check_login
+from isles.check.meeting import rendezvous_stand_in
+from isles.check.panel import fault_finding
+from isles.check.queue.pbs import check_pbs
+from isles.check.queue.slurm import check_slurm
+from isles.check.report import report_lines
+from isles.check.subject import Subject
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import (
     ManualLauncherConfig,
@@ -29,18 +39,8 @@ from isles.launch.pbs_queue import Pbs
 from isles.launch.setting import python_of, setting_lines
 from isles.launch.shell import Shell, on_all
 from isles.launch.slurm_queue import Slurm
-from isles.preflight.conduct import check_hosts
-from isles.preflight.course import Extent
-from isles.preflight.finding import Finding, exit_code, record
-from isles.preflight.login import check_login
-from isles.preflight.meeting import rendezvous_stand_in
-from isles.preflight.panel import fault_finding
-from isles.preflight.queue_pbs import check_pbs
-from isles.preflight.queue_slurm import check_slurm
-from isles.preflight.report import report_lines
-from isles.preflight.subject import Subject
 
-_MODULE = "isles.preflight.node"
+_MODULE = "isles.check.node.operations"
 _ANSWER_S = 30.0
 """Longest wait for a first answer once ssh has connected; Python may come from a slow disk."""
 
@@ -137,7 +137,7 @@ def check_subject(
     """Everything that is checked for a launcher; and the names of the hosts."""
     cluster = subject.cluster
     if options.in_job:
-        from isles.preflight.in_job import check_in_job
+        from isles.check.in_job import check_in_job
 
         say("waiting for nodes, and checking them")
         return check_in_job(subject, cluster.launcher, options.timeout_s, options.overrides)

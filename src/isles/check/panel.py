@@ -9,8 +9,8 @@ from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from isles.check.finding import Finding
 from isles.errors import UserError
-from isles.preflight.finding import Finding
 
 Answers = dict[str, dict[str, Any]]
 """By the host's name."""

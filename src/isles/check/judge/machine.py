@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from isles.check.finding import Finding, Level
+from isles.check.panel import Answers
+from isles.check.subject import Subject
 from isles.facts.units import format_bytes, format_duration
-from isles.preflight.finding import Finding, Level
-from isles.preflight.panel import Answers
-from isles.preflight.subject import Subject
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _RANK_BYTES = _GIB

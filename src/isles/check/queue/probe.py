@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from isles.check.finding import Finding
+from isles.check.subject import Subject
 from isles.config.resolve import Resolved, dump_resolved
-from isles.preflight.finding import Finding
-from isles.preflight.subject import Subject
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 
 
 @contextmanager
 def probe_run(subject: Subject, resolved: Resolved) -> Iterator[Path]:
-    """A folder beside the run directories, as `isles.preflight.step` takes it, for a while.
+    """A folder beside the run directories, as `isles.check.step` takes it, for a while.
 
     Args:
         subject: what is checked, with its run file.

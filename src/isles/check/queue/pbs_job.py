@@ -10,15 +10,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from isles.check.finding import Finding
+from isles.check.queue.probe import findings_of, probe_run
+from isles.check.subject import Subject
 from isles.config.launcher import PbsLauncherConfig
 from isles.config.resolve import Resolved
 from isles.errors import PreflightError, UserError
 from isles.launch.pbs_queue import Pbs, PbsJob, last_line
 from isles.launch.pbs_script import InRunDir, pbs_script
 from isles.launch.queue_start import in_workdir, settle
-from isles.preflight.finding import Finding
-from isles.preflight.queue_probe import findings_of, probe_run
-from isles.preflight.subject import Subject
 from isles.run.env import pbs_job
 from isles.run.paths import RunDir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isles.preflight.finding import Finding, Level
+from isles.check.finding import Finding, Level
 
 _NAMED = 6
 

@@ -1,4 +1,4 @@
-"""The check as a step of a job: `python -m isles.preflight.step`, one task on every node.
+"""The check as a step of a job: `python -m isles.check.step`, one task on every node.
 
 The first node asks the others, each over a connection that it opens to the first.
 docs/check.md says more.
@@ -16,21 +16,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from isles.check.conduct import check_hosts
+from isles.check.course import Extent
+from isles.check.finding import Finding, exit_code, record
+from isles.check.link import Link, join, meet
+from isles.check.node.operations import check_operations
+from isles.check.node.ranks import Ranks
+from isles.check.panel import Place
+from isles.check.report import report_lines
+from isles.check.subject import Subject
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import ExitCode, UserError
 from isles.launch.channel import Channel
 from isles.launch.node import serve
 from isles.launch.shell import Shell
-from isles.preflight.conduct import check_hosts
-from isles.preflight.course import Extent
-from isles.preflight.finding import Finding, exit_code, record
-from isles.preflight.link import Link, join, meet
-from isles.preflight.node import check_operations
-from isles.preflight.node_ranks import Ranks
-from isles.preflight.panel import Place
-from isles.preflight.report import report_lines
-from isles.preflight.subject import Subject
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 
@@ -39,7 +39,7 @@ _FINISH_S = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the nodes of a job, and give the exit code: 0 or 2."""
-    parser = argparse.ArgumentParser(prog="isles.preflight.step")
+    parser = argparse.ArgumentParser(prog="isles.check.step")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--node", type=int, default=0, help="number of this node, from 0")
@@ -102,7 +102,9 @@ def _ask(
     subject: Subject, names: list[str], mark: str, options: argparse.Namespace
 ) -> list[Finding]:
     """What the first node does."""
-    own = Channel(Shell(), python=sys.executable, module="isles.preflight.node", name=names[0])
+    own = Channel(
+        Shell(), python=sys.executable, module="isles.check.node.operations", name=names[0]
+    )
     links: dict[int, Link] = {}
     try:
         if len(names) > 1:

@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from isles.check.finding import Finding
+from isles.check.queue.probe import findings_of, probe_run
+from isles.check.subject import Subject
 from isles.config.launcher import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.config.resolve import Resolved
 from isles.errors import PreflightError, UserError
@@ -14,9 +17,6 @@ from isles.launch.setting import python_of, setting_lines
 from isles.launch.shell import Shell
 from isles.launch.slurm_queue import Slurm
 from isles.launch.slurm_script import JobText, sbatch_options
-from isles.preflight.finding import Finding
-from isles.preflight.queue_probe import findings_of, probe_run
-from isles.preflight.subject import Subject
 from isles.run.env import allocation
 
 _SBATCH_ONLY = ("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--time")
@@ -57,11 +57,11 @@ def check_in_job(
             fix="leave it out",
         )
     if launcher.login is not None:
-        from isles.preflight.queue_login import check_on_login
+        from isles.check.queue.login import check_on_login
 
         return check_on_login(subject.loaded, launcher.login, timeout_s, overrides)
     if isinstance(launcher, PbsLauncherConfig):
-        from isles.preflight.queue_pbs_job import check_in_pbs_job
+        from isles.check.queue.pbs_job import check_in_pbs_job
 
         return check_in_pbs_job(subject, launcher, timeout_s)
     with in_workdir(subject.loaded) as workdir:
@@ -92,7 +92,7 @@ def _srun(
         minutes = int((timeout_s + _RUN_S) // 60 + 1)
         options += [f"--time={minutes}", f"--immediate={round(timeout_s)}"]
     python = shlex.quote(python_of(cluster.environment))
-    step = f"exec {python} -m isles.preflight.step {shlex.quote(str(folder))} --attempt 1"
+    step = f"exec {python} -m isles.check.step {shlex.quote(str(folder))} --attempt 1"
     step += ' --node "$SLURM_NODEID" --hosts "$names"'
     step += f' --master "$address:{cluster.network.port}" --timeout {timeout_s:.0f}'
     lines = [*setting_lines(cluster, str(workdir)), _ADDRESS, step]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from isles.check.finding import Finding
+from isles.check.panel import Answers
 from isles.facts.units import format_bytes
-from isles.preflight.finding import Finding
-from isles.preflight.panel import Answers
 
 _GIB = 1 << 30
 _WHEELS = (((12, 0), "cu128"), ((10, 0), "cu128"), ((7, 5), "cu126"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 
-from isles.preflight.finding import Finding, Level, ordered, summary
+from isles.check.finding import Finding, Level, ordered, summary
 
 _SIGNS: dict[Level, str] = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN: dict[Level, str] = {"ok": "ok", "warning": "!!", "error": "XX"}

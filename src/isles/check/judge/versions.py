@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from isles.preflight.finding import Finding, Level
-from isles.preflight.panel import Answers
+from isles.check.finding import Finding, Level
+from isles.check.panel import Answers
 
 _SETUP = "make the hosts equal: isles setup run.yaml"
 _FURTHER = ("safetensors", "datasets", "peft", "deepspeed")
@@ -39,8 +39,8 @@ def judge_versions(
 
     Args:
         facts: of `isles.launch.node_facts`.
-        ranks: of `isles.preflight.node_ranks`.
-        gpus: of `isles.preflight.node_gpus`.
+        ranks: of `isles.check.node.ranks`.
+        gpus: of `isles.check.node.gpus`.
         here: isles on this machine, where that counts.
     """
     findings = [*_missing(facts), *_python(facts), *_isles(facts, here)]

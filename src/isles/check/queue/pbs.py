@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
+from isles.check.finding import Finding
+from isles.check.queue.nodes import QueueNode, judge_gres, judge_nodes, judge_time
 from isles.config.cluster import ClusterConfig
 from isles.config.launcher import PbsLauncherConfig
 from isles.errors import PreflightError
 from isles.facts.units import parse_duration_s
 from isles.launch.pbs_queue import Pbs
-from isles.preflight.finding import Finding
-from isles.preflight.queue_nodes import QueueNode, judge_gres, judge_nodes, judge_time
 
 _OUT = ("down", "offline", "unknown", "stale", "provisioning", "maintenance")
 _ATTRIBUTE = re.compile(r"^\s+([\w.]+) = (.*)$")

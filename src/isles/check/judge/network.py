@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from isles.check.finding import Finding
+from isles.check.panel import Answers
+from isles.check.subject import Subject
 from isles.config.environment import NetworkConfig
 from isles.facts.units import format_bytes, format_duration
 from isles.launch.addresses import Reach
-from isles.preflight.finding import Finding
-from isles.preflight.panel import Answers
-from isles.preflight.subject import Subject
 
 _SLOW_TRIP_S = 0.01
 _LOST = 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from isles.check.finding import Finding, Level
+from isles.check.panel import Answers
+from isles.check.subject import Subject
 from isles.config.launcher import SshLauncherConfig
 from isles.facts.units import format_bytes
 from isles.launch.hub import hub_fault
-from isles.preflight.finding import Finding, Level
-from isles.preflight.panel import Answers
-from isles.preflight.subject import Subject
 from isles.run.refusals import how_to_write
 
 _LEAST_BYTES = 1 << 30
@@ -22,7 +22,7 @@ def judge_files(subject: Subject, answers: Answers, names: Sequence[str]) -> lis
 
     Args:
         subject: what is checked.
-        answers: of `isles.preflight.node_files.files`.
+        answers: of `isles.check.node.files.files`.
         names: hosts in their order; the first keeps the run directory.
     """
     findings: list[Finding] = []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from isles import __version__
-from isles.preflight.conduct import files_args
-from isles.preflight.course import Extent
-from isles.preflight.finding import Finding
-from isles.preflight.judge_files import judge_files, judge_hub
-from isles.preflight.judge_versions import judge_versions
-from isles.preflight.panel import Panel, Place
-from isles.preflight.subject import Subject
+from isles.check.conduct import files_args
+from isles.check.course import Extent
+from isles.check.finding import Finding
+from isles.check.judge.files import judge_files, judge_hub
+from isles.check.judge.versions import judge_versions
+from isles.check.panel import Panel, Place
+from isles.check.subject import Subject
 
 
 def check_login(subject: Subject, place: Place, extent: Extent) -> list[Finding]:

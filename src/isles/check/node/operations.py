@@ -1,4 +1,4 @@
-"""What runs on a node while it is checked: `python -m isles.preflight.node`.
+"""What runs on a node while it is checked: `python -m isles.check.node.operations`.
 
 As `isles.launch.node`, with more that it can be asked. It ends with its stdin, or when nobody has
 asked it for a while (the machine that did may have lost its network), and its ranks with it:
@@ -12,13 +12,13 @@ import threading
 import time
 from typing import Any
 
+from isles.check.node.files import files, hub, probe_read, probe_remove, probe_write
+from isles.check.node.gpus import gpus
+from isles.check.node.machine import clock, machine
+from isles.check.node.network import Listener, bandwidth, dial, reach, resolve
+from isles.check.node.ranks import Ranks
+from isles.check.node.smoke import smoke
 from isles.launch.node import Operation, operations, serve
-from isles.preflight.node_files import files, hub, probe_read, probe_remove, probe_write
-from isles.preflight.node_gpus import gpus
-from isles.preflight.node_machine import clock, machine
-from isles.preflight.node_net import Listener, bandwidth, dial, reach, resolve
-from isles.preflight.node_ranks import Ranks
-from isles.preflight.node_smoke import smoke
 
 _IDLE_S = 120.0
 

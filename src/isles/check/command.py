@@ -40,8 +40,8 @@ def check(
         in_job: Check the nodes that Slurm or PBS gives, by a short job, not by its own answers.
         timeout: Longest wait for one answer of a host.
     """
+    from isles.check.verb import CheckOptions, run_check
     from isles.facts.units import parse_duration_s
-    from isles.preflight.verb import CheckOptions, run_check
 
     try:
         timeout_s = parse_duration_s(timeout)

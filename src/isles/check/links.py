@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from isles.launch.network import network_variables
-from isles.preflight.course import QUICK_S, Course
-from isles.preflight.finding import Finding
-from isles.preflight.judge_net import (
+from isles.check.course import QUICK_S, Course
+from isles.check.finding import Finding
+from isles.check.judge.network import (
     judge_bandwidth,
     judge_names,
     judge_reach,
     judge_reduce,
 )
-from isles.preflight.panel import Answers
+from isles.check.panel import Answers
+from isles.launch.network import network_variables
 
 _CONNECT_S, _STREAM_S, _MEET_S = 3.0, 0.5, 30.0
 _CPU_SIZES = [4 << 10, 1 << 20, 16 << 20]

@@ -25,7 +25,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 
 class Link:
-    """Questions to one node that has come; see `isles.preflight.panel.Place`.
+    """Questions to one node that has come; see `isles.check.panel.Place`.
 
     Args:
         name: of the node.

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from isles import __version__
+from isles.check.course import QUICK_S, Course, Extent, Say
+from isles.check.finding import Finding
+from isles.check.judge.files import judge_files, judge_hub, judge_shared
+from isles.check.judge.gpus import judge_gpus, judge_ranks
+from isles.check.judge.machine import judge_clocks, judge_machines
+from isles.check.judge.network import judge_interfaces
+from isles.check.judge.versions import judge_duplicates, judge_versions
+from isles.check.links import try_links, try_reduce
+from isles.check.meeting import try_rendezvous
+from isles.check.panel import Asked, Panel, Place
+from isles.check.subject import Subject
 from isles.errors import PreflightError
 from isles.launch.addresses import Reach, choose_addresses
-from isles.preflight.course import QUICK_S, Course, Extent, Say
-from isles.preflight.finding import Finding
-from isles.preflight.judge_files import judge_files, judge_hub, judge_shared
-from isles.preflight.judge_gpus import judge_gpus, judge_ranks
-from isles.preflight.judge_machine import judge_clocks, judge_machines
-from isles.preflight.judge_net import judge_interfaces
-from isles.preflight.judge_versions import judge_duplicates, judge_versions
-from isles.preflight.links import try_links, try_reduce
-from isles.preflight.meeting import try_rendezvous
-from isles.preflight.panel import Asked, Panel, Place
-from isles.preflight.subject import Subject
 
 _CLOCK_ROUNDS = 5
 _SMOKE_S = 180.0

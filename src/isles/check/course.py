@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from isles.check.panel import Answers, Panel
+from isles.check.subject import Subject
 from isles.launch.addresses import Reach
-from isles.preflight.panel import Answers, Panel
-from isles.preflight.subject import Subject
 
 Say = Callable[[str], object]
 

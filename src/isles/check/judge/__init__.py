@@ -1,0 +1,1 @@
+"""What the measurements mean: generators of findings, one file for each subject."""

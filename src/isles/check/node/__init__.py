@@ -1,0 +1,1 @@
+"""What a node measures while it is checked; `operations.py` answers the starter's requests."""

@@ -1,1 +1,0 @@
-"""Checks of the machines before a run: findings, each with its measured value and the fix."""
