@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from isles.config.outer import DiLoCoConfig
-from isles.config.run import RunConfig
+from isles.config.sections.outer import DiLoCoConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.training import learning_rate
 from isles.config.split import even_split
-from isles.config.training import learning_rate
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.data.rng import Int64Array

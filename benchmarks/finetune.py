@@ -140,7 +140,7 @@ def padding_waste(folder: Path) -> float:
     """Share of padding in the packed samples of all conversations, as isles counts it."""
     from transformers import AutoTokenizer
 
-    from isles.config.data import DataConfig, SourceConfig
+    from isles.config.sections.data import DataConfig, SourceConfig
     from isles.data.build import build_datasets
     from isles.dist.world import join_world, leave_world
     from isles.run.env import RankEnv

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from isles.config.run import RunConfig
-from isles.config.script import fill_absent
+from isles.config.sections.run import RunConfig
+from isles.config.sections.script import fill_absent
 from isles.dist.beat import Beats, _serve
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir

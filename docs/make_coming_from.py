@@ -1,6 +1,6 @@
 """Write the tables of docs/coming-from.md from the names of other tools that isles knows.
 
-Run it after a change of src/isles/config/foreign*.py; tests/unit/test_coming_from.py compares.
+Run it after a change of src/isles/config/aliases/; tests/unit/test_coming_from.py compares.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from isles.config.foreign import foreign_names
-from isles.config.foreign_values import VALUES
+from isles.config.aliases.names import foreign_names
+from isles.config.aliases.values import VALUES
 
 PAGE = Path(__file__).with_name("coming-from.md")
 PARTS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from isles.config import keys
 from isles.config.emit import scalar_text
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.config.show import write_duration
 from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from isles.facts.models import llama_parameters, load_shape, shape_names

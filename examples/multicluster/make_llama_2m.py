@@ -32,7 +32,7 @@ def make(folder: Path) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from isles.config.model import ModelConfig
+    from isles.config.sections.model import ModelConfig
     from isles.data.tokenizer import train_tokenizer
     from isles.models.build import build_model
     from isles.train.quiet import hush_libraries

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from isles.checkpoint.adapter import read_trained
-from isles.config.adapter import AdapterConfig
-from isles.config.model import ModelConfig
 from isles.config.resolve import load_resolved
-from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.training import TrainingConfig
+from isles.config.sections.adapter import AdapterConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import join_world
 from isles.errors import ExitCode

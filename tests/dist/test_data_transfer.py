@@ -40,7 +40,7 @@ def build_on_node(
     env: RankEnv, folder: Path, ranks_per_node: int, tokenizer: Path, **keys: Any
 ) -> Any:
     """What one rank gets: the data's hash and a batch, the error, and what was logged."""
-    from isles.config.data import DataConfig
+    from isles.config.sections.data import DataConfig
     from isles.data import transfer
     from isles.data.build import build_datasets
     from isles.data.tokenizer import load_tokenizer

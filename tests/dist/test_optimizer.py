@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from isles.checkpoint.store import load_tensors
-from isles.config.data import DataConfig, SourceConfig
 from isles.config.layout import Strategy
-from isles.config.model import ModelConfig
-from isles.config.run import RunConfig
-from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.training import TrainingConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.models.build import build_empty_model, build_model, fill_model

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from isles.checkpoint.store import load_tensors, stage, write_shards
 from isles.config.load import load_run_file
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import TrainingError, UserError

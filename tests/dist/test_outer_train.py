@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isles.config.load import load_run_file
-from isles.config.outer import DiLoCoConfig
+from isles.config.sections.outer import DiLoCoConfig
 from isles.data.build import build_datasets
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isles.config.data import DataConfig, SourceConfig
-from isles.config.model import ModelConfig
-from isles.config.run import RunConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.config.split import even_split
-from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.training import TrainingConfig
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.order import SampleOrder

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isles.config.layout import make_layout
 from isles.config.load import load_run_file
-from isles.config.model import ModelConfig
-from isles.config.strategy import FSDPStrategyConfig, PipelineSchedule
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.strategy import FSDPStrategyConfig, PipelineSchedule
 from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.mesh import make_mesh
 from isles.dist.world import join_world

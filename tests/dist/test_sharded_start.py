@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isles.config.layout import Layout
-from isles.config.strategy import FSDPStrategyConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.world import join_world
 from isles.errors import ExitCode
 from isles.run.env import RankEnv

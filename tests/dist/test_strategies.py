@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from isles.config.model import ModelConfig
-from isles.config.strategy import FSDPStrategyConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.world import join_world
 from isles.errors import ExitCode
 from isles.models.build import build_empty_model, fill_model

@@ -178,7 +178,7 @@ def read_mixture(env: RankEnv, folder: Path, first: int, steps: int) -> Any:
     """What a loader reads of two weighted streams from this sample on; who prepares; the cache."""
     import numpy as np
 
-    from isles.config.data import DataConfig
+    from isles.config.sections.data import DataConfig
     from isles.data import stream_segment
     from isles.data.build import build_datasets
     from isles.data.stream import StreamStart

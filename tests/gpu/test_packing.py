@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.config.model import ModelConfig
+from isles.config.sections.model import ModelConfig
 from isles.dist.batch import cu_seqlens
 from isles.dist.documents import MASKED, VARLEN, isolation_inputs
 from isles.models.attention import use_maskless_attention

@@ -13,15 +13,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isles.config.adapter import AdapterConfig
 from isles.config.auto import Machine, choose_strategy, ddp_bytes
-from isles.config.data import DataConfig, SourceConfig
 from isles.config.layout import make_layout
 from isles.config.load import load_run_file
-from isles.config.model import ModelConfig
-from isles.config.run import RunConfig
-from isles.config.strategy import DDPStrategyConfig
-from isles.config.training import TrainingConfig
+from isles.config.sections.adapter import AdapterConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigErrors, MissingDependencyError, UserError
 from isles.facts.flops import train_flops_per_token
 from isles.facts.memory import ModelSize

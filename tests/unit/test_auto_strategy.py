@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from isles.config.auto import Machine, choose_strategy, ddp_bytes
-from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.training import TrainingConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.facts.memory import ModelSize, activation_bytes
 from tests.each import each
 

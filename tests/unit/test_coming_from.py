@@ -11,7 +11,7 @@ import pytest
 
 from isles.cli import app, main
 from isles.config import keys
-from isles.config.foreign import find_foreign, foreign_names
+from isles.config.aliases.names import find_foreign, foreign_names
 from isles.errors import ExitCode
 
 DOCS = Path(__file__).parents[2] / "docs"

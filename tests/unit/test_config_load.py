@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from isles.config import keys
+from isles.config.aliases.names import foreign_names
+from isles.config.aliases.values import VALUES, VALUES_NOT_YET
 from isles.config.explain import unknown_key
-from isles.config.foreign import foreign_names
-from isles.config.foreign_values import VALUES, VALUES_NOT_YET
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors
 from tests.each import each

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from isles.config.data import COLUMNS, SourceConfig
+from isles.config.sections.data import COLUMNS, SourceConfig
 from isles.data.encode import Encoder, encode_each
 from isles.data.prepare import prepare
 from isles.data.rows import Row, Tally

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.build import build_datasets, documents_for_tokenizer
 from isles.data.samples import FAKE_SAMPLES
 from isles.data.tokenizer import train_tokenizer

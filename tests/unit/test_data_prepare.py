@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isles.config.data import SourceConfig
+from isles.config.sections.data import SourceConfig
 from isles.data.builtin import PythonDocs
 from isles.data.encode import Encoder
 from isles.data.prepare import prepare, wait_for_prepared

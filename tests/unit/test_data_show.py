@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.encode import Encoder
 from isles.data.prepare import prepare
 from isles.data.show import SHOWN_TOKENS, figures_of, shown_documents

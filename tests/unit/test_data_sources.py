@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.build import documents_for_tokenizer
 from isles.data.hub import open_hub
 from isles.data.parse import columns_of
@@ -313,7 +313,7 @@ def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_hub_id_that_cannot_be_reached(tmp_path: Path):
     script = (
         "import sys\n"
-        "from isles.config.data import SourceConfig\n"
+        "from isles.config.sections.data import SourceConfig\n"
         "from isles.data.sources import open_source\n"
         "from isles.errors import DataError\n"
         "try: open_source(SourceConfig(path='no-such-owner/no-such-data'))\n"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isles.config.data import DataConfig
 from isles.config.load import load_run_file
+from isles.config.sections.data import DataConfig
 from isles.data import stream_segment
 from isles.data.parse import TextParser
 from isles.data.progress import Reporter
@@ -230,7 +230,7 @@ def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
 def test_saved_datasets_are_read_on_from_any_row(tmp_path: Path):
     import datasets
 
-    from isles.config.data import SourceConfig
+    from isles.config.sections.data import SourceConfig
 
     datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))}).save_to_disk(
         str(tmp_path / "saved")

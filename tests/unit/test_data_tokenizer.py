@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data import tokenizer as module
 from isles.data.build import documents_for_tokenizer
 from isles.data.tokenizer import (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isles.config.data import SourceConfig
+from isles.config.sections.data import SourceConfig
 from isles.data.chat import chat_prompt
 from isles.data.encode import Encoded, Encoder, encode_each, encode_rows
 from isles.data.prepare import prepare

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from isles.config.deepspeed_file import missing_deepspeed, read_deepspeed_file
-from isles.config.deepspeed_keys import OFFLOAD, ZERO, ZERO_ELSEWHERE
-from isles.config.deepspeed_rules import check_accumulation, deepspeed_file_faults
-from isles.config.deepspeed_settings import deepspeed_settings, settled_stage
-from isles.config.rules import check_rules
-from isles.config.run import RunConfig
-from isles.config.strategy import DeepSpeedStrategyConfig
+from isles.config.interop.keys import OFFLOAD, ZERO, ZERO_ELSEWHERE
+from isles.config.interop.read import missing_deepspeed, read_deepspeed_file
+from isles.config.interop.rules import check_accumulation, deepspeed_file_faults
+from isles.config.interop.settings import deepspeed_settings, settled_stage
+from isles.config.rules.all import check_rules
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
 from tests.deadline import DEADLINE_S
 from tests.each import each

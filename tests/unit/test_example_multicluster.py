@@ -16,7 +16,7 @@ import yaml
 
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from tests.deadline import DEADLINE_S
 from tests.each import each

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from isles.config.cluster import ClusterConfig
+from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.launch.arguments import normalise_overrides
 from isles.launch.base import Job

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isles.config.model import ModelConfig
+from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.facts.models import llama_parameters, load_shape, shape_names
 from isles.models import attention

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
-from isles.config.model import ModelConfig
+from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.build import build_empty_model, build_model, fill_model
 from isles.models.fill import NotCoveredError, fill_fresh, weights_folder

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isles.config.data import DataConfig, SourceConfig
-from isles.config.model import ModelConfig
-from isles.config.run import RunConfig
-from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.training import TrainingConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
 from isles.models.attention import use_maskless_attention

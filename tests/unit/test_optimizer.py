@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.config.load import load_run_file
-from isles.config.training import TrainingConfig
+from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.train.optimizer import make_optimizers
 from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random

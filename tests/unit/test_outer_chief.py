@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from isles.config.outer import DiLoCoConfig
+from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError
 from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout

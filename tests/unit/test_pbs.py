@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from isles import __version__
-from isles.config.launcher import PbsLauncherConfig
 from isles.config.load import load_run_file
+from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import ConfigError, PreflightError
 from isles.launch.pbs_queue import Dialect, Pbs, PbsJob, read_attributes
 from isles.launch.pbs_reasons import ended_reason, pending_reason

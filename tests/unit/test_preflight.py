@@ -15,8 +15,8 @@ from isles.check.judge.network import judge_bandwidth, judge_reduce
 from isles.check.judge.versions import judge_versions
 from isles.check.report import report_lines
 from isles.check.subject import Subject
-from isles.config.cluster import ClusterConfig
 from isles.config.load import load_run_file
+from isles.config.sections.cluster import ClusterConfig
 from isles.facts.units import format_bytes
 from isles.launch.addresses import Reach
 from tests.each import each

@@ -11,8 +11,8 @@ import pytest
 from isles.check.finding import Finding
 from isles.check.queue.pbs import check_pbs
 from isles.check.queue.slurm import check_slurm
-from isles.config.cluster import ClusterConfig
-from isles.config.launcher import PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import PbsLauncherConfig, SlurmLauncherConfig
 from isles.launch.pbs_queue import Pbs
 from isles.launch.slurm_queue import Slurm
 from tests.each import each

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from isles.config.deepspeed_settings import deepspeed_settings
 from isles.config.files import deepspeed_faults
+from isles.config.interop.settings import deepspeed_settings
 from isles.config.load import load_run_file
-from isles.config.strategy import DeepSpeedStrategyConfig
+from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.render import Kind, Rendered, render
 from tests.each import each

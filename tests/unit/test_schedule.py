@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from isles.config.training import TrainingConfig, learning_rate
+from isles.config.sections.training import TrainingConfig, learning_rate
 
 
 def rates(total: int, **fields: object) -> list[float]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isles.config.cluster import ClusterConfig
 from isles.config.load import Loaded, load_run_file
+from isles.config.sections.cluster import ClusterConfig
 from isles.errors import ConfigError
 from isles.launch import setup as module
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from isles import __version__
-from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
+from isles.config.sections.launcher import SlurmLauncherConfig
 from isles.launch.queue import read_job, refresh
 from isles.launch.rank_command import rank_command
 from isles.launch.slurm_reasons import pending_reason

@@ -15,10 +15,10 @@ import pytest
 
 import isles
 from isles import __version__
-from isles.config.cluster import ClusterConfig
-from isles.config.environment import NetworkConfig
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.environment import NetworkConfig
 from isles.errors import ConfigError, PreflightError, UserError
 from isles.launch.addresses import choose_addresses
 from isles.launch.fingerprint import code_digest, digest_of

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from isles.config.cluster import ClusterConfig
-from isles.config.environment import SyncConfig
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.environment import SyncConfig
 from isles.errors import PreflightError
 from isles.launch import setup as launch_setup
 from isles.launch import ssh as launch_ssh

@@ -9,8 +9,8 @@ from pathlib import Path
 from isles.check.finding import Finding
 from isles.check.queue.probe import findings_of, probe_run
 from isles.check.subject import Subject
-from isles.config.launcher import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.config.resolve import Resolved
+from isles.config.sections.launcher import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.queue_start import in_workdir, settle
 from isles.launch.setting import python_of, setting_lines

@@ -13,7 +13,7 @@ from typing import Any
 from isles.check.course import QUICK_S, Course
 from isles.check.finding import Finding
 from isles.config.load import Loaded
-from isles.config.outer import DiLoCoConfig
+from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError
 from isles.launch.meeting import own_addresses, split_address
 from isles.launch.several import is_elsewhere, meeting_place, refuse_peers

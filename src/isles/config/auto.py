@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isles.config.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.training import TrainingConfig
+from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.training import TrainingConfig
 from isles.facts.memory import (
     ModelSize,
     activation_bytes,

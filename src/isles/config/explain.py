@@ -10,9 +10,9 @@ from typing import Any
 
 from isles import __version__
 from isles.config import keys
+from isles.config.aliases.names import find_foreign
+from isles.config.aliases.values import SECTIONS, VALUES, VALUES_NOT_YET
 from isles.config.emit import is_leaf, scalar_text
-from isles.config.foreign import find_foreign
-from isles.config.foreign_values import SECTIONS, VALUES, VALUES_NOT_YET
 from isles.config.unknown import guess_meant
 from isles.config.yaml import KeyPath, dotted, resolve_plain, shorten
 

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from isles.config.deepspeed_rules import deepspeed_file_faults
+from isles.config.interop.rules import deepspeed_file_faults
+from isles.config.issue import Violation
 from isles.config.load import Loaded
+from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.config.shape import check_shape, find_shape
-from isles.config.strategy import DeepSpeedStrategyConfig
-from isles.config.violation import Violation
 from isles.errors import ConfigError
 
 BUILT_IN = ("python-docs", "python-stdlib")

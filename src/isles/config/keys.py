@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 
 Schema = Mapping[str, Any]  # a JSON schema: its values are of every kind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isles.config.strategy import (
+from isles.config.sections.strategy import (
     AutoStrategy,
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from isles.config import keys
 from isles.config.explain import Fault, explain
 from isles.config.override import apply_override
-from isles.config.rules import check_rules
-from isles.config.run import RunConfig
+from isles.config.rules.all import check_rules
+from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, scan_yaml, shorten
 from isles.errors import ConfigError, ConfigErrors
 

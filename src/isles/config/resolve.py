@@ -14,8 +14,8 @@ from isles.config.emit import dump_yaml, is_leaf
 from isles.config.layout import Layout, make_layout
 from isles.config.load import Loaded
 from isles.config.one_cluster import only_cluster
-from isles.config.rules_strategy import nearest_multiples
-from isles.config.run import RunConfig
+from isles.config.rules.strategy import nearest_multiples
+from isles.config.sections.run import RunConfig
 from isles.config.yaml import parse_yaml
 from isles.errors import ConfigError
 

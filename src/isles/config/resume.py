@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.resolve import leaves
-from isles.config.run import RunConfig
-from isles.config.training import TrainingConfig, learning_rate, length_in_steps
+from isles.config.sections.run import RunConfig
+from isles.config.sections.training import TrainingConfig, learning_rate, length_in_steps
 from isles.errors import UserError
 from isles.facts.units import format_duration
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from isles.config.isolation import isolates_any
-from isles.config.model import ModelConfig
-from isles.config.run import RunConfig
-from isles.config.strategy import MeshSection
-from isles.config.violation import Violation
+from isles.config.issue import Violation
+from isles.config.sections.isolation import isolates_any
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import MeshSection
 from isles.facts.architectures import (
     BLIND,
     CONTEXT_PARALLEL,

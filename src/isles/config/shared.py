@@ -9,7 +9,7 @@ from typing import Any
 
 from isles.config.emit import dump_yaml
 from isles.config.resume import Change, changed_mathematics
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.config.show import for_people
 
 _SHARED = (

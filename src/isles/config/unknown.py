@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isles.config import keys
-from isles.config.foreign import Foreign, find_foreign, foreign_names, normal
+from isles.config.aliases.names import Foreign, find_foreign, foreign_names, normal
 from isles.config.yaml import KeyPath, dotted
 
 _OUTER = "outer"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.cut import cut_samples, fake_samples, store_samples
 from isles.data.dataset import Dataset
 from isles.data.encode import Encoder, read_items

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from isles.config.data import DataConfig, SourceConfig
-from isles.config.isolation import isolates
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.isolation import isolates
 from isles.data.counts import SampleCounts
 from isles.data.samples import (
     FAKE_SAMPLES,

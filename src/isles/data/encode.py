@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from isles.config.data import SourceConfig
+from isles.config.sections.data import SourceConfig
 from isles.data.chat import ChatTemplate, Rendered
 from isles.data.items import Chat, Continuation, Ids, Item, Pair, Parser, size_of
 from isles.data.parse import make_parser

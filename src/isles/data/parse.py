@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from isles.config.data import SourceConfig
+from isles.config.sections.data import SourceConfig
 from isles.data.answers import InstructParser, PreferenceParser
 from isles.data.items import Chat, Ids, Parser
 from isles.data.messages import check_answers, read_messages, read_tools

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.counts import SampleCounts
 from isles.data.cut import cut_samples
 from isles.data.split import Ranges

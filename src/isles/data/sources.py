@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from isles.config.data import SourceConfig
 from isles.config.files import how_to_find, may_be_hub_id
+from isles.config.sections.data import SourceConfig
 from isles.data.builtin import PythonDocs, PythonStdlib
 from isles.data.opening import unreadable
 from isles.data.readers import read_rows

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isles.config.data import DataConfig
-from isles.config.isolation import isolates
+from isles.config.sections.data import DataConfig
+from isles.config.sections.isolation import isolates
 from isles.data import stream_segment
 from isles.data.cut import cut_samples
 from isles.data.dataset import Dataset

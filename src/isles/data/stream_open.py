@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from isles.config.data import DataConfig
+from isles.config.sections.data import DataConfig
 from isles.data import stream_segment
 from isles.data.cut import cut_samples
 from isles.data.encode import Encoder

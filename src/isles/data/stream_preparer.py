@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from isles.config.data import DataConfig
+from isles.config.sections.data import DataConfig
 from isles.data.progress import REPORT_EVERY_S, Reporter
 from isles.data.stream_feed import (
     ORDERS,

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from isles.config.data import SourceConfig
 from isles.config.files import BUILT_IN, may_be_hub_id
+from isles.config.sections.data import SourceConfig
 from isles.data.builtin import PythonDocs, PythonStdlib
 from isles.data.hub import DatasetSource
 from isles.data.opening import unreadable

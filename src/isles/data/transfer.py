@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isles.config.data import DataConfig, SourceConfig
+from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.nodes import work_together
 from isles.data.store import TokenStore, find_fault
 from isles.data.transfer_copy import FolderCopy

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isles import __version__
-from isles.config.cluster import ClusterConfig
-from isles.config.launcher import HostConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import HostConfig
 from isles.errors import PreflightError, UserError, ids_of
 from isles.launch.addresses import Reach, choose_addresses
 from isles.launch.channel import Channel

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from isles.config.files import BUILT_IN, may_be_hub_id
 from isles.config.load import Loaded
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError
 from isles.facts.models import shape_names
 from isles.run.env import datasets_cache, hub_cache, inherited

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.config.cluster import ClusterConfig
 from isles.config.emit import dump_yaml
 from isles.config.load import Base, Loaded, load_run_file, read_text
+from isles.config.sections.cluster import ClusterConfig
 from isles.config.shared import leads_outside, shared_text, unlike
 from isles.config.show import named_cluster
 from isles.config.yaml import scan_yaml

@@ -11,7 +11,7 @@ from typing import Literal
 
 import psutil
 
-from isles.config.cluster import ClusterConfig
+from isles.config.sections.cluster import ClusterConfig
 from isles.launch.base import Job
 from isles.launch.detached import start_detached
 from isles.run.begin import write_launch

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from isles import __version__
-from isles.config.launcher import QueueSection
 from isles.config.load import Loaded
+from isles.config.sections.launcher import QueueSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.passing import SSH_FAILED, STARTED, lost_python, remember

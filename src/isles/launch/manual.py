@@ -17,11 +17,11 @@ from typing import IO, Literal
 
 import psutil
 
-from isles.config.cluster import ClusterConfig
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
-from isles.config.launcher import ManualLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import ManualLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.base import Started, StartOptions
@@ -207,7 +207,7 @@ def _resolve(loaded: Loaded, cluster: ClusterConfig, num_nodes: int) -> Resolved
         *deepspeed_faults(loaded),
         *data_faults(loaded),
     ]
-    assert cluster.gpus_per_node != "auto", "config/rules_cluster.py"
+    assert cluster.gpus_per_node != "auto", "config/rules/cluster.py"
     device: Literal["cpu", "cuda"] = "cpu" if cluster.device == "cpu" else "cuda"
     try:
         resolved = resolve(loaded, nproc=(cluster.gpus_per_node,) * num_nodes, device=device)

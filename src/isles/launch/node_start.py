@@ -263,10 +263,10 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     Returns:
         faults: what, where, fix and id of each.
     """
-    from isles.config.adapter import missing_package
     from isles.config.files import data_faults, deepspeed_faults, shape_faults
     from isles.config.load import Loaded
-    from isles.config.run import RunConfig
+    from isles.config.sections.adapter import missing_package
+    from isles.config.sections.run import RunConfig
     from isles.launch.hub import hub_faults
     from isles.run.env import hub_cache
     from isles.run.trackers import require_trackers

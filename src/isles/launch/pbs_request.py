@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 
-from isles.config.cluster import ClusterConfig
-from isles.config.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import ConfigError
 from isles.launch.pbs_queue import Dialect
 

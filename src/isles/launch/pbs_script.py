@@ -6,9 +6,9 @@ import shlex
 from dataclasses import dataclass
 
 from isles import __version__
-from isles.config.cluster import ClusterConfig
-from isles.config.launcher import PbsLauncherConfig
-from isles.config.run import RunConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode
 from isles.launch.pbs_queue import Dialect
 from isles.launch.pbs_request import cpus_of, request_lines

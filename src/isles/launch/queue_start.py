@@ -12,12 +12,12 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from isles.config.adapter import missing_package
-from isles.config.deepspeed_rules import check_start
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
-from isles.config.launcher import QueueSection
+from isles.config.interop.rules import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
+from isles.config.sections.adapter import missing_package
+from isles.config.sections.launcher import QueueSection
 from isles.errors import ConfigError, ConfigErrors, ExitCode, PreflightError
 from isles.launch.queue import refresh
 from isles.launch.setting import python_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 
 
 def rank_command(

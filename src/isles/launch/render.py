@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, assert_never
 
-from isles.config.export_deepspeed import deepspeed_json
-from isles.config.export_fsdp import fsdp_json
 from isles.config.files import deepspeed_faults
-from isles.config.launcher import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.interop.accelerate import fsdp_json
+from isles.config.interop.write import deepspeed_json
 from isles.config.load import Loaded
+from isles.config.sections.launcher import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.errors import ConfigErrors
 from isles.launch.pbs_queue import Dialect
 from isles.launch.pbs_script import Alone, pbs_script

@@ -8,8 +8,8 @@ from __future__ import annotations
 import shlex
 
 from isles import __version__
-from isles.config.cluster import ClusterConfig
 from isles.config.load import Loaded
+from isles.config.sections.cluster import ClusterConfig
 from isles.launch.render_size import Size
 from isles.launch.script_template import fill_template
 from isles.launch.torchrun import alone_command, node_lines

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a node uses this file without run files, whose classes take long to import
-    from isles.config.cluster import ClusterConfig
-    from isles.config.environment import EnvironmentConfig
-    from isles.config.run import RunConfig
+    from isles.config.sections.cluster import ClusterConfig
+    from isles.config.sections.environment import EnvironmentConfig
+    from isles.config.sections.run import RunConfig
 
 
 def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = False) -> list[str]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.config.cluster import ClusterConfig
-from isles.config.environment import EnvironmentConfig
-from isles.config.launcher import QueueSection, SshLauncherConfig
 from isles.config.load import Loaded
-from isles.config.run import RunConfig
-from isles.config.track import tracker_sections
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.environment import EnvironmentConfig
+from isles.config.sections.launcher import QueueSection, SshLauncherConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.track import tracker_sections
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.fingerprint import PACKAGES, fingerprint

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from isles.config.cluster import ClusterConfig
-from isles.config.launcher import LocalLauncherConfig
 from isles.config.load import Loaded
-from isles.config.outer import HivemindConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import LocalLauncherConfig
+from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
 from isles.launch.meeting import listen_address, own_addresses

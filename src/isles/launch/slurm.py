@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
+from isles.config.sections.launcher import SlurmLauncherConfig
 from isles.errors import UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.queue import refresh

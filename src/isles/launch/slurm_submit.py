@@ -7,8 +7,8 @@ import re
 import shutil
 from dataclasses import replace
 
-from isles.config.launcher import SlurmLauncherConfig
 from isles.config.load import Loaded
+from isles.config.sections.launcher import SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.queue_start import SUBMIT_PATIENCE, find_lost
 from isles.launch.slurm_queue import Slurm

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.config.cluster import ClusterConfig
-from isles.config.launcher import SshLauncherConfig
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.launcher import SshLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.hosts import Host, ask_all, connect, gather, meet, reach, settle_ranks

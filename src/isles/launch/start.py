@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from isles.config.adapter import missing_package
-from isles.config.deepspeed_rules import check_start
-from isles.config.launcher import (
+from isles.config.interop.rules import check_start
+from isles.config.load import Loaded, load_run_file
+from isles.config.resolve import Resolved
+from isles.config.sections.adapter import missing_package
+from isles.config.sections.launcher import (
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
-from isles.config.load import Loaded, load_run_file
-from isles.config.resolve import Resolved
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.base import Say, Started, StartOptions, settle_here

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from isles.config.environment import SyncConfig
 from isles.config.load import Loaded
+from isles.config.sections.environment import SyncConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.channel import Channel

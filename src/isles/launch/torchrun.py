@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import PurePath, PurePosixPath
 
-from isles.config.cluster import ClusterConfig
 from isles.config.load import Loaded
-from isles.config.run import RunConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.run import RunConfig
 from isles.launch.network import network_variables
 from isles.launch.rank_command import script_command
 from isles.launch.setting import python_of, quoted, setting_lines

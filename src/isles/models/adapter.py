@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.config.adapter import AdapterConfig, missing_package
-from isles.config.training import Precision
+from isles.config.sections.adapter import AdapterConfig, missing_package
+from isles.config.sections.training import Precision
 from isles.errors import UserError
 
 _NAME = "default"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from isles.config.files import may_be_hub_id
-from isles.config.model import ModelConfig
+from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.adapter import (
     base_name,

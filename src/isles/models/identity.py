@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from isles.config.model import ModelConfig
+from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.fill import weights_folder
 

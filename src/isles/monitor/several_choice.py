@@ -13,7 +13,7 @@ from isles.config.resume import (
     changed_length,
     changed_mathematics,
 )
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.monitor.collect import RunReport
 from isles.monitor.several_state import ALIVE, cluster_reports

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from isles.config.launcher import ManualLauncherConfig, QueueSection
 from isles.config.load import Loaded
-from isles.config.outer import DiLoCoConfig
+from isles.config.sections.launcher import ManualLauncherConfig, QueueSection
+from isles.config.sections.outer import DiLoCoConfig
 from isles.config.shared import shared_text
 from isles.config.show import named_cluster
 from isles.errors import ExitCode, UserError

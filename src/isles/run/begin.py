@@ -21,7 +21,7 @@ from isles.config.resume import (
     has_more_to_do,
     with_changes,
 )
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command
 from isles.run.manifest import CheckpointInfo, list_checkpoints

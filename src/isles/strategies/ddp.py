@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isles.config.strategy import DDPStrategyConfig
+from isles.config.sections.strategy import DDPStrategyConfig
 from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.config.deepspeed_file import Json
-from isles.config.deepspeed_settings import stage_of
+from isles.config.interop.read import Json
+from isles.config.interop.settings import stage_of
 from isles.dist.batch import Batch
 from isles.dist.world import World
 from isles.errors import UserError

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from isles.config.strategy import FSDPStrategyConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World

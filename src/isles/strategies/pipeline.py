@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isles.config.strategy import FSDPStrategyConfig
+from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
@@ -138,7 +138,7 @@ class PipelineEngine:
             return self._mine(_loss_sum(logits, part.targets_BT))
 
     def row_scores(self, batch: Batch) -> Tensor:
-        """See Engine: config/rules_finetune.py keeps methods that need it from a pipeline."""
+        """See Engine: config/rules/finetune.py keeps methods that need it from a pipeline."""
         raise AssertionError("a pipeline gives no scores of rows")
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:

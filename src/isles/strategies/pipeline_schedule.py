@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from isles.config.strategy import PipelineSchedule
+from isles.config.sections.strategy import PipelineSchedule
 from isles.dist.batch import IGNORE_INDEX
 from isles.strategies.pipeline_split import rank_of_stage
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.config.strategy import PipelineSchedule
+from isles.config.sections.strategy import PipelineSchedule
 from isles.dist.documents import isolation_inputs
 from isles.errors import UserError
 from isles.facts.architectures import PIPELINE

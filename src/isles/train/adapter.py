@@ -11,7 +11,7 @@ import torch
 from isles.checkpoint.adapter import export_adapter, export_merged, read_trained
 from isles.checkpoint.card import ExportKind
 from isles.config.resolve import Resolved
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.models.build import load_model_config

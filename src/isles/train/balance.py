@@ -18,7 +18,7 @@ from isles.balance.shares import rank_shares, rank_sizes
 from isles.checkpoint.store import disk_fault
 from isles.config.curve import Curve, slowest
 from isles.config.layout import Strategy
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.config.split import RowSplit, even_split, shared_split
 from isles.dist.mesh import Mesh
 from isles.dist.world import World

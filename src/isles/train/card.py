@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from isles.checkpoint.card import CardFacts, ExportKind, make_card
-from isles.config.data import SourceConfig
 from isles.config.files import may_be_hub_id
 from isles.config.resolve import Resolved
-from isles.config.run import RunConfig
+from isles.config.sections.data import SourceConfig
+from isles.config.sections.run import RunConfig
 from isles.config.show import show
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isles.config.data import SourceConfig
 from isles.config.files import CHATML
 from isles.config.resolve import load_resolved
-from isles.config.run import RunConfig
+from isles.config.sections.data import SourceConfig
+from isles.config.sections.run import RunConfig
 from isles.data.encode import Encoder, encode_rows
 from isles.data.prepare import prepare
 from isles.data.rows import Tally

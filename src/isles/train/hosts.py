@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.config.model import ModelConfig
+from isles.config.sections.model import ModelConfig
 from isles.dist.disks import find_disks
 from isles.dist.parcels import raise_first
 from isles.dist.place import place_of

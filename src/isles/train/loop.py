@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isles.config.training import learning_rate
+from isles.config.sections.training import learning_rate
 from isles.errors import ExitCode
 from isles.train.finite import check_finite
 from isles.train.outer_step import outer_step

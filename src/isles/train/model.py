@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isles.config.run import RunConfig
-from isles.config.training import Precision
+from isles.config.sections.run import RunConfig
+from isles.config.sections.training import Precision
 from isles.facts.flops import train_flops_per_token
 from isles.models.adapter import frozen_dtype
 from isles.models.build import build_empty_model, build_model

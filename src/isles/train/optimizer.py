@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from isles.config.training import TrainingConfig
+from isles.config.sections.training import TrainingConfig
 from isles.train.small_adamw import SmallAdamW
 
 

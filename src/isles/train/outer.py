@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from isles.config.outer import DiLoCoConfig
+from isles.config.sections.outer import DiLoCoConfig
 from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.facts.units import format_duration

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from isles.config.outer import DiLoCoConfig, HivemindConfig
-from isles.config.run import RunConfig
+from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
+from isles.config.sections.run import RunConfig
 from isles.dist.parcels import raise_first
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isles.config.outer import DiLoCoConfig
+from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import TrainingError
 from isles.outer.base import Applied, Contribution, Mode
 from isles.outer.cluster import Cluster

@@ -14,7 +14,7 @@ from isles.balance.balancer import Balancer
 from isles.checkpoint.manager import CheckpointManager
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved, digest
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.dist.mesh import Mesh

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from isles.balance.cache import curve_file, keep_curve, read_curve
 from isles.balance.calibrate import Probe, calibrate
 from isles.config.curve import Curve
-from isles.config.isolation import isolates_any
 from isles.config.layout import Strategy
-from isles.config.run import RunConfig
-from isles.config.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
+from isles.config.sections.isolation import isolates_any
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import Batch, cu_seqlens
 from isles.dist.measure import Company
 from isles.dist.mesh import Mesh

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isles.config.training import TrainingConfig
+from isles.config.sections.training import TrainingConfig
 from isles.data.dataset import Dataset
 from isles.data.loader import numbered_batches
 from isles.dist.mesh import Mesh

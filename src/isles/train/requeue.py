@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record

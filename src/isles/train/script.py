@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from isles.config.resolve import load_resolved
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode
 from isles.run.env import (
     ATTEMPT,

@@ -14,18 +14,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isles.config.auto import Machine, choose_strategy, ddp_bytes, describe
-from isles.config.deepspeed_rules import check_accumulation
-from isles.config.deepspeed_settings import deepspeed_settings, settled_stage
+from isles.config.interop.rules import check_accumulation
+from isles.config.interop.settings import deepspeed_settings, settled_stage
 from isles.config.layout import Strategy, make_layout
-from isles.config.run import RunConfig
-from isles.config.strategy import (
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import (
     AutoStrategy,
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,
     FSDPStrategyConfig,
     MeshSection,
 )
-from isles.config.training import TrainingConfig
+from isles.config.sections.training import TrainingConfig
 from isles.dist.measure import least_memory_bytes, link_bytes_per_s
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.files import CHATML
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.data.build import documents_for_tokenizer
 from isles.data.encode import TEMPLATED
 from isles.data.template_choice import stop_at_turns, use_template

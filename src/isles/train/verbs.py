@@ -22,10 +22,10 @@ from isles.checkpoint.adapter import read_trained
 from isles.checkpoint.export import export_model
 from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.store import load_tensors
-from isles.config.checkpoint import HubId
 from isles.config.resolve import Resolved, load_resolved
-from isles.config.strategy import DDPStrategyConfig
-from isles.config.training import Precision
+from isles.config.sections.checkpoint import HubId
+from isles.config.sections.strategy import DDPStrategyConfig
+from isles.config.sections.training import Precision
 from isles.data.build import build_datasets
 from isles.data.chat import chat_prompt
 from isles.data.loader import evaluation_batches

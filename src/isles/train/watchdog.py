@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from isles.config.run import RunConfig
-from isles.config.watchdog import WatchdogConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.watchdog import WatchdogConfig
 from isles.dist.beat import BEAT_S, Beats, open_beats
 from isles.dist.world import World
 from isles.errors import ExitCode

@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded
-from isles.config.run import RunConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.launch.hub import ask_hub
 from isles.run.env import cache_home, hub_cache

@@ -13,8 +13,8 @@ from pathlib import Path
 from isles.check.finding import Finding
 from isles.check.queue.probe import findings_of, probe_run
 from isles.check.subject import Subject
-from isles.config.launcher import PbsLauncherConfig
 from isles.config.resolve import Resolved
+from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.pbs_queue import Pbs, PbsJob, last_line
 from isles.launch.pbs_script import InRunDir, pbs_script

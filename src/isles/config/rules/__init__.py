@@ -1,0 +1,1 @@
+"""What must hold between sections: generators of issues, all asked by `all.py`."""

@@ -1,0 +1,1 @@
+"""The parts of the run file: frozen pydantic models, whose docstrings are docs/run-file.md."""

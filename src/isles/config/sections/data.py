@@ -1,0 +1,96 @@
+"""The section `data`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isles.config.sections.base import Section
+
+Name = Annotated[str, Field(min_length=1)]
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "chat": ("messages", "role", "content", "tools", "system"),
+    "instruct": ("instruction", "input", "output", "prompt", "completion", "system"),
+    "tokens": ("input_ids", "labels", "attention_mask"),
+    "preference": ("prompt", "chosen", "rejected", "system", "role", "content"),
+}
+"""By type: what a source may have columns for."""
+
+
+class SourceConfig(Section):
+    """One source of training data."""
+
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """A file, a glob (**/*.txt), a folder saved by datasets, a hub id, python-docs or
+    python-stdlib. Files: .jsonl, .json (objects, one a line or in an array), .csv, .tsv, .parquet,
+    each also with .gz; anything else is read as UTF-8 text."""
+
+    type: Literal["text", "chat", "instruct", "tokens", "preference", "fake"] = "text"
+    """text: documents. chat: messages with roles, also with from and value (human, gpt). instruct:
+    instruction (with input) and output, or prompt and completion. tokens: token ids. preference: a
+    prompt with a chosen and a rejected answer, for training.method: dpo. fake: random token ids, to
+    try machines without data."""
+
+    text_column: Name = "text"
+    """text only: the column that holds the text, in files with columns and datasets."""
+
+    columns: dict[Name, Name] = {}  # noqa: RUF012 (pydantic copies defaults)
+    """Where the data names its columns otherwise, such as {instruction: question, output: answer}.
+    chat: messages, role, content, tools, system. instruct: instruction, input, output, or prompt
+    and completion, and system. tokens: input_ids, labels, attention_mask. preference: prompt,
+    chosen, rejected, system, role, content."""
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """chat and instruct: which tokens are trained. assistant: what the assistant says, with the end
+    of its turn. last: its last answer only. all: every token."""
+
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """The split of a Hugging Face dataset."""
+
+    subset: Annotated[str, Field(min_length=1)] | None = None
+    """The configuration of a Hugging Face dataset, such as wikitext-2-raw-v1."""
+
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the samples that come from this source, relative to the other weights.
+    Left out everywhere: every sample of every source once per epoch."""
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)]
+    """One or more sources of training data."""
+
+    seq_length: Annotated[int, Field(ge=2, le=16_777_216)] = 1024
+    """Tokens in one sample."""
+
+    packing: bool = True
+    """true: several documents in a sample, so that nearly nothing is padding. text: one after
+    another, cut where a sample is full; other types: whole ones that fill a sample best, the same
+    ones in every epoch. false: one document a sample, short ones padded (padding is never trained
+    on). Pairs of preferences are never packed."""
+
+    isolate_documents: bool | None = None
+    """Whether packed documents attend to themselves alone, as if each were a row of its own: then
+    nothing that is trained depends on what else is in the sample. null: yes, save for text."""
+
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What becomes of a conversation (or other row that is not text) of more than seq_length
+    tokens. Long text is cut into several samples."""
+
+    max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a source's rows that may be left out because they are broken; the log names them.
+    With more the run stops before it starts. 0: with any."""
+
+    streaming: bool = False
+    """Prepare the tokens piece by piece while training, and forget them after use: for data that is
+    larger than the disk. Samples are shuffled within pieces of some 16 million tokens. The run
+    needs max_steps or max_time, and several sources need weights."""
+
+    validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    """Share of the documents held out for evaluation, by document. 0: no evaluation."""
+
+    cache_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Where prepared tokens are kept. null: ~/.cache/isles (or $XDG_CACHE_HOME/isles)."""

@@ -1,0 +1,114 @@
+"""The whole run file: its sections, and the keys at the top."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from isles.config.sections.adapter import AdapterConfig
+from isles.config.sections.balance import BalanceConfig
+from isles.config.sections.base import Section
+from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.data import DataConfig
+from isles.config.sections.model import ModelConfig, TokenizerConfig
+from isles.config.sections.outer import DiLoCoConfig, NoOuter, OuterConfig
+from isles.config.sections.script import USED, USED_IN_TRAINING, fill_absent
+from isles.config.sections.strategy import AutoStrategy, StrategyConfig
+from isles.config.sections.track import TrackerConfig, TrackerName
+from isles.config.sections.training import TrainingConfig
+from isles.config.sections.watchdog import WatchdogConfig
+
+
+class RunConfig(Section):
+    """One training run, from its first to its last step."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    """Short name; the run directory is OUTPUT_DIR/NAME-N."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the weights, the order of the data and dropout."""
+
+    output_dir: Annotated[str, Field(min_length=1)] = "runs"
+    """Folder of the run directories; relative to where isles is called."""
+
+    model: ModelConfig
+    """Which model."""
+
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Which tokenizer."""
+
+    adapter: AdapterConfig = AdapterConfig()
+    """Train a few matrices beside a frozen model instead of all weights."""
+
+    data: DataConfig
+    """What the model reads."""
+
+    training: TrainingConfig
+    """How long, how large, how fast, how precise."""
+
+    strategy: StrategyConfig = AutoStrategy()
+    """How a cluster holds the model."""
+
+    balance: BalanceConfig = "auto"
+    """Rows of each rank in a step. auto: as many as its measured speed and memory allow, so that
+    unequal GPUs need equal time; even; or shares by host or rank, such as {big-box: 3, "2": 1}."""
+
+    outer: OuterConfig = NoOuter()
+    """How several clusters train one model over slow links."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save, and how many to keep."""
+
+    track: Annotated[tuple[TrackerName | TrackerConfig, ...], Field(strict=False)] = (
+        "jsonl",
+        "tensorboard",
+    )
+    """Where curves go besides metrics.jsonl, which every run writes: names, or sections with
+    settings, such as [tensorboard, {kind: wandb, project: p}, {kind: mlflow, experiment: e}]."""
+
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """What happens when a step takes far longer than usual."""
+
+    clusters: Annotated[
+        tuple[ClusterConfig, ...], Field(min_length=1, max_length=64, strict=False)
+    ] = (ClusterConfig(),)
+    """Where the ranks run. Left out: this machine. Several need `outer: {kind: diloco}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_absent(cls, data: object) -> object:
+        return fill_absent(data)
+
+    @property
+    def diloco(self) -> DiLoCoConfig | None:
+        """The outer steps; None where there are none."""
+        return self.outer if isinstance(self.outer, DiLoCoConfig) else None
+
+    def of_cluster(self, index: int) -> RunConfig:
+        """The run as one of its clusters has it: that cluster alone, with its own strategy."""
+        cluster = self.clusters[index]
+        own: dict[str, Any] = {
+            "clusters": (cluster.model_copy(update={"strategy": None, "balance": None}),)
+        }
+        if cluster.strategy is not None:
+            own["strategy"] = cluster.strategy
+        if cluster.balance is not None:
+            own["balance"] = cluster.balance
+        return self.model_copy(update=own)
+
+    def values(self) -> dict[str, Any]:
+        """Every value that the run uses, by section: a script has neither model nor data."""
+        data = self.model_dump()
+        if self.training.script is None:
+            return data
+        used = {key: data[key] for key in USED}
+        used["training"] = {key: data["training"][key] for key in USED_IN_TRAINING}
+        used["clusters"] = [
+            {key: cluster[key] for key in cluster if key not in ("strategy", "balance")}
+            for cluster in data["clusters"]
+        ]
+        if "timeout" in self.checkpoint.model_fields_set:
+            used["checkpoint"] = {"timeout": self.checkpoint.timeout}
+        return used

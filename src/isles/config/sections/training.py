@@ -1,0 +1,173 @@
+"""The section `training`; the length of a run and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from isles.config.sections.base import DurationS, Section
+from isles.config.sections.environment import Text
+
+PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+Precision = Literal["32-true", "bf16-mixed", "fp16-mixed", "bf16-true"]
+Scheduler = Literal["constant", "linear", "cosine", "wsd"]
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd", "muon"]
+
+
+class TrainingConfig(Section):
+    """How long, how large, how fast, how precise."""
+
+    script: Text | None = None
+    """A Python script of your own, started as every rank in place of the built-in trainer, with the
+    variables that torchrun sets; relative to where the ranks run. The file then needs name,
+    training.script and clusters only, and no other key of training means anything."""
+
+    script_args: Annotated[tuple[Text | int | float, ...], Field(strict=False)] = ()
+    """Its arguments, such as [--epochs, 20]. They can be seen in process lists: no secrets."""
+
+    method: Literal["causal_lm", "dpo"] = "causal_lm"
+    """causal_lm: predict the next token, of text, chats or instructions. dpo: prefer the chosen
+    answer of a preference source to the rejected one (arXiv:2305.18290)."""
+
+    dpo_beta: Annotated[float, Field(gt=0, le=100)] = 0.1
+    """dpo: how closely the model is held to the one that it began as; larger is closer."""
+
+    dpo_label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo: share of the preferences that are taken to be the wrong way round."""
+
+    max_steps: PositiveInt | None = None
+    """Length of the run in inner (optimizer) steps. One of max_steps, num_train_epochs or max_time
+    must be given."""
+
+    num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] | None = None
+    """Length of the run in passes over the training data."""
+
+    max_time: Annotated[DurationS, Field(gt=0)] | None = None
+    """Wall-clock limit of training in one start of the run (preparing is not counted), such as
+    23h30m: it saves, exits with 85, and
+    `isles train` again goes on. Given alone, it is the length of the run."""
+
+    global_batch_size: PositiveInt = 64
+    """Sequences per inner step, over all ranks and accumulation; of preferences, pairs."""
+
+    micro_batch_size: (
+        PositiveInt | Literal["auto"] | Annotated[dict[str, PositiveInt], Field(min_length=1)]
+    ) = "auto"
+    """Sequences per rank in one forward pass. auto: the largest that fits on the GPU (8 at most
+    on a CPU); gradient accumulation follows from it. Or by host, such as {big-box: 16}, and auto
+    on the others."""
+
+    learning_rate: Annotated[float, Field(gt=0, le=100)] = 4e-4
+    """Peak learning rate."""
+
+    lr_scheduler_type: Scheduler = "cosine"
+    """Shape of the learning rate after the warm-up. wsd: warm-up, stable, then a linear decay."""
+
+    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+
+    decay_steps: PositiveInt | None = None
+    """wsd only: steps of the final decay. null: a fifth of the run."""
+
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
+
+    optimizer: OptimizerName = "adamw"
+    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight), sgd, or muon
+    (Muon on matrices, AdamW on embeddings, norms and the head)."""
+
+    adam_beta1: Fraction = 0.9
+    """Decay of AdamW's first moment."""
+
+    adam_beta2: Fraction = 0.95
+    """Decay of AdamW's second moment."""
+
+    adam_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    """AdamW's denominator offset."""
+
+    momentum: Fraction = 0.9
+    """Momentum of sgd and muon."""
+
+    weight_decay: Annotated[float, Field(ge=0, lt=10)] = 0.1
+    """Weight decay on matrices, never on norms and biases; decoupled in adamw and muon."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the global gradient norm to this. null: no clipping."""
+
+    precision: Precision = "bf16-mixed"
+    """32-true, bf16-mixed (weights fp32, matmuls bf16), fp16-mixed (with a loss scaler), or
+    bf16-true (weights bf16, least memory)."""
+
+    stochastic_rounding: bool = False
+    """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that
+    updates smaller than bf16's steps are kept in the mean. fp32 master weights instead:
+    bf16-mixed."""
+
+    gradient_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in the backward pass to save memory. selective: keep the results of
+    matrix products and attention, recompute the rest."""
+
+    torch_compile: bool = False
+    """Compile the model with torch.compile: slower start, faster steps."""
+
+    logging_steps: PositiveInt = 10
+    """Record loss, speed and memory every so many steps."""
+
+    eval_steps: PositiveInt | None = 200
+    """Evaluate every so many steps, and at the end. null: only at the end."""
+
+    eval_samples: PositiveInt | None = 512
+    """Validation sequences per evaluation, always the same ones. null: all of them."""
+
+
+def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> int | None:
+    """The length of a run in inner steps.
+
+    Args:
+        config: the run file's section.
+        samples_per_epoch: training samples in one pass over the data; None: not known.
+
+    Returns:
+        None where the length is a time, or cannot be told without the samples.
+    """
+    if config.max_steps is not None:
+        return config.max_steps
+    if config.num_train_epochs is None or samples_per_epoch is None:
+        return None
+    samples = config.num_train_epochs * samples_per_epoch
+    return max(1, -(-int(samples) // config.global_batch_size))
+
+
+def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) -> float:
+    """The learning rate of an inner step.
+
+    Args:
+        config: the run file's section.
+        step: 1 for the first step.
+        total_steps: length of the run; None only for a constant rate.
+
+    Returns:
+        The rate. Falling shapes reach `min_lr_ratio` of the peak just after the last step, so that
+        no step is wasted on a rate of zero.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step <= warmup:
+        return peak * step / (warmup + 1)
+    if config.lr_scheduler_type == "constant":
+        return peak
+    assert total_steps is not None, (
+        "config/rules/all.py lets only a constant rate run without an end"
+    )
+    falling = total_steps - warmup
+    if config.lr_scheduler_type == "wsd":
+        falling = min(falling, config.decay_steps or max(1, total_steps // 5))
+    start = total_steps - falling
+    progress = min(1.0, max(0.0, (step - 1 - start) / max(1, falling)))
+    low = config.min_lr_ratio
+    if config.lr_scheduler_type == "cosine":
+        return peak * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
+    return peak * (low + (1 - low) * (1 - progress))
