@@ -159,9 +159,7 @@ def learning_rate(config: TrainingConfig, step: int, total_steps: int | None) ->
         return peak * step / (warmup + 1)
     if config.lr_scheduler_type == "constant":
         return peak
-    assert total_steps is not None, (
-        "config/rules/all.py lets only a constant rate run without an end"
-    )
+    assert total_steps is not None, "rules let only a constant rate run without an end"
     falling = total_steps - warmup
     if config.lr_scheduler_type == "wsd":
         falling = min(falling, config.decay_steps or max(1, total_steps // 5))
