@@ -21,8 +21,8 @@ from isles.check.command import check_app
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.launch.arguments import normalise_overrides
 from isles.launch.file_verbs import config, data
-from isles.launch.render_verb import render
-from isles.launch.setup_verb import setup_app
+from isles.launch.remote.command import setup_app
+from isles.launch.render.command import render
 from isles.monitor import verbs as run_verbs
 from isles.monitor.join_cluster_verb import join_cluster_app
 from isles.monitor.join_verb import join_app

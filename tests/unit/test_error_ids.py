@@ -29,10 +29,10 @@ from isles.errors import (
     more_lines,
 )
 from isles.facts import troubleshooting as page
-from isles.launch.channel import Channel
-from isles.launch.hosts import refuse
-from isles.launch.shell import Shell
-from isles.launch.wheel import wheel_bytes
+from isles.launch.remote.wheel import wheel_bytes
+from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.hosts import refuse
+from isles.launch.ssh.shell import Shell
 from isles.monitor.errors import failure_lines
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt

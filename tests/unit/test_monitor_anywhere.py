@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isles.errors import UserError
-from isles.launch.passing import remote_script
+from isles.launch.remote.passing import remote_script
 from isles.monitor import stream
 from isles.monitor.collect import RunReport, collect
 from isles.monitor.logs import LogChoice, log_lines

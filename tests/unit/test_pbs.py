@@ -12,10 +12,10 @@ from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import ConfigError, PreflightError
-from isles.launch.pbs_queue import Dialect, Pbs, PbsJob, read_attributes
-from isles.launch.pbs_reasons import ended_reason, pending_reason
-from isles.launch.pbs_request import request_lines
-from isles.launch.pbs_script import Alone, InRunDir, pbs_script
+from isles.launch.pbs.job import Dialect, Pbs, PbsJob, read_attributes
+from isles.launch.pbs.reasons import ended_reason, pending_reason
+from isles.launch.pbs.request import request_lines
+from isles.launch.pbs.script import Alone, InRunDir, pbs_script
 from isles.run.paths import RunDir
 from tests.each import each
 

@@ -18,7 +18,7 @@ from isles.check.subject import Subject
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.facts.units import format_bytes
-from isles.launch.addresses import Reach
+from isles.launch.ssh.addresses import Reach
 from tests.each import each
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import yaml
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import ConfigError
-from isles.launch import setup as module
+from isles.launch.remote import setup as module
 
 CONTENT = {
     "name": "t",

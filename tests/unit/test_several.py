@@ -15,7 +15,7 @@ from isles.check.meeting import rendezvous_stand_in
 from isles.config.load import Loaded, load_run_file
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
-from isles.launch.several import local_environs, meeting_place, refuse_peers
+from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
 from isles.monitor.everywhere import reports_of_all
 from isles.monitor.several_choice import choose
 from isles.monitor.several_end import end_lines, worst

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from isles.errors import PreflightError, UserError
-from isles.launch.channel import Channel
-from isles.launch.shell import Shell, on_all
+from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.shell import Shell, on_all
 from tests.deadline import DEADLINE_S
 from tests.each import each
 

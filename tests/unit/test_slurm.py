@@ -16,10 +16,10 @@ from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.launcher import SlurmLauncherConfig
-from isles.launch.queue import read_job, refresh
+from isles.launch.queue.jobs import read_job, refresh
 from isles.launch.rank_command import rank_command
-from isles.launch.slurm_reasons import pending_reason
-from isles.launch.slurm_script import JobText, sbatch_script, slurm_time
+from isles.launch.slurm.reasons import pending_reason
+from isles.launch.slurm.script import JobText, sbatch_script, slurm_time
 from isles.run.begin import write_job_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record

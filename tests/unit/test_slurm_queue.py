@@ -10,10 +10,10 @@ import pytest
 
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
-from isles.launch.queue import refresh, refresh_all
-from isles.launch.queue_start import LostSubmission, submission
-from isles.launch.slurm_queue import Slurm
-from isles.launch.slurm_submit import submit_slurm
+from isles.launch.queue.jobs import refresh, refresh_all
+from isles.launch.queue.start import LostSubmission, submission
+from isles.launch.slurm.job import Slurm
+from isles.launch.slurm.submit import submit_slurm
 from isles.run.begin import Begun
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record

@@ -18,18 +18,18 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.environment import SyncConfig
 from isles.errors import PreflightError
-from isles.launch import setup as launch_setup
-from isles.launch import ssh as launch_ssh
 from isles.launch.base import Started, StartOptions
-from isles.launch.hosts import Host
-from isles.launch.node import READY
-from isles.launch.node_facts import machine_id
-from isles.launch.passing import remember
-from isles.launch.setting import path_elsewhere, quoted, setting_lines
-from isles.launch.setup import _make_script
-from isles.launch.shell import Shell, on_all
-from isles.launch.ssh import interruptible
-from isles.launch.sync import rsync_argv
+from isles.launch.node.facts import machine_id
+from isles.launch.node.operations import READY
+from isles.launch.remote import setup as launch_setup
+from isles.launch.remote.passing import remember
+from isles.launch.remote.setup import _make_script
+from isles.launch.remote.sync import rsync_argv
+from isles.launch.ssh import start as launch_ssh
+from isles.launch.ssh.hosts import Host
+from isles.launch.ssh.setting import path_elsewhere, quoted, setting_lines
+from isles.launch.ssh.shell import Shell, on_all
+from isles.launch.ssh.start import interruptible
 from isles.run.fleet import Fleet, FleetNode
 from isles.run.paths import RunDir
 from isles.run.records import read_record
@@ -210,8 +210,8 @@ def test_two_machines_that_cannot_be_told_apart_are_two(
 
 
 _FORGETFUL = """
-import isles.launch.node_start as start
-from isles.launch.node import main
+import isles.launch.node.start as start
+from isles.launch.node.operations import main
 start.FORGOTTEN_AFTER_S = 2.0
 main()
 """

@@ -19,7 +19,7 @@ from isles.check.meeting import try_rendezvous
 from isles.check.panel import Asked, Panel, Place
 from isles.check.subject import Subject
 from isles.errors import PreflightError
-from isles.launch.addresses import Reach, choose_addresses
+from isles.launch.ssh.addresses import Reach, choose_addresses
 
 _CLOCK_ROUNDS = 5
 _SMOKE_S = 180.0

@@ -8,7 +8,7 @@ from typing import Literal
 
 from isles.check.panel import Answers, Panel
 from isles.check.subject import Subject
-from isles.launch.addresses import Reach
+from isles.launch.ssh.addresses import Reach
 
 Say = Callable[[str], object]
 

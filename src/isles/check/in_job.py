@@ -12,11 +12,11 @@ from isles.check.subject import Subject
 from isles.config.resolve import Resolved
 from isles.config.sections.launcher import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
-from isles.launch.queue_start import in_workdir, settle
-from isles.launch.setting import python_of, setting_lines
-from isles.launch.shell import Shell
-from isles.launch.slurm_queue import Slurm
-from isles.launch.slurm_script import JobText, sbatch_options
+from isles.launch.queue.start import in_workdir, settle
+from isles.launch.slurm.job import Slurm
+from isles.launch.slurm.script import JobText, sbatch_options
+from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.ssh.shell import Shell
 from isles.run.env import allocation
 
 _SBATCH_ONLY = ("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--time")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from isles.errors import CommunicationError, UserError
-from isles.launch.node import READY
+from isles.launch.node.operations import READY
 
 _LOOK_S, _HELLO_S = 0.2, 5.0
 _AT_ONCE_S = 0.05

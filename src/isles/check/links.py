@@ -13,7 +13,7 @@ from isles.check.judge.network import (
     judge_reduce,
 )
 from isles.check.panel import Answers
-from isles.launch.network import network_variables
+from isles.launch.ssh.network import network_variables
 
 _CONNECT_S, _STREAM_S, _MEET_S = 3.0, 0.5, 30.0
 _CPU_SIZES = [4 << 10, 1 << 20, 16 << 20]

@@ -16,7 +16,7 @@ from isles.config.load import Loaded
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError
 from isles.launch.meeting import own_addresses, split_address
-from isles.launch.several import is_elsewhere, meeting_place, refuse_peers
+from isles.launch.multi_cluster import is_elsewhere, meeting_place, refuse_peers
 
 _CONNECT_S = 5.0
 

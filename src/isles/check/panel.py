@@ -26,7 +26,7 @@ _SSH_SIGNS = (
 
 
 class Place(Protocol):
-    """One end of a conversation with a node: `isles.launch.channel.Channel`, or the like."""
+    """One end of a conversation with a node: `isles.launch.ssh.channel.Channel`, or the like."""
 
     name: str
 

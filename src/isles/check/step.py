@@ -28,9 +28,9 @@ from isles.check.subject import Subject
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import ExitCode, UserError
-from isles.launch.channel import Channel
-from isles.launch.node import serve
-from isles.launch.shell import Shell
+from isles.launch.node.operations import serve
+from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 

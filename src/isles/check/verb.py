@@ -34,11 +34,11 @@ from isles.config.sections.launcher import (
 )
 from isles.config.show import named_cluster
 from isles.errors import PreflightError, UserError
-from isles.launch.channel import Channel
-from isles.launch.pbs_queue import Pbs
-from isles.launch.setting import python_of, setting_lines
-from isles.launch.shell import Shell, on_all
-from isles.launch.slurm_queue import Slurm
+from isles.launch.pbs.job import Pbs
+from isles.launch.slurm.job import Slurm
+from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.ssh.shell import Shell, on_all
 
 _MODULE = "isles.check.node.operations"
 _ANSWER_S = 30.0

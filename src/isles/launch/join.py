@@ -17,7 +17,7 @@ from isles.errors import CommunicationError, PreflightError, UserError
 from isles.facts.text import printable
 from isles.launch.detached import start_detached
 from isles.launch.manual import node_environ
-from isles.launch.node_place import make_place
+from isles.launch.node.place import make_place
 from isles.run.fleet import Fleet
 from isles.run.pace import HELLO_S
 from isles.run.paths import Attempt, RunDir

@@ -26,9 +26,9 @@ from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.facts.units import format_duration
 from isles.launch.base import Started, StartOptions
 from isles.launch.detached import start_detached
-from isles.launch.network import network_variables
-from isles.launch.node_facts import free_port
-from isles.launch.setting import quoted, setting_lines
+from isles.launch.node.facts import free_port
+from isles.launch.ssh.network import network_variables
+from isles.launch.ssh.setting import quoted, setting_lines
 from isles.launch.verbs import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import hub_cache, inherited, rank_defaults

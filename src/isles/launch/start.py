@@ -23,9 +23,9 @@ from isles.launch.base import Say, Started, StartOptions, settle_here
 from isles.launch.hub import hub_faults
 from isles.launch.local import LocalLauncher, local_job
 from isles.launch.manual import start_manual
-from isles.launch.pbs import start_pbs
-from isles.launch.slurm import start_slurm
-from isles.launch.ssh import start_ssh
+from isles.launch.pbs.start import start_pbs
+from isles.launch.slurm.start import start_slurm
+from isles.launch.ssh.start import start_ssh
 from isles.launch.verbs import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.find import numbered_runs

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
-from isles.launch.passing import SSH_FAILED, remote_script
-from isles.launch.shell import Shell, login_line
+from isles.launch.remote.passing import SSH_FAILED, remote_script
+from isles.launch.ssh.shell import Shell, login_line
 from isles.monitor.inbox import ORDERS, Inbox
 from isles.run.remote import RemoteRun
 

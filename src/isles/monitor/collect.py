@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isles.facts.units import format_duration
-from isles.launch.queue import refresh
-from isles.launch.queue_job import JobReport
+from isles.launch.queue.job import JobReport
+from isles.launch.queue.jobs import refresh
 from isles.monitor.nodes import NodeReport, checked_text, node_reports
 from isles.monitor.stalls import stall_texts
 from isles.run.find import typed_command, typed_name

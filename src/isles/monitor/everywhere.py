@@ -12,9 +12,9 @@ from typing import Any
 from isles import __version__
 from isles.errors import PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
-from isles.launch.passing import lost_python, remote_script
-from isles.launch.queue import refresh_all
-from isles.launch.shell import Shell, on_all
+from isles.launch.queue.jobs import refresh_all
+from isles.launch.remote.passing import lost_python, remote_script
+from isles.launch.ssh.shell import Shell, on_all
 from isles.monitor.collect import RunReport, collect
 from isles.run.find import is_run_dir, list_runs, remote_runs
 from isles.run.paths import RunDir

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isles.errors import ExitCode, UserError, more_lines
 from isles.launch.base import Started
-from isles.launch.queue import queue_job, refresh
+from isles.launch.queue.jobs import queue_job, refresh
 from isles.monitor.attend_remote import RemoteAttendant
 from isles.monitor.ending import conclude
 from isles.monitor.follow import follow

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO, Literal
 
 from isles.config.one_cluster import keys_of_cluster
-from isles.launch.passing import STARTED
+from isles.launch.remote.passing import STARTED
 from isles.run.env import inherited
 
 _PATIENCE_S = 30.0

@@ -19,9 +19,9 @@ from isles.config.show import named_cluster
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
 from isles.launch.meeting import end_rendezvous, open_rendezvous, rendezvous_process
-from isles.launch.passing import STARTED
-from isles.launch.several import is_elsewhere, local_environs, meeting_place, refuse_peers
-from isles.launch.ssh import interruptible
+from isles.launch.multi_cluster import is_elsewhere, local_environs, meeting_place, refuse_peers
+from isles.launch.remote.passing import STARTED
+from isles.launch.ssh.start import interruptible
 from isles.monitor.several_child import Ended, Word, run_all
 from isles.monitor.several_choice import Choice, choose
 from isles.monitor.several_state import place_of

@@ -38,7 +38,7 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
         if started.text:
             _print(started.text)
         if announce:
-            from isles.launch.login import started_line
+            from isles.launch.remote.login import started_line
 
             options.say(started_line(started))
         if started.text or announce:

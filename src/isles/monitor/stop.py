@@ -11,8 +11,8 @@ import psutil
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue import queue_job, refresh
-from isles.launch.queue_job import QueueJob
+from isles.launch.queue.job import QueueJob
+from isles.launch.queue.jobs import queue_job, refresh
 from isles.monitor.collect import collect
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir

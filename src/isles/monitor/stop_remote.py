@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
-from isles.launch.passing import pass_on, remote_script
-from isles.launch.shell import Shell, on_all
+from isles.launch.remote.passing import pass_on, remote_script
+from isles.launch.ssh.shell import Shell, on_all
 from isles.run.remote import RemoteRun
 from isles.run.state import QUEUES
 

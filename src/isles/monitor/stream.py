@@ -13,8 +13,8 @@ from pathlib import Path
 
 from isles.config.resolve import load_resolved
 from isles.errors import UserError
-from isles.launch.setting import path_elsewhere, python_of, setting_lines
-from isles.launch.shell import Shell
+from isles.launch.ssh.setting import path_elsewhere, python_of, setting_lines
+from isles.launch.ssh.shell import Shell
 from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
 from isles.run.fleet import read_fleet
 from isles.run.paths import Attempt, RunDir

@@ -377,7 +377,7 @@ def _end_with_stdin() -> None:
 
 
 def _pass_on(run: RemoteRun, verb: Sequence[str], options: Sequence[str]) -> int:
-    from isles.launch.passing import pass_on
+    from isles.launch.remote.passing import pass_on
 
     return pass_on(run, [*verb, run.path, *options])
 

@@ -10,7 +10,7 @@ from isles.check.panel import Answers
 from isles.check.subject import Subject
 from isles.config.sections.environment import NetworkConfig
 from isles.facts.units import format_bytes, format_duration
-from isles.launch.addresses import Reach
+from isles.launch.ssh.addresses import Reach
 
 _SLOW_TRIP_S = 0.01
 _LOST = 2

@@ -38,7 +38,7 @@ def judge_versions(
     """Versions over all hosts.
 
     Args:
-        facts: of `isles.launch.node_facts`.
+        facts: of `isles.launch.node.facts`.
         ranks: of `isles.check.node.ranks`.
         gpus: of `isles.check.node.gpus`.
         here: isles on this machine, where that counts.

@@ -1,6 +1,6 @@
 """What runs on a node while it is checked: `python -m isles.check.node.operations`.
 
-As `isles.launch.node`, with more that it can be asked. It ends with its stdin, or when nobody has
+As `isles.launch.node.operations`, with more that it can be asked. It ends with its stdin, or when nobody has
 asked it for a while (the machine that did may have lost its network), and its ranks with it:
 nothing is left behind.
 """
@@ -18,7 +18,7 @@ from isles.check.node.machine import clock, machine
 from isles.check.node.network import Listener, bandwidth, dial, reach, resolve
 from isles.check.node.ranks import Ranks
 from isles.check.node.smoke import smoke
-from isles.launch.node import Operation, operations, serve
+from isles.launch.node.operations import Operation, operations, serve
 
 _IDLE_S = 120.0
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from isles.check.finding import Finding
 from isles.config.load import Loaded
 from isles.errors import PreflightError, UserError, cut_more
-from isles.launch.login import copied_file_script, login_setting, place_there
-from isles.launch.passing import lost_python
-from isles.launch.shell import Shell
+from isles.launch.remote.login import copied_file_script, login_setting, place_there
+from isles.launch.remote.passing import lost_python
+from isles.launch.ssh.shell import Shell
 
 _RUN_S = 300.0
 """Beyond the wait for nodes: what it may take in all."""

@@ -10,7 +10,7 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import PreflightError
 from isles.facts.units import parse_duration_s
-from isles.launch.pbs_queue import Pbs
+from isles.launch.pbs.job import Pbs
 
 _OUT = ("down", "offline", "unknown", "stale", "provisioning", "maintenance")
 _ATTRIBUTE = re.compile(r"^\s+([\w.]+) = (.*)$")

@@ -16,9 +16,9 @@ from isles.check.subject import Subject
 from isles.config.resolve import Resolved
 from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
-from isles.launch.pbs_queue import Pbs, PbsJob, last_line
-from isles.launch.pbs_script import InRunDir, pbs_script
-from isles.launch.queue_start import in_workdir, settle
+from isles.launch.pbs.job import Pbs, PbsJob, last_line
+from isles.launch.pbs.script import InRunDir, pbs_script
+from isles.launch.queue.start import in_workdir, settle
 from isles.run.env import pbs_job
 from isles.run.paths import RunDir
 

@@ -10,7 +10,7 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.launcher import SlurmLauncherConfig
 from isles.errors import PreflightError
 from isles.facts.units import parse_duration_s
-from isles.launch.slurm_queue import Slurm
+from isles.launch.slurm.job import Slurm
 
 _OUT = ("down", "drain", "drng", "fail", "maint", "unk", "inval", "no_respond", "power_down")
 _FIELD = re.compile(r"(\w+)=(\S*)")

@@ -1,0 +1,179 @@
+"""What a scheduler says about the job of a run: asked, kept in job.json, put into words."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from isles.errors import UserError
+from isles.facts.units import format_duration
+from isles.launch.pbs.job import PbsJob
+from isles.launch.queue.job import ASK_S, JobReport, QueueJob
+from isles.launch.slurm.job import SlurmJob
+from isles.launch.ssh.shell import on_all
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+
+_MAX_AGE_S = 4.0
+"""A word so young is not asked for again: a scheduler has better to do."""
+
+_GLANCE_S = 5.0
+"""The same where many runs are shown at once, and what is known already will do."""
+
+Clock = Callable[[], float]
+
+
+def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
+    """The job of an attempt; None where no queue has started it.
+
+    Args:
+        run_dir: the run.
+        attempt: a start of it.
+        ask_s: longest wait for one answer of the scheduler.
+    """
+    launch = read_record(attempt.launch) or {}
+    if not launch.get("job_id"):
+        return None
+    match launch.get("launcher"):
+        case "slurm":
+            return SlurmJob.of(run_dir, attempt, launch, ask_s=ask_s)
+        case "pbs":
+            return PbsJob.of(run_dir, attempt, launch, ask_s=ask_s)
+        case _:
+            return None
+
+
+def read_job(attempt: Attempt) -> JobReport | None:
+    """What the scheduler said when it was last asked; None where it never was."""
+    record = read_record(attempt.job)
+    if record is None or "state" not in record:
+        return None
+    known = {name: record[name] for name in JobReport.__dataclass_fields__ if name in record}
+    return JobReport(**{"reason": "", "job_id": "", "at": 0.0, **known})
+
+
+def write_job(attempt: Attempt, report: JobReport) -> None:
+    """Keep what the scheduler said, for who cannot ask it."""
+    write_record(attempt.job, report.record(), durable=False)
+
+
+def refresh(
+    run_dir: RunDir,
+    attempt: Attempt,
+    *,
+    max_age_s: float = _MAX_AGE_S,
+    hasten: bool = False,
+    now: Clock = time.time,
+) -> JobReport | None:
+    """Ask the scheduler how an attempt's job stands, and keep its answer in job.json.
+
+    A job that is over, and whose run has no outcome, gets one: it was killed with its script.
+    Where the scheduler cannot be asked (another machine, a scheduler that is down), what it said
+    last stands.
+
+    Args:
+        run_dir: the run.
+        attempt: a start of it.
+        max_age_s: an answer so young is taken as it is.
+        hasten: the run is to go on: see `QueueJob.hasten`.
+        now: the clock.
+
+    Returns:
+        The answer; None where no queue has started the attempt.
+    """
+    job = queue_job(run_dir, attempt)
+    if job is None:
+        return None
+    last = _known(job, attempt, max_age_s, now)
+    if last is not None:
+        return last
+    try:
+        report = job.state()
+        if hasten:
+            job.hasten(report)
+    except UserError as error:
+        return _unanswered(job, attempt, error, now)
+    _keep(job, attempt, report)
+    return report
+
+
+def refresh_all(
+    runs: Sequence[RunDir], *, ask_s: float = _GLANCE_S, now: Clock = time.time
+) -> dict[Path, JobReport]:
+    """How the jobs of many runs stand, as `refresh`: a scheduler that is silent is asked once.
+
+    Args:
+        runs: whose last starts are meant.
+        ask_s: longest wait for one answer of a scheduler.
+        now: the clock.
+
+    Returns:
+        The answers by the folders of the attempts, of those that a queue has started.
+    """
+    found: dict[Path, JobReport] = {}
+    queues: dict[tuple[object, ...], list[tuple[QueueJob, Attempt]]] = defaultdict(list)
+    for run_dir in runs:
+        attempt = run_dir.last_attempt()
+        job = queue_job(run_dir, attempt, ask_s=ask_s) if attempt is not None else None
+        if attempt is None or job is None:
+            continue
+        known = _known(job, attempt, _MAX_AGE_S, now)
+        if known is not None:
+            found[attempt.path] = known
+        else:
+            launch = read_record(attempt.launch) or {}
+            queues[launch["launcher"], launch.get("bin_path")].append((job, attempt))
+    answers, _ = on_all(list(queues.values()), lambda jobs: _ask_together(jobs, now))
+    for answer in answers:
+        found |= answer or {}
+    return found
+
+
+def _ask_together(jobs: list[tuple[QueueJob, Attempt]], now: Clock) -> Mapping[Path, JobReport]:
+    """Ask one scheduler about its jobs: the others only once it has answered for the first."""
+    found: dict[Path, JobReport] = {}
+
+    def ask(entry: tuple[QueueJob, Attempt]) -> None:
+        job, attempt = entry
+        report = job.state()
+        found[attempt.path] = report
+        with suppress(OSError):  # in somebody else's directory it cannot be kept
+            _keep(job, attempt, report)
+
+    silence: UserError | None = None
+    for some in (jobs[:1], jobs[1:]):
+        if silence is None and some:
+            _, faults = on_all(some, ask)
+            silence = faults[0][1] if faults else None
+    for job, attempt in jobs:
+        if attempt.path not in found and silence is not None:
+            found[attempt.path] = _unanswered(job, attempt, silence, now)
+    return found
+
+
+def _known(job: QueueJob, attempt: Attempt, max_age_s: float, now: Clock) -> JobReport | None:
+    """What it said last, if that still holds."""
+    last = read_job(attempt)
+    if last is None or last.job_id != job.job_id:
+        return None
+    is_young = 0 <= now() - last.at < max_age_s
+    return last if last.state == "ended" or is_young else None
+
+
+def _unanswered(job: QueueJob, attempt: Attempt, error: UserError, now: Clock) -> JobReport:
+    """What it said last stands, with the time of it."""
+    last = read_job(attempt)
+    if last is None:
+        return JobReport("unknown", error.what, job.job_id, now(), fix=error.fix)
+    age = format_duration(max(0.0, now() - last.at))
+    return replace(last, reason=f"{last.reason}; that was {age} ago: {error.what}", fix=error.fix)
+
+
+def _keep(job: QueueJob, attempt: Attempt, report: JobReport) -> None:
+    write_job(attempt, report)
+    if report.state == "ended" and not attempt.outcome.exists():
+        write_record(attempt.outcome, job.ended(report))

@@ -1,0 +1,1 @@
+"""Before a start elsewhere: isles on a login node, copying files, installing."""

@@ -1,0 +1,102 @@
+"""Installs isles and its packages on a host: sent there as text, so it needs Python alone.
+
+Reads one JSON object from stdin: `wheel` (base64), `wheel_name`, `extras`, `requirements`,
+`constraints`, `check`, `wanted` (a fingerprint). What it writes on stdout are steps for a person,
+a line each; the last line begins with `RESULT ` and is JSON: `changed`, `error`, `fingerprint`.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_LOOK = (
+    "import json; from isles.launch.ssh.fingerprint import fingerprint as f; print(json.dumps(f()))"
+)
+
+
+def look() -> tuple[dict[str, str] | None, str]:
+    """The fingerprint of what is installed; or None, and why there is none."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        words = done.stderr.strip().splitlines()
+        return None, words[-1] if words else f"exit code {done.returncode}"
+    return json.loads(done.stdout), ""
+
+
+def install(asked: dict[str, Any], folder: Path) -> str:
+    """Run pip; returns an error text, or an empty one."""
+    wheel, constraints = folder / asked["wheel_name"], folder / "constraints.txt"
+    wheel.write_bytes(base64.b64decode(asked["wheel"]))
+    constraints.write_text("".join(f"{line}\n" for line in asked["constraints"]))
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    needs = [f"isles[{','.join(asked['extras'])}] @ file://{wheel}", *asked["requirements"]]
+    calls = [
+        [*pip, "--constraint", str(constraints), *needs],
+        # It puts this very code there, also over the same version of another day.
+        [*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel)],
+    ]
+    for call in calls:
+        done = subprocess.run(call, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
+            return "\n".join(["pip failed:", *errors, f"(exit code {done.returncode})"])
+    return ""
+
+
+def settle(asked: dict[str, Any]) -> tuple[str, bool]:
+    """Install where something is missing; returns an error text, and whether it did."""
+    wanted = {key: asked[key] for key in ("extras", "requirements", "constraints")}
+    wanted["code"] = asked["wanted"]["code"]
+    # Two hosts may share this environment: one of them installs, the other then finds it done.
+    with (Path(sys.prefix) / ".isles-setup.json").open("a+") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.seek(0)
+        try:
+            stamp = json.load(stream)
+        except ValueError:
+            stamp = None
+        found, _ = look()
+        if found is not None and found["code"] == wanted["code"] and stamp == wanted:
+            return "", False
+        _say(f"installing isles and what it needs into {sys.prefix}")
+        with tempfile.TemporaryDirectory(prefix="isles-setup-") as folder:
+            error = install(asked, Path(folder))
+        if not error:
+            stream.seek(0)
+            stream.truncate()
+            json.dump(wanted, stream)
+        return error, True
+
+
+def main() -> None:
+    """Make this host as it is wanted, or only look at it."""
+    asked = json.load(sys.stdin)
+    error, changed = "", False
+    if not asked["check"]:
+        try:
+            error, changed = settle(asked)
+        except OSError as fault:
+            error = f"{sys.prefix} cannot be written: {fault.strerror}"
+    found, why = look()
+    if found is None and not error:
+        error = f"isles is not installed for {sys.executable}: {why}"
+    _say("RESULT " + json.dumps({"changed": changed, "error": error, "fingerprint": found}))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

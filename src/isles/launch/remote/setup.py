@@ -1,0 +1,315 @@
+"""`isles setup`: makes the Python environments of all hosts equal, in parallel, and compares."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.config.load import Loaded
+from isles.config.sections.cluster import ClusterConfig
+from isles.config.sections.environment import EnvironmentConfig
+from isles.config.sections.launcher import QueueSection, SshLauncherConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.track import tracker_sections
+from isles.errors import ConfigError, PreflightError
+from isles.facts.units import format_duration
+from isles.launch.remote.wheel import wheel_bytes, wheel_name
+from isles.launch.ssh.fingerprint import PACKAGES, fingerprint
+from isles.launch.ssh.hosts import refuse
+from isles.launch.ssh.setting import python_of, quoted, setting_lines, tool_lines
+from isles.launch.ssh.shell import Shell, on_all
+
+Say = Callable[[str], object]
+
+_MAKE_S = 600.0
+_INSTALL_S = 3600.0
+_RESULT = "RESULT "
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What every host is asked to do."""
+
+    cluster: ClusterConfig
+    workdir: str
+    payload: str
+    say: Say
+
+
+def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
+    """Make the environments of the hosts of each cluster equal, or only compare them.
+
+    Args:
+        loaded: the run file.
+        check: install nothing.
+        say: takes a line for each step of each host.
+
+    Returns:
+        Whether all hosts are equal in what must be.
+
+    Raises:
+        ConfigError: the run file names no other machine.
+        PreflightError: hosts that could not be reached or set up.
+    """
+    clusters = [c for c in loaded.config.clusters if _hosts(c)]
+    if not clusters:
+        kind = loaded.config.clusters[0].launcher.kind
+        raise ConfigError(
+            f"with launcher {kind} there is no other machine to set up from here",
+            where=loaded.where("clusters.0.launcher"),
+            fix="install here with pip install 'isles[train]'; isles setup is for launcher ssh, "
+            "and for slurm and pbs with login",
+        )
+    is_equal = True
+    for cluster in clusters:
+        if len(clusters) > 1:
+            say(f"cluster {cluster.name}")
+        is_equal &= _setup_cluster(loaded, cluster, check=check, say=say)
+    return is_equal
+
+
+def _setup_cluster(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: Say) -> bool:
+    hosts = _hosts(cluster)
+    timeout_s = 10.0
+    if isinstance(cluster.launcher, SshLauncherConfig):
+        timeout_s = cluster.launcher.connect_timeout
+    shells = [Shell(host, timeout_s) for host in hosts]
+    plan = _Plan(cluster, cluster.workdir or str(Path.cwd()), _payload(loaded, cluster, check), say)
+    if not check:
+        _make_environments(plan, shells)
+    results, faults = on_all(shells, lambda shell: _work(plan, shell))
+    refuse([fault for _, fault in faults], len(shells))
+    found = {
+        shell.name: dict(result["fingerprint"])
+        for shell, result in zip(shells, results, strict=True)
+        if result is not None
+    }
+    if not check:
+        for shell, result in zip(shells, results, strict=True):
+            did = "installed" if result and result["changed"] else "was ready"
+            say(f"{shell.name}: {did}")
+    return _compare(found, say)
+
+
+def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]:
+    """What differs between hosts, a line each; and whether any of it must be equal.
+
+    Args:
+        found: fingerprints by host.
+    """
+    lines, is_bad = [], False
+    names = sorted({name for own in found.values() for name in own})
+    for name in names:
+        values = {host: own.get(name, "none") for host, own in found.items()}
+        if len(set(values.values())) == 1:
+            continue
+        words = ", ".join(f"{value} on {host}" for host, value in values.items())
+        # Only the first two parts of Python's version decide what it can run.
+        short = {".".join(value.split(".")[:2]) for value in values.values()}
+        must = name in ("isles", "code", "torch") or (name == "python" and len(short) > 1)
+        is_bad = is_bad or must
+        lines.append(f"{name} differs{'' if must else ' (this may be)'}: {words}")
+    return lines, is_bad
+
+
+def _compare(found: dict[str, dict[str, str]], say: Say) -> bool:
+    lines, is_bad = difference_lines(found)
+    if not is_bad:
+        # Of the launching machine only isles itself must be equal: it may have no torch.
+        here = {"this machine": fingerprint(), **found}
+        own = {host: {key: all_[key] for key in ("isles", "code")} for host, all_ in here.items()}
+        more, is_bad = difference_lines(own)
+        lines += more
+    for line in lines:
+        say(line)
+    if not is_bad:
+        first = next(iter(found.values()))
+        keys = [key for key in ("python", "isles", "torch") if key in first]
+        words = " · ".join(f"{key} {first[key]}" for key in keys)
+        say(f"{len(found)} hosts are equal: {words}" if len(found) > 1 else f"ready: {words}")
+    return not is_bad
+
+
+def _hosts(cluster: ClusterConfig) -> list[str]:
+    """Machines of a cluster that ssh leads to; none: it is this machine, or others start it."""
+    launcher = cluster.launcher
+    if isinstance(launcher, SshLauncherConfig):
+        return [host.ssh for host in cluster.hosts]
+    if isinstance(launcher, QueueSection) and launcher.login is not None:
+        return [launcher.login]
+    return []
+
+
+def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
+    """The extras of isles that a cluster of the run file makes use of."""
+    kinds = {tracker.kind for tracker in tracker_sections(config.track)}
+    strategy = cluster.strategy or config.strategy
+    extras = {
+        "train": True,
+        "deepspeed": strategy.kind == "deepspeed",
+        "hivemind": config.diloco is not None and config.diloco.engine == "hivemind",
+        "qlora": config.adapter.type == "qlora",
+        "wandb": "wandb" in kinds,
+        "mlflow": "mlflow" in kinds,
+    }
+    return [name for name, is_needed in extras.items() if is_needed]
+
+
+def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
+    """What the host's side reads: see `setup_remote`."""
+    wanted = fingerprint()
+    named = {
+        re.split(r"[\[=<>!~; ]", text, maxsplit=1)[0].lower()
+        for text in cluster.environment.packages
+    }
+    # The versions of this machine, without what says for which GPU they were built.
+    pins = [
+        f"{name}=={wanted[name].partition('+')[0]}"
+        for name in PACKAGES
+        if name in wanted and name not in named
+    ]
+    return json.dumps(
+        {
+            "wheel": "" if check else base64.b64encode(wheel_bytes()).decode(),
+            "wheel_name": wheel_name(),
+            "extras": _extras(loaded.config, cluster),
+            "requirements": list(cluster.environment.packages),
+            "constraints": pins,
+            "check": check,
+            "wanted": wanted,
+        }
+    )
+
+
+def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
+    """Where the named environment is missing; on the first host first, since they may share it."""
+    script = _make_script(plan.cluster.environment, plan.workdir)
+    if script is None:
+        return
+
+    def make(shell: Shell) -> None:
+        done = shell.run(["bash", "-c", script], timeout_s=_MAKE_S)
+        for line in done.stdout.splitlines():
+            if line.startswith("made "):
+                plan.say(f"{shell.name}: {line}")
+        if done.returncode:
+            words = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            raise PreflightError(
+                f"the environment cannot be made: {words[-1] if words else done.returncode}",
+                where=f"host {shell.name}",
+                fix="sudo apt install python3-venv; conda must be on PATH; or make it by hand",
+                id="setup.failed",
+            )
+
+    for some in (shells[:1], shells[1:]):
+        _, faults = on_all(some, make)
+        refuse([fault for _, fault in faults], len(some))
+
+
+def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
+    head = [f"mkdir -p {quoted(workdir)} && cd {quoted(workdir)} || exit 1"]
+    head += tool_lines(environment)
+    minor = "{}.{}".format(*sys.version_info[:2])
+    if environment.venv is not None:
+        venv = quoted(environment.venv)
+        return "\n".join(
+            [
+                *head,
+                f"[ -x {venv}/bin/python ] && exit 0",
+                f"for p in python{minor} python3; do",
+                "  $p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break",
+                "  p=",
+                "done",
+                f'[ -n "$p" ] || {{ echo "there is no Python 3.11 or newer: sudo apt install '
+                f'python{minor} python{minor}-venv" >&2; exit 1; }}',
+                # Half of one, without pip, must not be taken for one the next time.
+                f"$p -m venv {venv} || {{ rm -f {venv}/bin/python; exit 1; }}",
+                f"echo made {venv} with $($p --version)",
+            ]
+        )
+    if environment.conda is not None:
+        name = quoted(environment.conda)
+        flag = "-p" if "/" in environment.conda else "-n"
+        return "\n".join(
+            [
+                *head,
+                f"conda run {flag} {name} true >/dev/null 2>&1 && exit 0",
+                f"conda create -y -q {flag} {name} python={minor} || exit 1",
+                f"echo made conda environment {name} with Python {minor}",
+            ]
+        )
+    return None
+
+
+def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
+    """Run the host's side, and pass its steps on."""
+    lines = setting_lines(plan.cluster, plan.workdir)
+    program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
+    python = shlex.quote(python_of(plan.cluster.environment))
+    script = "\n".join([*lines, f"exec {python} -c {shlex.quote(program)}"])
+    process = shell.popen(["bash", "-c", script])
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    timer = threading.Timer(_INSTALL_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    errors: list[str] = []
+    reader = threading.Thread(target=_drain, args=(process, errors), daemon=True)
+    reader.start()
+    try:
+        threading.Thread(target=_feed, args=(process, plan.payload), daemon=True).start()
+        result = None
+        for raw in process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            if line.startswith(_RESULT):
+                result = json.loads(line.removeprefix(_RESULT))
+            elif result is None and line.startswith("installing "):
+                plan.say(f"{shell.name}: {line}")
+        code = process.wait()
+        reader.join(timeout=1.0)
+        is_late = timer.finished.is_set()
+    finally:
+        timer.cancel()
+    text = "".join(errors)
+    if is_late and result is None:
+        raise PreflightError(
+            f"it has not been set up within {format_duration(_INSTALL_S)}; pip may be at it still",
+            where=f"host {shell.name}",
+            fix=f"see what it waits for: ssh {shell.name} 'ps -ef | grep pip'; isles setup again "
+            "goes on with what is there",
+            id="setup.failed",
+        )
+    if result is None and code == 255 and shell.destination is not None:
+        raise shell.fault(text)
+    if result is None or result["error"]:
+        words = (text.strip().splitlines() or [f"exit code {code}"])[-1]
+        raise PreflightError(
+            result["error"] if result is not None else f"it could not be set up: {words}",
+            where=f"host {shell.name}",
+            fix="mend what it says, then isles setup again; clusters[0].environment names the "
+            "Python and what pip is given",
+            id="setup.failed",
+        )
+    return dict(result)
+
+
+def _feed(process: subprocess.Popen[bytes], payload: str) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(payload.encode())
+        process.stdin.close()
+    except OSError:
+        return  # it has ended; what it said tells why
+
+
+def _drain(process: subprocess.Popen[bytes], errors: list[str]) -> None:
+    assert process.stderr is not None
+    errors += [raw.decode(errors="replace") for raw in process.stderr]

@@ -1,0 +1,216 @@
+"""Copying files from here to the hosts before a start: rsync over the user's own ssh."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from isles.config.load import Loaded
+from isles.config.sections.environment import SyncConfig
+from isles.errors import PreflightError, UserError
+from isles.launch.base import StartOptions
+from isles.launch.node.facts import machine_id
+from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.hosts import refuse
+from isles.launch.ssh.setting import python_of, quoted, setting_lines
+from isles.launch.ssh.shell import Shell, on_all
+
+_COPY_S = 3600.0
+_LOOK_S = 60.0
+_NO_RSYNC = 127
+_SSH_FAILED = 255
+
+
+def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOptions) -> str:
+    """Copy what `sync` names to all hosts at once; in a dry run only say so.
+
+    Args:
+        loaded: the run file.
+        sync: what is copied.
+        workdir: the folder on the hosts; made where it is missing.
+        options: how `isles train` was typed.
+
+    Returns:
+        In a dry run, all that can be said where hosts have no such folder yet; else nothing.
+
+    Raises:
+        PreflightError: a path that is not here, a host without rsync, one that cannot be written.
+        UserError: the run is on its way already; nothing was copied.
+    """
+    cluster = loaded.config.clusters[0]
+    for path in sync.paths:
+        if not Path(path).expanduser().exists():
+            raise PreflightError(
+                f"there is no {path} to copy to the hosts",
+                where=f"this machine, {Path.cwd()}: clusters[0].sync.paths",
+                fix="correct the path; it is relative to the folder in which isles is called",
+                id="sync.rsync",
+            )
+    if shutil.which("rsync") is None:
+        raise _no_rsync("this machine")
+    timeout_s = cluster.launcher.connect_timeout if cluster.launcher.kind == "ssh" else 10.0
+    shells = [Shell(host.ssh, timeout_s) for host in cluster.hosts]
+    if options.dry_run:
+        return _dry_run(shells, sync, workdir, options)
+    _refuse_second(loaded, shells[0], workdir, options)
+    running: list[subprocess.Popen[str]] = []
+    try:
+        said, faults = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
+    finally:
+        # All have ended, but after a Ctrl+C: what goes on copying then would be nobody's.
+        for process in running:
+            process.terminate()
+    refuse([fault for _, fault in faults], len(said))
+    for host, line in zip(cluster.hosts, said, strict=True):
+        options.say(f"copied to {host.ssh}:{workdir}: {line}")
+    return ""
+
+
+def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: StartOptions) -> str:
+    """What would be copied; more only where the hosts can be asked in the folder itself."""
+    look = f"[ -d {quoted(workdir)} ] && echo there || echo missing"
+
+    def is_there(shell: Shell) -> bool:
+        return shell.run(["bash", "-c", look]).stdout.split()[-1:] == ["there"]
+
+    found, faults = on_all(shells, is_there)
+    refuse([fault for _, fault in faults], len(shells))
+    text = f"would copy {', '.join(sync.paths)} to {workdir} on every host"
+    missing = [shell.name for shell, is_it in zip(shells, found, strict=True) if not is_it]
+    if not missing:
+        options.say(text)
+        return ""
+    return (
+        f"{text}; it is not there yet on {', '.join(missing)}, and would be made.\n"
+        "What the hosts say of the run can be seen once it is there: this start makes it, or "
+        f"mkdir -p {workdir}"
+    )
+
+
+def _refuse_second(loaded: Loaded, head: Shell, workdir: str, options: StartOptions) -> None:
+    """Before anything is copied into the folder of a run that is on its way."""
+    config = loaded.config
+    lines = setting_lines(config.clusters[0], workdir)
+    python = python_of(config.clusters[0].environment)
+    asked = {"output_dir": config.output_dir, "name": config.name, "resume": options.resume}
+    refusal = None
+    with (
+        suppress(UserError),  # no folder yet, no isles: the start itself says what is wrong
+        Channel(head, lines=lines, python=python) as channel,
+    ):
+        refusal = channel.call("second", timeout_s=_LOOK_S, **asked)["refusal"]
+    if refusal is not None:
+        where = ": ".join(part for part in (f"host {head.name}", refusal["where"]) if part)
+        raise UserError(refusal["what"], where=where, fix=refusal["fix"], id=refusal.get("id", ""))
+
+
+def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
+    """The command line of rsync."""
+    # What [.] names is what is in the folder, every other path comes under its own name.
+    paths = ["./" if path in (".", "./") else path.rstrip("/") for path in sync.paths]
+    return [
+        "rsync",
+        "--archive",
+        "--protect-args",
+        "--compress",
+        "--stats",
+        *(f"--exclude={pattern}" for pattern in sync.exclude),
+        f"--rsh={shlex.join(['ssh', *shell.ssh_options()])}",
+        *(os.path.expanduser(path) for path in paths),  # noqa: PTH111  # Path drops the slash
+        f"{shell.destination}:{_in_home(workdir)}/",
+    ]
+
+
+def _in_home(workdir: str) -> str:
+    """What is relative is in the home there; with --protect-args nobody reads a ~."""
+    return "." if workdir in ("~", "~/") else workdir.removeprefix("~/")
+
+
+def _copy(
+    shell: Shell, sync: SyncConfig, workdir: str, running: list[subprocess.Popen[str]]
+) -> str:
+    folder = quoted(workdir)
+    look = "\n".join(
+        [
+            f"mkdir -p {folder} || exit 1",
+            f"command -v rsync >/dev/null || exit {_NO_RSYNC}",
+            "echo $(cat /proc/sys/kernel/random/boot_id 2>/dev/null).$(hostname)",
+            f"cd {folder} && pwd -P",
+        ]
+    )
+    done = shell.run(["bash", "-c", look])
+    if done.returncode == _NO_RSYNC:
+        raise _no_rsync(f"host {shell.name}")
+    if done.returncode:
+        raise PreflightError(
+            f"the folder {workdir} cannot be made: {done.stderr.strip()}",
+            where=f"host {shell.name}",
+            fix="make it there, or name another in clusters[0].workdir",
+            id="files.workdir",
+        )
+    words = done.stdout.splitlines()
+    if words[-2:] == [machine_id(), str(Path.cwd().resolve())]:
+        return "nothing: it is the folder itself"
+    process = subprocess.Popen(
+        rsync_argv(shell, sync, workdir),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    running.append(process)
+    return _rsync(shell, process, workdir)
+
+
+def _rsync(shell: Shell, process: subprocess.Popen[str], workdir: str) -> str:
+    try:
+        out, err = process.communicate(timeout=_COPY_S)
+    except subprocess.TimeoutExpired as error:
+        process.terminate()
+        raise PreflightError(
+            f"rsync has not ended within {_COPY_S:.0f} s",
+            where=f"host {shell.name}",
+            fix="copy what is large by hand, or keep it on the hosts",
+            id="sync.rsync",
+        ) from error
+    if process.returncode:
+        raise _fault(shell, workdir, process.returncode, err)
+    keys = ("Number of regular files transferred", "Total transferred file size")
+    stats = dict(line.partition(": ")[::2] for line in out.splitlines())
+    return "{} files, {}".format(*(stats.get(key, "?") for key in keys))
+
+
+def _fault(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
+    if code == _SSH_FAILED:
+        return shell.fault(noise)
+    if "is your shell clean" in noise:
+        return PreflightError(
+            "rsync cannot be used, because the login there prints something also for commands",
+            where=f"host {shell.name}",
+            fix="let ~/.bashrc print only in a terminal, with this as its first line: "
+            "[[ $- == *i* ]] || return",
+            id="sync.rsync",
+        )
+    own = [line for line in noise.splitlines() if line.startswith("rsync")]
+    said = own or noise.strip().splitlines() or [f"exit code {code}"]
+    return PreflightError(
+        f"rsync failed: {said[0]}",
+        where=f"host {shell.name}:{workdir}",
+        fix="is there room, and may this user write there?",
+        id="sync.rsync",
+    )
+
+
+def _no_rsync(where: str) -> PreflightError:
+    return PreflightError(
+        "there is no program rsync, which clusters[0].sync needs",
+        where=where,
+        fix="sudo apt install rsync; or delete sync and copy the files yourself",
+        id="sync.rsync",
+    )

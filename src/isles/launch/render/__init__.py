@@ -1,0 +1,1 @@
+"""`isles render`: files that run without isles."""
