@@ -1,8 +1,8 @@
 """What runs on a node while it is checked: `python -m isles.check.node.operations`.
 
-As `isles.launch.node.operations`, with more that it can be asked. It ends with its stdin, or when nobody has
-asked it for a while (the machine that did may have lost its network), and its ranks with it:
-nothing is left behind.
+As `isles.launch.node.operations`, with more that it can be asked. It ends with its stdin, or when
+nobody has asked it for a while (the machine that did may have lost its network), and its ranks
+with it: nothing is left behind.
 """
 
 from __future__ import annotations
