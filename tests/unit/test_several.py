@@ -17,9 +17,14 @@ from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
 from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
 from isles.monitor.everywhere import reports_of_all
-from isles.monitor.several_choice import choose
-from isles.monitor.several_end import end_lines, worst
-from isles.monitor.several_report import SeveralReport, several_lines, several_report, with_several
+from isles.monitor.multi_cluster.choice import choose
+from isles.monitor.multi_cluster.end import end_lines, worst
+from isles.monitor.multi_cluster.report import (
+    SeveralReport,
+    several_lines,
+    several_report,
+    with_several,
+)
 from isles.outer.rendezvous.book import Book
 from isles.outer.rendezvous.roster import Roster
 from isles.outer.rendezvous.samples import Samples

@@ -11,9 +11,9 @@ from rich.console import Console
 from isles.errors import ExitCode, UserError, more_lines
 from isles.launch.base import Started
 from isles.launch.queue.jobs import queue_job, refresh
-from isles.monitor.attend_remote import RemoteAttendant
 from isles.monitor.ending import conclude
 from isles.monitor.follow import follow
+from isles.monitor.follow_remote import RemoteAttendant
 from isles.monitor.inbox import ORDERS, Inbox
 from isles.monitor.stop import Stopping, wait_for_end
 from isles.run.find import typed_name

@@ -32,7 +32,7 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
         if isinstance(started, str):
             return _print(started)
         if isinstance(started, Loaded):
-            from isles.monitor.several import train_several
+            from isles.monitor.multi_cluster.train import train_several
 
             return train_several(started, options, detach=detach, inbox=inbox)
         if started.text:

@@ -62,7 +62,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
         meeting_record,
         running_meetings,
     )
-    from isles.monitor.several_report import several_lines, several_report, with_several
+    from isles.monitor.multi_cluster.report import several_lines, several_report, with_several
     from isles.monitor.table import report_lines, runs_table
     from isles.run.find import find_any
     from isles.run.several import SeveralRun
@@ -133,7 +133,7 @@ def logs(
         here: Only what this machine has; for isles on another one.
     """
     from isles.monitor.logs import LogChoice
-    from isles.monitor.several_logs import several_lines
+    from isles.monitor.multi_cluster.logs import several_lines
     from isles.monitor.stream import shown_lines
     from isles.run.find import find_any, find_cluster
     from isles.run.several import SeveralRun
@@ -192,7 +192,7 @@ def stop(
         return stop_meeting(meeting, say=_say)
     whole = find_any(run, output_dir)
     if isinstance(whole, SeveralRun) and cluster is None:
-        from isles.monitor.several_stop import stop_several
+        from isles.monitor.multi_cluster.stop import stop_several
 
         return stop_several(whole, now=now, timeout=timeout, say=_say, warn=_note)
     found = find_cluster(run, output_dir, cluster)
@@ -353,7 +353,7 @@ def _worker_verb(
 
 def _whose_weights(run: str | None, output_dir: Path) -> RunDir | RemoteRun:
     """The run that is meant; of one on several clusters that of the cluster that is furthest."""
-    from isles.monitor.several_state import furthest
+    from isles.monitor.multi_cluster.state import furthest
     from isles.run.find import find_any, find_cluster
     from isles.run.several import SeveralRun
 

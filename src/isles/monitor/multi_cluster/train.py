@@ -6,7 +6,7 @@ from isles.config.load import Loaded
 from isles.errors import ExitCode
 from isles.launch.base import StartOptions
 from isles.monitor.inbox import Inbox
-from isles.monitor.several_start import SeveralStart
+from isles.monitor.multi_cluster.start import SeveralStart
 from isles.run.find import typed_name
 
 
@@ -37,7 +37,7 @@ def train_several(loaded: Loaded, options: StartOptions, *, detach: bool, inbox:
         return ExitCode.OK
     options.say("Ctrl+C saves and stops all clusters; closing this terminal leaves them running")
     from isles.monitor.consoles import console
-    from isles.monitor.several_follow import SeveralAttendant
+    from isles.monitor.multi_cluster.follow import SeveralAttendant
 
     consoles = console(), console(stderr=True)
     return SeveralAttendant(run, start.choice.running, inbox, *consoles).attend()

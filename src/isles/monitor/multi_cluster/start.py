@@ -22,9 +22,9 @@ from isles.launch.meeting import end_rendezvous, open_rendezvous, rendezvous_pro
 from isles.launch.multi_cluster import is_elsewhere, local_environs, meeting_place, refuse_peers
 from isles.launch.remote.passing import STARTED
 from isles.launch.ssh.start import interruptible
-from isles.monitor.several_child import Ended, Word, run_all
-from isles.monitor.several_choice import Choice, choose
-from isles.monitor.several_state import place_of
+from isles.monitor.multi_cluster.child import Ended, Word, run_all
+from isles.monitor.multi_cluster.choice import Choice, choose
+from isles.monitor.multi_cluster.state import place_of
 from isles.run.join_line import JoinLine
 from isles.run.records import read_record, write_secret, write_text_atomic
 from isles.run.refusals import clear_errors

@@ -12,8 +12,8 @@ from isles.errors import UserError
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.meeting import rendezvous_process
 from isles.monitor.collect import RunReport
-from isles.monitor.several_end import model_lines, state_of
-from isles.monitor.several_state import ALIVE, cluster_reports, line_of
+from isles.monitor.multi_cluster.end import model_lines, state_of
+from isles.monitor.multi_cluster.state import ALIVE, cluster_reports, line_of
 from isles.monitor.table import steps_text
 from isles.run.ask import ask_rendezvous
 from isles.run.join_line import JoinLine

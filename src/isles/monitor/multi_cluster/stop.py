@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from isles.errors import ExitCode
 from isles.launch.meeting import end_rendezvous
-from isles.monitor.several_child import Word, run_all
-from isles.monitor.several_state import place_of
+from isles.monitor.multi_cluster.child import Word, run_all
+from isles.monitor.multi_cluster.state import place_of
 from isles.run.several import SeveralRun
 
 

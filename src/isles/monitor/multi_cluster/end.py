@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from isles.errors import ExitCode
 from isles.monitor.collect import RunReport
-from isles.monitor.several_state import ALIVE, cluster_reports, turns_of
+from isles.monitor.multi_cluster.state import ALIVE, cluster_reports, turns_of
 from isles.monitor.table import steps_text
 from isles.run.find import typed_name
 from isles.run.several import SeveralRun

@@ -16,7 +16,7 @@ from isles.config.resume import (
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.monitor.collect import RunReport
-from isles.monitor.several_state import ALIVE, cluster_reports
+from isles.monitor.multi_cluster.state import ALIVE, cluster_reports
 from isles.run.find import numbered_runs, typed_name
 from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from isles.errors import ExitCode, UserError
 from isles.launch.meeting import end_rendezvous, reopen_rendezvous
 from isles.monitor.inbox import ORDERS, Inbox
-from isles.monitor.several_child import Child, Said, Word
-from isles.monitor.several_end import end_lines
-from isles.monitor.several_state import cluster_reports, line_of, place_of
+from isles.monitor.multi_cluster.child import Child, Said, Word
+from isles.monitor.multi_cluster.end import end_lines
+from isles.monitor.multi_cluster.state import cluster_reports, line_of, place_of
 from isles.run.ask import ask_rendezvous
 from isles.run.find import typed_name
 from isles.run.several import ClusterRun, SeveralRun
