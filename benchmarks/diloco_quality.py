@@ -49,7 +49,7 @@ from diloco_clusters import FRAGMENTS, Bench, Replica, Setting, open_meeting
 
 from isles.config.load import load_run_file
 from isles.data.build import build_datasets
-from isles.data.tokenizer import load_tokenizer
+from isles.data.tokens.tokenizer import load_tokenizer
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
 from isles.train.tokenizer import write_tokenizer

@@ -33,7 +33,7 @@ def make(folder: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     from isles.config.sections.model import ModelConfig
-    from isles.data.tokenizer import train_tokenizer
+    from isles.data.tokens.tokenizer import train_tokenizer
     from isles.models.build import build_model
     from isles.train.quiet import hush_libraries
 

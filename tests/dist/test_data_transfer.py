@@ -22,7 +22,7 @@ TEXT = "\n".join(LINES) + "\n"
 @pytest.fixture
 def tokenizer(tmp_path: Path, words: Path) -> Path:
     """A byte-level BPE in a folder of its own."""
-    from isles.data.tokenizer import train_tokenizer
+    from isles.data.tokens.tokenizer import train_tokenizer
 
     folder = tmp_path / "tokenizer"
     train_tokenizer(words.read_text().splitlines(), 300).save_pretrained(folder)
@@ -41,9 +41,9 @@ def build_on_node(
 ) -> Any:
     """What one rank gets: the data's hash and a batch, the error, and what was logged."""
     from isles.config.sections.data import DataConfig
-    from isles.data import transfer
     from isles.data.build import build_datasets
-    from isles.data.tokenizer import load_tokenizer
+    from isles.data.tokens import transfer
+    from isles.data.tokens.tokenizer import load_tokenizer
     from isles.dist.world import join_world, leave_world
     from isles.errors import UserError
 
@@ -135,7 +135,7 @@ def test_different_data_under_one_name_and_data_that_is_nowhere(tmp_path: Path, 
 
 def stream_on_node(env: RankEnv, folder: Path, tokenizer: Path) -> Any:
     """As `build_on_node`, with data that streams."""
-    from isles.data import stream_segment
+    from isles.data.stream import segment as stream_segment
 
     stream_segment.SEGMENT_TOKENS = 4096
     return build_on_node(env, folder, 1, tokenizer, streaming=True, validation_fraction=0)
@@ -188,7 +188,7 @@ def hang_on_rank_one(env: RankEnv, does: str) -> Any:
     """What the ranks hear when the one that works for them hangs, fails or dies."""
     import threading
 
-    from isles.data.nodes import work_together
+    from isles.data.tokens.nodes import work_together
     from isles.dist.world import is_communication_error, join_world
 
     def work(say: Any) -> None:

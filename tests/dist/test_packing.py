@@ -23,8 +23,8 @@ from isles.config.split import even_split
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.order import SampleOrder
-from isles.data.split import Ranges
-from isles.data.store import TokenStore
+from isles.data.tokens.split import Ranges
+from isles.data.tokens.store import TokenStore
 from isles.data.whole import WholeSamples
 from isles.dist.batch import Batch, cu_seqlens
 from isles.dist.documents import isolation_inputs

@@ -122,7 +122,7 @@ def test_a_dead_preparer_is_named_by_every_rank(parts: Path) -> None:
     run_dir = RunDir(attempt.path.parent.parent)
     assert rows_after_start(run_dir, gang, 3), gang.log.read_text()[-2000:]
     (preparer,) = psutil.Process(gang.processes[0].pid).children()
-    assert "isles.data.stream_preparer" in preparer.cmdline()
+    assert "isles.data.stream.preparer" in preparer.cmdline()
     os.kill(preparer.pid, signal.SIGKILL)
     codes = {code for code, _ in gang.wait()}
     assert codes == {ExitCode.COMMUNICATION}
@@ -132,7 +132,7 @@ def test_a_dead_preparer_is_named_by_every_rank(parts: Path) -> None:
 
 @pytest.mark.long
 def test_a_bad_row_in_the_middle_leaves_the_last_checkpoint(parts: Path, words: Path) -> None:
-    from isles.data.tokenizer import train_tokenizer
+    from isles.data.tokens.tokenizer import train_tokenizer
 
     # One that is trained for the run would read all of so little data before.
     tokenizer = parts.parent / "tokenizer"
@@ -179,10 +179,10 @@ def read_mixture(env: RankEnv, folder: Path, first: int, steps: int) -> Any:
     import numpy as np
 
     from isles.config.sections.data import DataConfig
-    from isles.data import stream_segment
     from isles.data.build import build_datasets
-    from isles.data.stream import StreamStart
-    from isles.data.tokenizer import load_tokenizer
+    from isles.data.stream import segment as stream_segment
+    from isles.data.stream.source import StreamStart
+    from isles.data.tokens.tokenizer import load_tokenizer
 
     stream_segment.SEGMENT_TOKENS = SEGMENT_TOKENS
     data = {
@@ -220,7 +220,7 @@ def read_mixture(env: RankEnv, folder: Path, first: int, steps: int) -> Any:
 
 @pytest.mark.long
 def test_a_mixture_of_text_and_chats_streams_from_any_sample(words: Path, tmp_path: Path) -> None:
-    from isles.data.tokenizer import train_tokenizer
+    from isles.data.tokens.tokenizer import train_tokenizer
 
     lines = words.read_text().splitlines()
     tokenizer = train_tokenizer(lines, 300)

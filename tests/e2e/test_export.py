@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from isles.config.resolve import load_resolved
-from isles.data.tokenizer import load_tokenizer
+from isles.data.tokens.tokenizer import load_tokenizer
 from isles.run.records import read_record
 from isles.train.finish import export_step
 from tests.ranks import train_to_end

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from isles.config.sections.data import COLUMNS, SourceConfig
-from isles.data.encode import Encoder, encode_each
-from isles.data.prepare import prepare
-from isles.data.rows import Row, Tally
-from isles.data.sources import open_source
-from isles.data.tokenizer import train_tokenizer
+from isles.data.sources.find import open_source
+from isles.data.sources.rows import Row, Tally
+from isles.data.tokens.encode import Encoder, encode_each
+from isles.data.tokens.prepare import prepare
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
 from tests.each import each

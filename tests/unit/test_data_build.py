@@ -12,7 +12,7 @@ import pytest
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.build import build_datasets, documents_for_tokenizer
 from isles.data.samples import FAKE_SAMPLES
-from isles.data.tokenizer import train_tokenizer
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import IGNORE_INDEX
 from isles.errors import CommunicationError, DataError
 

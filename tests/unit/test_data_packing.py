@@ -24,8 +24,8 @@ from isles.data.loader import Loader
 from isles.data.order import SampleOrder
 from isles.data.packing import best_fit
 from isles.data.samples import PackedSamples, SampleSource
-from isles.data.split import Ranges, split_store
-from isles.data.store import TokenStore
+from isles.data.tokens.split import Ranges, split_store
+from isles.data.tokens.store import TokenStore
 from isles.data.whole import PairSamples, WholeSamples
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.documents import block_mask

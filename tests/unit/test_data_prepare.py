@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from isles.config.sections.data import SourceConfig
-from isles.data.builtin import PythonDocs
-from isles.data.encode import Encoder
-from isles.data.prepare import prepare, wait_for_prepared
-from isles.data.rows import PLAIN, Columns, Row, Rows
-from isles.data.sources import open_source
-from isles.data.store import TokenStore
+from isles.data.sources.builtin import PythonDocs
+from isles.data.sources.find import open_source
+from isles.data.sources.rows import PLAIN, Columns, Row, Rows
+from isles.data.tokens.encode import Encoder
+from isles.data.tokens.prepare import prepare, wait_for_prepared
+from isles.data.tokens.store import TokenStore
 from isles.errors import CommunicationError, DataError
 from isles.run.records import read_record
 from tests.deadline import DEADLINE_S

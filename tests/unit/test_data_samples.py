@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from isles.data.dataset import Dataset
 from isles.data.order import SampleOrder
 from isles.data.samples import DocumentSamples, FakeSamples, PackedSamples, SampleSource
-from isles.data.split import Ranges, split_store
-from isles.data.store import TokenStore
+from isles.data.tokens.split import Ranges, split_store
+from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 
 END = 9999

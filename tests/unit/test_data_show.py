@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.encode import Encoder
-from isles.data.prepare import prepare
+from isles.data.chat.choice import use_template
 from isles.data.show import SHOWN_TOKENS, figures_of, shown_documents
-from isles.data.sources import open_source
-from isles.data.store import TokenStore
-from isles.data.template_choice import use_template
-from isles.data.tokenizer import train_tokenizer
+from isles.data.sources.find import open_source
+from isles.data.tokens.encode import Encoder
+from isles.data.tokens.prepare import prepare
+from isles.data.tokens.store import TokenStore
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.facts.text import printable
 from tests.deadline import DEADLINE_S
 

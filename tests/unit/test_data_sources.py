@@ -15,11 +15,11 @@ import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.build import documents_for_tokenizer
-from isles.data.hub import open_hub
-from isles.data.parse import columns_of
-from isles.data.readers import PIECE_BYTES, WHOLE_BYTES
-from isles.data.rows import PLAIN
-from isles.data.sources import open_source
+from isles.data.sources.find import open_source
+from isles.data.sources.hub import open_hub
+from isles.data.sources.parse import columns_of
+from isles.data.sources.readers import PIECE_BYTES, WHOLE_BYTES
+from isles.data.sources.rows import PLAIN
 from isles.errors import DataError
 from tests.deadline import DEADLINE_S
 from tests.each import each
@@ -314,7 +314,7 @@ def test_a_hub_id_that_cannot_be_reached(tmp_path: Path):
     script = (
         "import sys\n"
         "from isles.config.sections.data import SourceConfig\n"
-        "from isles.data.sources import open_source\n"
+        "from isles.data.sources.find import open_source\n"
         "from isles.errors import DataError\n"
         "try: open_source(SourceConfig(path='no-such-owner/no-such-data'))\n"
         "except DataError as error: sys.exit(str(error))\n"

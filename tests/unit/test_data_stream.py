@@ -13,18 +13,18 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.config.sections.data import DataConfig
-from isles.data import stream_segment
-from isles.data.parse import TextParser
-from isles.data.progress import Reporter
-from isles.data.rows import Row
-from isles.data.store import TokenStore
-from isles.data.stream_files import file_pieces
-from isles.data.stream_ledger import Ledger
-from isles.data.stream_open import open_stream
-from isles.data.stream_order import StreamOrder
-from isles.data.stream_rows import row_stream
-from isles.data.stream_segment import HoldOut, SegmentRecord, Stream, make_segment, samples_of
-from isles.data.tokenizer import train_tokenizer
+from isles.data.sources.parse import TextParser
+from isles.data.sources.rows import Row
+from isles.data.stream import segment as stream_segment
+from isles.data.stream.files import file_pieces
+from isles.data.stream.ledger import Ledger
+from isles.data.stream.open import open_stream
+from isles.data.stream.order import StreamOrder
+from isles.data.stream.rows import row_stream
+from isles.data.stream.segment import HoldOut, SegmentRecord, Stream, make_segment, samples_of
+from isles.data.tokens.progress import Reporter
+from isles.data.tokens.store import TokenStore
+from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import ConfigErrors, DataError
 from tests.each import each
 
@@ -207,7 +207,7 @@ def test_nothing_to_train_on_is_said(tmp_path: Path, tokenizer: Any):
 def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
     import datasets
 
-    from isles.data.stream_rows import HubRows
+    from isles.data.stream.rows import HubRows
 
     files = []
     for part in range(3):
@@ -255,7 +255,7 @@ def test_weights_are_exact_and_nothing_is_skipped():
 
 
 def test_the_ledger_knows_where_a_sample_begins(tmp_path: Path):
-    from isles.data.stream_segment import Position
+    from isles.data.stream.segment import Position
 
     def segment(number: int, digest: str = "d") -> SegmentRecord:
         return SegmentRecord(

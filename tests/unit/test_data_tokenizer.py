@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data import tokenizer as module
 from isles.data.build import documents_for_tokenizer
-from isles.data.tokenizer import (
+from isles.data.tokens import tokenizer as module
+from isles.data.tokens.tokenizer import (
     END_OF_TEXT,
     PIECE_CHARS,
     check_vocabulary,
@@ -46,7 +46,7 @@ def test_a_trained_tokenizer_gives_text_back(trained):
 
 def test_training_is_deterministic_over_processes(trained):
     script = (
-        "from isles.data.tokenizer import train_tokenizer, tokenizer_digest\n"
+        "from isles.data.tokens.tokenizer import train_tokenizer, tokenizer_digest\n"
         "from tests.unit.test_data_tokenizer import DOCS, documents_for_tokenizer\n"
         "print(tokenizer_digest(train_tokenizer(documents_for_tokenizer(DOCS), 600)))\n"
     )

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat import chat_prompt
-from isles.data.encode import Encoded, Encoder, encode_each, encode_rows
-from isles.data.prepare import prepare
-from isles.data.rows import Row, Tally
-from isles.data.sources import open_source
-from isles.data.store import TokenStore
-from isles.data.template_choice import stop_at_turns, use_template
-from isles.data.tokenizer import load_tokenizer, train_tokenizer
+from isles.data.chat.choice import stop_at_turns, use_template
+from isles.data.chat.conversations import chat_prompt
+from isles.data.sources.find import open_source
+from isles.data.sources.rows import Row, Tally
+from isles.data.tokens.encode import Encoded, Encoder, encode_each, encode_rows
+from isles.data.tokens.prepare import prepare
+from isles.data.tokens.store import TokenStore
+from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import DataError
 from tests import chat_templates as templates
 from tests.each import each

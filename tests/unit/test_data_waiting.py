@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from isles.data.prepare import prepare, wait_for_prepared
-from isles.data.progress import Reporter, Watch
-from isles.data.store import TokenStore
+from isles.data.tokens.prepare import prepare, wait_for_prepared
+from isles.data.tokens.progress import Reporter, Watch
+from isles.data.tokens.store import TokenStore
 from isles.errors import CommunicationError, DataError
 from isles.run.records import read_record, write_record
 from tests.unit.test_data_prepare import (

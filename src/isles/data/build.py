@@ -15,20 +15,20 @@ import numpy as np
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.cut import cut_samples, fake_samples, store_samples
 from isles.data.dataset import Dataset
-from isles.data.encode import Encoder, read_items
-from isles.data.items import texts_of
 from isles.data.order import SampleOrder
-from isles.data.parse import columns_of
-from isles.data.prepare import NO_PROGRESS_S, no_documents, prepare, wait_for_prepared
-from isles.data.rows import Rows, Tally
 from isles.data.samples import SampleSource
-from isles.data.sources import Source, open_source
-from isles.data.split import Ranges
-from isles.data.store import TokenStore
-from isles.data.stream import StreamStart, open_streams
-from isles.data.stream_open import HeldOut, open_stream
-from isles.data.stream_rows import row_stream
-from isles.data.transfer import prepare_everywhere
+from isles.data.sources.find import Source, open_source
+from isles.data.sources.items import texts_of
+from isles.data.sources.parse import columns_of
+from isles.data.sources.rows import Rows, Tally
+from isles.data.stream.open import HeldOut, open_stream
+from isles.data.stream.rows import row_stream
+from isles.data.stream.source import StreamStart, open_streams
+from isles.data.tokens.encode import Encoder, read_items
+from isles.data.tokens.prepare import NO_PROGRESS_S, no_documents, prepare, wait_for_prepared
+from isles.data.tokens.split import Ranges
+from isles.data.tokens.store import TokenStore
+from isles.data.tokens.transfer import prepare_everywhere
 from isles.dist.world import World
 from isles.errors import DataError
 

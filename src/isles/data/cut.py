@@ -6,7 +6,6 @@ import logging
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.isolation import isolates
-from isles.data.counts import SampleCounts
 from isles.data.samples import (
     FAKE_SAMPLES,
     DocumentSamples,
@@ -14,8 +13,9 @@ from isles.data.samples import (
     PackedSamples,
     SampleSource,
 )
-from isles.data.split import Ranges, split_store
-from isles.data.store import TokenStore
+from isles.data.sources.counts import SampleCounts
+from isles.data.tokens.split import Ranges, split_store
+from isles.data.tokens.store import TokenStore
 from isles.data.whole import PairSamples, WholeSamples
 from isles.errors import DataError
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isles.data.counts import SampleCounts
 from isles.data.order import Order
 from isles.data.rng import Float32Array, Int64Array
 from isles.data.samples import SampleSource
+from isles.data.sources.counts import SampleCounts
 
 _WINDOW = 1024
 

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from isles.data.counts import SampleCounts
 from isles.data.rng import Int64Array, draw, key_from
-from isles.data.split import Ranges
-from isles.data.store import TokenStore
+from isles.data.sources.counts import SampleCounts
+from isles.data.tokens.split import Ranges
+from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 
 FAKE_SAMPLES = 2**20

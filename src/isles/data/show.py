@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.counts import SampleCounts
 from isles.data.cut import cut_samples
-from isles.data.split import Ranges
-from isles.data.store import TokenStore
+from isles.data.sources.counts import SampleCounts
+from isles.data.tokens.split import Ranges
+from isles.data.tokens.store import TokenStore
 from isles.facts.text import printable
 
 SHOWN_TOKENS = 600

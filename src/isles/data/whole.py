@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from isles.data.counts import SampleCounts
 from isles.data.packing import best_fit
 from isles.data.rng import Int64Array
 from isles.data.samples import begin_anew
-from isles.data.split import Ranges
-from isles.data.store import TokenStore
+from isles.data.sources.counts import SampleCounts
+from isles.data.tokens.split import Ranges
+from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 
 BoolArray = npt.NDArray[np.bool_]

@@ -26,8 +26,8 @@ from isles.config.shape import check_shape
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
-from isles.data.stream import StreamStart
-from isles.data.tokenizer import OTHER_TOKENIZER, check_vocabulary
+from isles.data.stream.source import StreamStart
+from isles.data.tokens.tokenizer import OTHER_TOKENIZER, check_vocabulary
 from isles.dist.disks import Disks
 from isles.dist.mesh import Mesh
 from isles.dist.place import on_every_rank

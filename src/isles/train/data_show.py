@@ -22,14 +22,14 @@ from isles.config.files import CHATML
 from isles.config.resolve import load_resolved
 from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
-from isles.data.encode import Encoder, encode_rows
-from isles.data.prepare import prepare
-from isles.data.rows import Tally
 from isles.data.show import Figures, Shown, figures_of, shown_document, shown_documents
-from isles.data.sources import open_source
-from isles.data.store import TokenStore
-from isles.data.stream_rows import row_stream
-from isles.data.tokenizer import load_tokenizer
+from isles.data.sources.find import open_source
+from isles.data.sources.rows import Tally
+from isles.data.stream.rows import row_stream
+from isles.data.tokens.encode import Encoder, encode_rows
+from isles.data.tokens.prepare import prepare
+from isles.data.tokens.store import TokenStore
+from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError, more_lines
 from isles.run.env import cache_home
 from isles.run.paths import RunDir

@@ -10,10 +10,10 @@ from typing import Any
 from isles.config.files import CHATML
 from isles.config.sections.run import RunConfig
 from isles.data.build import documents_for_tokenizer
-from isles.data.encode import TEMPLATED
-from isles.data.template_choice import stop_at_turns, use_template
-from isles.data.tokenizer import load_tokenizer, train_tokenizer
-from isles.data.transfer import rank_with_data
+from isles.data.chat.choice import stop_at_turns, use_template
+from isles.data.tokens.encode import TEMPLATED
+from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
+from isles.data.tokens.transfer import rank_with_data
 from isles.dist.disks import Disks, spread_folder
 from isles.dist.world import World
 from isles.run.paths import RunDir

@@ -27,9 +27,9 @@ from isles.config.sections.checkpoint import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import Precision
 from isles.data.build import build_datasets
-from isles.data.chat import chat_prompt
+from isles.data.chat.conversations import chat_prompt
 from isles.data.loader import evaluation_batches
-from isles.data.tokenizer import check_vocabulary, load_tokenizer
+from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import DataError, TrainingError, UserError
 from isles.models.build import converts_weights

@@ -1,0 +1,1 @@
+"""Conversations as text, by a chat template, and which of it the assistant says."""

@@ -1,0 +1,1 @@
+"""Rows out of files, of the hub and of what is built in: `find.py` says what a source names."""

@@ -1,0 +1,1 @@
+"""Tokens on disk: prepared once, into folders that are whole or absent; `prepare.py` first."""
