@@ -1,9 +1,9 @@
 """The launcher ssh: one run on a list of hosts, started from here by the user's own ssh.
 
 One Python process on each host answers (`isles.launch.node.operations`), all at once: facts, then
-the run directory on the first host, then the start. Either all hosts have started, or what has started is
-ended again and the host that did not is named. After that nothing needs ssh: the nodes hold
-together by themselves.
+the run directory on the first host, then the start. Either all hosts have started, or what has
+started is ended again and the host that did not is named. After that nothing needs ssh: the nodes
+hold together by themselves.
 """
 
 from __future__ import annotations
