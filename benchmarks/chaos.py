@@ -27,8 +27,8 @@ from typing import Any
 from chaos_clusters import BATCHES, Cluster, Inputs, Run, prepare, running
 from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_rendezvous, pause, plan_faults
 
-from isles.outer.rendezvous.book import Book
-from isles.outer.rendezvous.samples import Samples
+from isles.outer.hub.book import Book
+from isles.outer.hub.samples import Samples
 from isles.run.manifest import find_checkpoint
 from isles.run.records import read_rows
 

@@ -265,7 +265,7 @@ class Run:
 
     def serve(self) -> None:
         """Start the rendezvous, or start it again on its state."""
-        command = [sys.executable, "-m", "isles.outer.rendezvous", str(self.folder / "state")]
+        command = [sys.executable, "-m", "isles.outer.hub", str(self.folder / "state")]
         command += ["--run", "chaos", "--settings", str(self.folder / "settings.json")]
         if self.port:
             command += ["--listen", f"127.0.0.1:{self.port}"]

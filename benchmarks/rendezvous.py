@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from isles.outer.client import Client
-from isles.outer.codec import parse_codec
+from isles.outer.client.client import Client
+from isles.outer.codec.base import parse_codec
 from isles.outer.messages import Join
 from isles.run.join_line import JoinLine
 
@@ -38,7 +38,7 @@ def main() -> None:
         folder = Path(name)
         settings = {"min_clusters": options.clusters, "dead_after_s": 600}
         (folder / "settings.json").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "isles.outer.rendezvous", str(folder / "state")]
+        command = [sys.executable, "-m", "isles.outer.hub", str(folder / "state")]
         command += ["--run", "benchmark", "--settings", str(folder / "settings.json")]
         with (folder / "log").open("wb") as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)

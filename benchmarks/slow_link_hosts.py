@@ -180,7 +180,7 @@ class Bench:
         address, state = self.lab.address(self.meeting), self.lab.shared / "rendezvous"
         rules = {"min_clusters": len(self.clusters), "dead_after_s": 60.0}
         (self.lab.shared / "rules.json").write_text(json.dumps(rules))
-        command = python("-m", "isles.outer.rendezvous", "/shared/rendezvous", "--run", "slow")
+        command = python("-m", "isles.outer.hub", "/shared/rendezvous", "--run", "slow")
         command += ["--listen", f"{address}:{PORT}", "--settings", "/shared/rules.json"]
         with self._processes([(self.meeting, command, "rendezvous")]) as (server,):
             end = time.monotonic() + 60.0

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from isles.outer.blobs import Incoming, digest_of, hash_chunks
+from isles.outer.client.blobs import Incoming, digest_of, hash_chunks
+from isles.outer.hub.averaging import average, norm_of
 from isles.outer.messages import CHUNK_BYTES, Contribution
-from isles.outer.rendezvous.averaging import average, norm_of
 from tests.outer_world import World, member_id
 
 TURNS, NUMBERS = 6, CHUNK_BYTES // 4 + 5

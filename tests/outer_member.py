@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.outer.client import Client
-from isles.outer.client_http import RendezvousRefusal
+from isles.outer.client.client import Client
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.hub import __main__ as rendezvous
 from isles.outer.messages import Beat, Join
-from isles.outer.rendezvous import __main__ as rendezvous
 from isles.run.env import RankEnv
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S

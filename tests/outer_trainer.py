@@ -18,10 +18,10 @@ from torch import Tensor
 from isles.dist.world import join_world, leave_world
 from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec import parse_codec
+from isles.outer.codec.base import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.link import Link, member_of
-from isles.outer.link_messages import (
+from isles.outer.link.link import Link, member_of
+from isles.outer.link.messages import (
     Claimed,
     Committed,
     Donate,

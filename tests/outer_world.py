@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from isles.outer.hub.averaging import Average
+from isles.outer.hub.core import Core
+from isles.outer.hub.settings import Settings
+from isles.outer.hub.status import events
 from isles.outer.messages import Applied, Beat, Claim, Contribution, Join
-from isles.outer.rendezvous.averaging import Average
-from isles.outer.rendezvous.core import Core
-from isles.outer.rendezvous.settings import Settings
-from isles.outer.rendezvous.status import events
 
 ZERO = "0" * 64
 

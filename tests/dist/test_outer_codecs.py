@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from isles.outer.link_messages import Committed
+from isles.outer.link.messages import Committed
 from isles.run.env import RankEnv
 from isles.run.records import write_record
 from tests.outer_member import serve

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from isles.outer.link_settings import HivemindSettings
-from isles.outer.rendezvous.book import Book
-from isles.outer.rendezvous.samples import Samples
-from isles.outer.side.hivemind_copies import Copy
+from isles.outer.hivemind.copies import Copy
+from isles.outer.hub.book import Book
+from isles.outer.hub.samples import Samples
+from isles.outer.link.settings import HivemindSettings
 from tests.outer_trainer import train
 from tests.ranks import Gang, start_ranks
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from isles.outer.rendezvous.book import Book
-from isles.outer.rendezvous.samples import Samples
+from isles.outer.hub.book import Book
+from isles.outer.hub.samples import Samples
 from tests.outer_member import serve
 from tests.outer_trainer import SAMPLES, train
 from tests.ranks import Gang, start_ranks

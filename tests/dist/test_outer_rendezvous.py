@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 
 from isles.errors import CommunicationError
-from isles.outer.blobs import digest_of, hash_chunks
-from isles.outer.client import Client
-from isles.outer.client_files import upload
-from isles.outer.client_http import RendezvousRefusal
+from isles.outer.client.blobs import digest_of, hash_chunks
+from isles.outer.client.client import Client
+from isles.outer.client.files import upload
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.hub.app import make_server
+from isles.outer.hub.book import Book
+from isles.outer.hub.samples import Samples
+from isles.outer.hub.server import Server
+from isles.outer.hub.settings import Settings
 from isles.outer.messages import CHUNK_BYTES, Beat, Prepared, Ready
-from isles.outer.rendezvous.app import make_server
-from isles.outer.rendezvous.book import Book
-from isles.outer.rendezvous.samples import Samples
-from isles.outer.rendezvous.server import Server
-from isles.outer.rendezvous.settings import Settings
 from isles.run.join_line import JoinLine, encode
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
@@ -415,7 +415,7 @@ async def _gloo(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from isles.outer.epoch_store import EpochStore
+    from isles.outer.gloo.store import EpochStore
 
     async def member(line: JoinLine, name: str) -> list[float]:
         async with Client(line, member_id(name)) as client:

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from isles.outer.average import size
-from isles.outer.blobs import digest_of, hash_chunks
-from isles.outer.client import Client
-from isles.outer.client_http import RendezvousRefusal
-from isles.outer.codec import parse_codec
+from isles.outer.client.blobs import digest_of, hash_chunks
+from isles.outer.client.client import Client
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.codec.base import parse_codec
+from isles.outer.hub import __main__ as rendezvous
+from isles.outer.hub.book import BOOK
 from isles.outer.messages import Beat
-from isles.outer.rendezvous import __main__ as rendezvous
-from isles.outer.rendezvous.book import BOOK
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
 from tests.dist.test_outer_rendezvous import part, serving

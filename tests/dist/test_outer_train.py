@@ -26,10 +26,10 @@ from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
 from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec import parse_codec
+from isles.outer.codec.base import parse_codec
+from isles.outer.hub.book import Book
+from isles.outer.hub.samples import Samples
 from isles.outer.layout import make_layout
-from isles.outer.rendezvous.book import Book
-from isles.outer.rendezvous.samples import Samples
 from isles.run.env import RankEnv
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir

@@ -155,7 +155,7 @@ def test_values_are_read_as_they_are_meant(tmp_path: Path) -> None:
 
 
 def test_the_rendezvous_understands_its_settings(tmp_path: Path) -> None:
-    from isles.outer.rendezvous.settings import Settings
+    from isles.outer.hub.settings import Settings
 
     for text in ("wait: all", "wait: {time_boxed: 2m}", "wait: {quorum: 3, grace: 0s}"):
         Settings.model_validate(outer(tmp_path, text).rendezvous_settings)

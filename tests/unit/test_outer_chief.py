@@ -12,9 +12,9 @@ import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError
-from isles.outer.codec import parse_codec
+from isles.outer.codec.base import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.link_messages import (
+from isles.outer.link.messages import (
     Behind,
     Committed,
     Event,
@@ -155,7 +155,7 @@ def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -
 
 
 def line_claim(number: int, start: int, stop: int) -> Event:
-    from isles.outer.link_messages import Claimed
+    from isles.outer.link.messages import Claimed
 
     return Claimed(number=number, samples=((start, stop),))
 

@@ -19,11 +19,11 @@ from torch.distributed import HashStore
 
 from isles.errors import CommunicationError
 from isles.outer.average import combine
-from isles.outer.codec import parse_codec
-from isles.outer.side.gloo_attempt import Attempt, Made
-from isles.outer.side.gloo_average import UnsoundPartError, average_among, make_plan
-from isles.outer.side.gloo_group import Group
-from isles.outer.side.gloo_reach import UnreachableError, call_each_other
+from isles.outer.codec.base import parse_codec
+from isles.outer.gloo.attempt import Attempt, Made
+from isles.outer.gloo.average import UnsoundPartError, average_among, make_plan
+from isles.outer.gloo.group import Group
+from isles.outer.gloo.reach import UnreachableError, call_each_other
 from tests.deadline import DEADLINE_S
 from tests.each import each
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ConfigError
+from isles.outer.hivemind.choice import Hello, choose
+from isles.outer.hivemind.copies import Copier, Copy
+from isles.outer.hivemind.keys import Keys
+from isles.outer.hub.core import Core
+from isles.outer.hub.samples import Samples
+from isles.outer.hub.settings import Settings
 from isles.outer.messages import Join
-from isles.outer.rendezvous.core import Core
-from isles.outer.rendezvous.samples import Samples
-from isles.outer.rendezvous.settings import Settings
-from isles.outer.side.hivemind_choice import Hello, choose
-from isles.outer.side.hivemind_copies import Copier, Copy
-from isles.outer.side.hivemind_keys import Keys
 
 
 def hello(host: str = "", turn: int = 0, changes: int = -1, term: int = 0) -> Hello:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from isles.outer.hub.refusal import Refusal
 from isles.outer.messages import Beat, EpochAnswer, Failed, Prepared, Ready
-from isles.outer.rendezvous.refusal import Refusal
 from tests.unit.test_outer_rendezvous import ZERO, World, member_id
 
 

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from isles.errors import ConfigError
-from isles.outer.blobs import Incoming, Sealed, WrongHash, digest_of, hash_chunks
+from isles.outer.client.blobs import Incoming, Sealed, WrongHash, digest_of, hash_chunks
+from isles.outer.client.rate_limit import RateLimit
+from isles.outer.hub.identity import lock_folder, make_identity
+from isles.outer.hub.refusal import Refusal
+from isles.outer.hub.rules import divergence, outliers
 from isles.outer.messages import (
     CHUNK_BYTES,
     Failed,
@@ -22,10 +26,6 @@ from isles.outer.messages import (
     StateFile,
     StateOffer,
 )
-from isles.outer.rate_limit import RateLimit
-from isles.outer.rendezvous.identity import lock_folder, make_identity
-from isles.outer.rendezvous.refusal import Refusal
-from isles.outer.rendezvous.rules import divergence, outliers
 from isles.run.join_line import JoinLine, encode
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id

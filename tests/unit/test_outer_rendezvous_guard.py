@@ -9,6 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
+from isles.outer.hub.book import BOOK, Book
+from isles.outer.hub.refusal import Refusal
+from isles.outer.hub.rules import outliers
+from isles.outer.hub.status import status
 from isles.outer.messages import (
     SAMPLE_TOKENS,
     Failed,
@@ -18,10 +22,6 @@ from isles.outer.messages import (
     StateFile,
     StateOffer,
 )
-from isles.outer.rendezvous.book import BOOK, Book
-from isles.outer.rendezvous.refusal import Refusal
-from isles.outer.rendezvous.rules import outliers
-from isles.outer.rendezvous.status import status
 from isles.outer.spans import reserve_of
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id

@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from isles.outer.average import average_size, size
-from isles.outer.link_account import Account
-from isles.outer.link_messages import (
+from isles.outer.gloo.average import make_plan
+from isles.outer.link.account import Account
+from isles.outer.link.messages import (
     COMMANDS,
     EVENTS,
     Alive,
@@ -25,7 +26,6 @@ from isles.outer.link_messages import (
     Reset,
     SamplesLost,
 )
-from isles.outer.side.gloo_average import make_plan
 from isles.outer.side.spool import Spool
 from isles.outer.spans import joined, without
 from tests.each import each

@@ -25,10 +25,10 @@ from isles.monitor.multi_cluster.report import (
     several_report,
     with_several,
 )
-from isles.outer.rendezvous.book import Book
-from isles.outer.rendezvous.roster import Roster
-from isles.outer.rendezvous.samples import Samples
-from isles.outer.rendezvous.settings import Settings
+from isles.outer.hub.book import Book
+from isles.outer.hub.roster import Roster
+from isles.outer.hub.samples import Samples
+from isles.outer.hub.settings import Settings
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.records import write_record

@@ -75,7 +75,7 @@ def open_rendezvous(
     with clear_errors(state):
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_secret(state / "settings.json", json.dumps(asked["settings"]))
-        command = [sys.executable, "-m", "isles.outer.rendezvous", str(state.absolute())]
+        command = [sys.executable, "-m", "isles.outer.hub", str(state.absolute())]
         command += ["--run", run, "--listen", listen, "--announce", announce]
         command += ["--settings", str(state.absolute() / "settings.json")]
         if run_file:

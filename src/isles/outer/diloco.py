@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
 from isles.outer.base import Mode, OuterSettings
-from isles.outer.codec import Codec
+from isles.outer.codec.base import Codec
 from isles.outer.layout import Piece
 from isles.outer.unsound import UnsoundUpdateError
 

@@ -52,7 +52,7 @@ class Join(Message):
     identity: Annotated[dict[Word, Word], Field(max_length=64)]
     """What must be equal on all clusters (layout, outer settings …), by its name."""
     codec: Annotated[str, StringConstraints(max_length=64)]
-    """As `isles.outer.codec.parse_codec` reads it."""
+    """As `isles.outer.codec.base.parse_codec` reads it."""
     pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
     """Of each fragment its pieces: numbers of elements."""
     version: Count

@@ -10,7 +10,7 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.facts.units import format_duration
-from isles.outer.link_messages import Claimed, Donate, Ended, Reset, SamplesLost
+from isles.outer.link.messages import Claimed, Donate, Ended, Reset, SamplesLost
 from isles.train.metrics import StepMeter
 from isles.train.outer_chief import Chief
 from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve

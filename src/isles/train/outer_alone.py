@@ -8,11 +8,11 @@ from typing import Protocol
 
 from isles.outer.average import combine
 from isles.outer.layout import Layout
-from isles.outer.link_messages import Claimed, Committed, Ended, Event, Interval, Joined, Progress
+from isles.outer.link.messages import Claimed, Committed, Ended, Event, Interval, Joined, Progress
 
 
 class OuterLine(Protocol):
-    """What rank 0 needs of a line to the other clusters; `isles.outer.link.Link` is one."""
+    """What rank 0 needs of a line to the other clusters; `isles.outer.link.link.Link` is one."""
 
     members: tuple[str, ...]
     is_connected: bool

@@ -21,10 +21,10 @@ from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec import parse_codec
+from isles.outer.codec.base import parse_codec
 from isles.outer.layout import Layout, make_layout
-from isles.outer.link import Link, member_of
-from isles.outer.link_settings import HivemindSettings, LinkSettings
+from isles.outer.link.link import Link, member_of
+from isles.outer.link.settings import HivemindSettings, LinkSettings
 from isles.outer.messages import SAMPLE_TOKENS
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir

@@ -12,7 +12,7 @@ from typing import assert_never
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
-from isles.outer.link_messages import (
+from isles.outer.link.messages import (
     Behind,
     Claimed,
     Committed,

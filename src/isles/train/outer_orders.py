@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isles.outer.link_messages import (
+from isles.outer.link.messages import (
     Claimed,
     Committed,
     Donate,

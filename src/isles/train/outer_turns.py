@@ -17,7 +17,7 @@ from isles.errors import TrainingError
 from isles.outer.base import Applied, Contribution, Mode
 from isles.outer.cluster import Cluster
 from isles.outer.layout import Layout
-from isles.outer.link_messages import Interval
+from isles.outer.link.messages import Interval
 from isles.train.outer_alone import OuterLine
 from isles.train.outer_chief import Outlook
 from isles.train.outer_orders import Adopt, Sent, Take, sent_from

@@ -222,7 +222,7 @@ class DiLoCoConfig(Section):
 
     @property
     def rendezvous_settings(self) -> dict[str, str | int | float]:
-        """What the rendezvous of the run is told (`isles.outer.rendezvous.settings`)."""
+        """What the rendezvous of the run is told (`isles.outer.hub.settings`)."""
         found: dict[str, str | int | float] = {
             "wait": "all",
             "min_clusters": self.min_clusters,

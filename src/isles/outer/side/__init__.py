@@ -1,1 +1,1 @@
-"""The side process of a cluster: beside rank 0, it talks with the rendezvous and the others."""
+"""The process beside rank 0 that speaks to the other clusters."""

@@ -11,7 +11,7 @@ import traceback
 from typing import TypeVar
 
 from isles.errors import ConfigError, UserError
-from isles.outer.link_messages import Begin, Refused
+from isles.outer.link.messages import Begin, Refused
 from isles.outer.side.faults import NotLetInError, RejoinError
 from isles.outer.side.pipe import Pipe
 from isles.outer.side.side import Side
@@ -57,7 +57,7 @@ async def _run(begin: Begin, pipe: Pipe) -> None:
     if begin.settings.engine != "hivemind":
         await Side(begin, pipe.listen(), pipe.emit).run()
         return
-    from isles.outer.side.hivemind_node import Node
+    from isles.outer.hivemind.node import Node
 
     node = Node(begin, pipe.emit)
     begin = await node.open_door()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from isles.errors import CommunicationError
-from isles.outer.client_http import RendezvousRefusal
-from isles.outer.link_messages import Contribute
-from isles.outer.link_settings import LinkSettings
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.link.messages import Contribute
+from isles.outer.link.settings import LinkSettings
 
 log = logging.getLogger(__name__)
 

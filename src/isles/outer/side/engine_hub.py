@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from isles.outer.client import Client
-from isles.outer.link_messages import Contribute
+from isles.outer.client.client import Client
+from isles.outer.link.messages import Contribute
 from isles.outer.side.engine import Traffic, patiently
 
 _DEADLINE_S = 3600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isles.outer.client_http import RendezvousRefusal
+from isles.outer.client.http import RendezvousRefusal
 
 WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol"})
 """Refusals by somebody who may only for a while stand where the rendezvous was."""

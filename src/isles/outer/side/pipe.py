@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import BinaryIO
 
-from isles.outer.link_messages import COMMANDS, EVENTS, Alive, Begin, Command, Event
+from isles.outer.link.messages import COMMANDS, EVENTS, Alive, Begin, Command, Event
 
 
 class Pipe:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
 from isles.errors import CommunicationError, ConfigError
-from isles.outer.client import Client
-from isles.outer.client_http import RendezvousRefusal
-from isles.outer.link_messages import (
+from isles.outer.client.client import Client
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.link.messages import (
     Adopted,
     Alive,
     AppliedTurn,
@@ -51,7 +51,7 @@ from isles.outer.side.turns import Turns
 from isles.run.join_line import JoinLine
 
 if TYPE_CHECKING:  # an extra
-    from isles.outer.side.hivemind_node import Node
+    from isles.outer.hivemind.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -137,14 +137,14 @@ class Side:
             case "hub":
                 return HubExchange(self._data)
             case "gloo":
-                from isles.outer.side.engine_gloo import GlooExchange
+                from isles.outer.gloo.engine import GlooExchange
 
                 relay = HubExchange(self._data)
                 return GlooExchange(
                     self._control, relay, self._member, self._settings, self._spool, self._warn
                 )
             case "hivemind":
-                from isles.outer.side.engine_hivemind import HivemindExchange
+                from isles.outer.hivemind.engine import HivemindExchange
 
                 assert self._node is not None
                 clients = (self._control, self._data)

@@ -6,8 +6,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from isles.outer.blobs import digest_of, hash_chunks
-from isles.outer.link_messages import Begin
+from isles.outer.client.blobs import digest_of, hash_chunks
+from isles.outer.link.messages import Begin
 
 _KEPT_BYTES = 16
 """For averages that a checkpoint lacks, by number: what a checkpoint with AdamW takes, too."""

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable
 
 from isles.errors import CommunicationError
-from isles.outer.client import Client
-from isles.outer.client_http import RendezvousRefusal
-from isles.outer.link_messages import Donate, Event, GiveState, Note, StateReady
+from isles.outer.client.client import Client
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.link.messages import Donate, Event, GiveState, Note, StateReady
 from isles.outer.messages import StateAnswer
 from isles.outer.side.engine import patiently
 from isles.outer.side.faults import NotLetInError, RejoinError

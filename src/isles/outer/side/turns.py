@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from isles.errors import CommunicationError
-from isles.outer.blobs import digest_of, hash_chunks
-from isles.outer.client import Client
-from isles.outer.client_http import RendezvousRefusal
-from isles.outer.link_messages import Committed, Contribute, Event, Note
+from isles.outer.client.blobs import digest_of, hash_chunks
+from isles.outer.client.client import Client
+from isles.outer.client.http import RendezvousRefusal
+from isles.outer.link.messages import Committed, Contribute, Event, Note
 from isles.outer.messages import TurnAnswer
 from isles.outer.side.engine import Exchange, Traffic, patiently
 from isles.outer.side.faults import WHO_IS_THERE, NotLetInError, RejoinError

@@ -1,0 +1,382 @@
+"""What a cluster asks of its rendezvous; every call ends by its deadline, well or in words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from isles.errors import CommunicationError
+from isles.outer.client.blobs import digest_of, hash_chunks
+from isles.outer.client.files import download, upload
+from isles.outer.client.http import Channel, RendezvousRefusal
+from isles.outer.client.rate_limit import RateLimit
+from isles.outer.messages import (
+    Answer,
+    Applied,
+    Beat,
+    BeatAnswer,
+    Claim,
+    ClaimAnswer,
+    Contribution,
+    ContributionAnswer,
+    EpochAnswer,
+    Failed,
+    Interval,
+    Join,
+    JoinAnswer,
+    LeaveRun,
+    OnlyId,
+    Prepared,
+    Ready,
+    StateAnswer,
+    StateFile,
+    StateOffer,
+    TurnAnswer,
+)
+from isles.run.join_line import JoinLine
+
+_POLL_S = 20.0
+_AGAIN_S = 1.0
+_SEAL_S = 300.0
+
+
+class _Done(Answer):
+    """An answer without content."""
+
+
+class _Offered(Answer):
+    """An offer is taken."""
+
+    state: int
+
+
+class Client:
+    """One cluster's side of the rendezvous; for one event loop.
+
+    Args:
+        line: the join line.
+        member_id: 32 hexadecimal digits that this cluster keeps for the whole run.
+        connections: so many chunks travel at a time.
+        up_bytes_per_s: limit on what is sent; 0: none.
+        down_bytes_per_s: limit on what is fetched; 0: none.
+    """
+
+    def __init__(
+        self,
+        line: JoinLine,
+        member_id: str,
+        *,
+        connections: int = 4,
+        up_bytes_per_s: float = 0.0,
+        down_bytes_per_s: float = 0.0,
+    ) -> None:
+        self.id = member_id
+        self.channel = Channel(
+            line, connections, RateLimit(up_bytes_per_s), RateLimit(down_bytes_per_s)
+        )
+        self._claims = 0
+
+    async def __aenter__(self) -> Client:
+        await self.channel.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.channel.__aexit__(kind, error, trace)
+
+    async def join(self, join: Join, deadline_s: float) -> JoinAnswer:
+        """Take part; also after a restart of this cluster, or where the rendezvous forgot it."""
+        answer = await self.channel.post("/v1/join", join, JoinAnswer, deadline_s)
+        self._claims = 0
+        return answer
+
+    async def beat(self, beat: Beat, deadline_s: float) -> BeatAnswer:
+        """Say that this cluster lives; every 2 s."""
+        return await self.channel.post("/v1/beat", beat, BeatAnswer, deadline_s)
+
+    async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
+        """End: what was claimed and not trained on goes to others."""
+        body = LeaveRun(id=self.id, has_finished=has_finished)
+        await self.channel.post("/v1/leave", body, _Done, deadline_s)
+
+    async def obeyed(self, deadline_s: float) -> None:
+        """The order `reset` has been done."""
+        await self.channel.post("/v1/obeyed", OnlyId(id=self.id), _Done, deadline_s)
+
+    async def claim(self, samples: int, deadline_s: float) -> Sequence[Interval]:
+        """Samples that are this cluster's alone."""
+        self._claims += 1
+        claim = Claim(id=self.id, number=self._claims, samples=samples)
+        return (await self.channel.post("/v1/claim", claim, ClaimAnswer, deadline_s)).samples
+
+    async def contribute(
+        self,
+        turn: int,
+        path: Path,
+        *,
+        tokens: int,
+        steps: int,
+        samples: Sequence[Interval],
+        deadline_s: float,
+    ) -> ContributionAnswer:
+        """Send a contribution, or the rest of it, and have it counted.
+
+        Args:
+            turn: to which turn.
+            path: its encoded bytes; they must not change meanwhile.
+            tokens: its weight.
+            steps: inner steps in it.
+            samples: trained on since the last contribution.
+            deadline_s: for the whole.
+
+        Raises:
+            RendezvousRefusal: kind `late`: the turn is decided without it; `refused`: it holds
+                values that are not finite; `behind`: the state must be pulled first.
+            CommunicationError: the deadline is over.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        hashes = await asyncio.to_thread(hash_chunks, path)
+        contribution = Contribution(
+            id=self.id,
+            tokens=tokens,
+            steps=steps,
+            samples=list(samples),
+            digest=digest_of(hashes),
+        )
+        while True:
+            try:
+                await self._upload_part(turn, path, hashes, end - loop.time())
+                while True:
+                    answer = await self.channel.post(
+                        f"/v1/turns/{turn}/complete",
+                        contribution,
+                        ContributionAnswer,
+                        end - loop.time(),
+                        attempt_s=2 * _POLL_S,
+                    )
+                    if answer.is_measured:
+                        return answer
+            except RendezvousRefusal as error:
+                # The rendezvous came back from a crash with less than it had said it has.
+                if error.kind != "incomplete" or loop.time() > end:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _upload_part(
+        self, turn: int, path: Path, hashes: Sequence[str], deadline_s: float
+    ) -> None:
+        place = f"/v1/turns/{turn}/parts/{self.id}"
+        try:
+            await upload(self.channel, place, path, hashes, deadline_s)
+        except RendezvousRefusal as error:
+            # It was, before this process was started again.
+            if error.kind not in ("counted", "sealed"):
+                raise
+
+    async def turn(self, turn: int, deadline_s: float) -> TurnAnswer:
+        """How a turn stands, now."""
+        return await self.channel.get(f"/v1/turns/{turn}", TurnAnswer, deadline_s)
+
+    async def wait_turn(self, turn: int, deadline_s: float) -> TurnAnswer:
+        """Wait until a turn is committed.
+
+        Raises:
+            CommunicationError: it is not by the deadline; says whom it waits for.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while True:
+            left = end - loop.time()
+            answer = await self.channel.get(
+                f"/v1/turns/{turn}", TurnAnswer, max(left, 1.0), max(0.0, min(left, _POLL_S))
+            )
+            if answer.state == "committed":
+                return answer
+            if loop.time() >= end:
+                waits = ", ".join(answer.waits_for) or "nobody"
+                raise CommunicationError(
+                    f"turn {turn} is {answer.state} after {deadline_s:.0f} s; it waits for {waits}",
+                    where=str(self.channel.line),
+                    fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
+                )
+
+    async def fetch_average(self, answer: TurnAnswer, target: Path, deadline_s: float) -> None:
+        """Fetch the average of a committed turn. See `download`.
+
+        Where only members have it (engine gloo), one of them is asked to upload it first.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        turn = answer.turn
+        while not answer.is_kept:
+            await self.channel.post(
+                f"/v1/turns/{turn}/want", OnlyId(id=self.id), _Done, end - loop.time()
+            )
+            await asyncio.sleep(_AGAIN_S)
+            answer = await self.turn(turn, end - loop.time())
+            if not answer.is_kept and loop.time() >= end:
+                raise CommunicationError(
+                    f"the average of turn {turn} has not come within {deadline_s:.0f} s; asked for "
+                    f"it is one of {', '.join(answer.weights)}",
+                    where=str(self.channel.line),
+                    fix="join again: the whole state is given then",
+                )
+        place = f"/v1/turns/{turn}/average"
+        left = end - loop.time()
+        await download(self.channel, place, answer.size_bytes, answer.digest, target, left)
+
+    async def give_average(self, turn: int, path: Path, deadline_s: float) -> None:
+        """Upload the average of a turn, as the answer to a beat asks for (`upload_average`)."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        place = f"/v1/turns/{turn}/average/from/{self.id}"
+        hashes = await asyncio.to_thread(hash_chunks, path)
+        await upload(self.channel, place, path, hashes, deadline_s)
+        await self.channel.post(
+            place, OnlyId(id=self.id), _Done, end - loop.time(), attempt_s=_SEAL_S
+        )
+
+    # Engine gloo.
+
+    async def ready(
+        self, turn: int, ready: Ready, deadline_s: float, wait_s: float = _POLL_S
+    ) -> EpochAnswer:
+        """Say that this cluster has its contribution, and wait a while for an epoch to form."""
+        place = f"/v1/turns/{turn}/ready?wait={wait_s:g}"
+        return await self.channel.post(place, ready, EpochAnswer, deadline_s, attempt_s=2 * _POLL_S)
+
+    async def prepared(
+        self, epoch: int, prepared: Prepared, deadline_s: float, wait_s: float = _POLL_S
+    ) -> EpochAnswer:
+        """Say that this cluster has the average, and wait a while until all have the same.
+
+        Raises:
+            RendezvousRefusal: kind `epoch`: it has come to nothing; be ready for another.
+        """
+        place = f"/v1/epochs/{epoch}/prepared?wait={wait_s:g}"
+        return await self.channel.post(
+            place, prepared, EpochAnswer, deadline_s, attempt_s=2 * _POLL_S
+        )
+
+    async def epoch_failed(
+        self,
+        epoch: int,
+        why: str,
+        deadline_s: float,
+        culprit: int | None = None,
+        apart: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Say that this cluster could not average with the others.
+
+        Args:
+            epoch: which one.
+            why: in words.
+            culprit: the rank whose contribution is unsound, if so.
+            apart: pairs of ranks that do not reach one another, if so.
+            deadline_s: for saying it.
+        """
+        place = f"/v1/epochs/{epoch}/failed"
+        failed = Failed(id=self.id, why=why[:1000], culprit=culprit, apart=list(apart))
+        await self.channel.post(place, failed, _Done, deadline_s)
+
+    async def put_value(self, epoch: int, key: str, value: bytes, deadline_s: float) -> None:
+        """Tell the members of an epoch something. See `EpochStore`."""
+        place = f"/v1/epochs/{epoch}/store/{self.id}?key={quote(key, safe='')}"
+        await self.channel.put_small(place, value, deadline_s)
+
+    async def get_value(self, epoch: int, key: str, deadline_s: float) -> bytes | None:
+        """What a member of an epoch has told; None: nothing by the deadline."""
+        place = f"/v1/epochs/{epoch}/store/{self.id}?key={quote(key, safe='')}"
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while True:
+            left = max(0.0, end - loop.time())
+            wait_s = min(left, _POLL_S)
+            value = await self.channel.get_small(f"{place}&wait={wait_s:.3f}", left + _AGAIN_S)
+            if value is not None or loop.time() >= end:
+                return value
+
+    async def applied(self, turn: int, anchors: str, deadline_s: float) -> None:
+        """Tell which anchors an average has led to."""
+        body = Applied(id=self.id, turn=turn, anchors=anchors)
+        await self.channel.post("/v1/applied", body, _Done, deadline_s)
+
+    async def give_state(
+        self, version: int, anchors: Sequence[str], files: Sequence[Path], deadline_s: float
+    ) -> None:
+        """Upload anchors and outer state for a cluster that is behind, or the rest of them.
+
+        Args:
+            version: turns applied to them.
+            anchors: digest of each fragment's anchors.
+            files: safetensors; they must not change meanwhile.
+            deadline_s: for the whole.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        hashes = [await asyncio.to_thread(hash_chunks, path) for path in files]
+        offered = [
+            StateFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_of(each))
+            for path, each in zip(files, hashes, strict=True)
+        ]
+        offer = StateOffer(id=self.id, version=version, anchors=list(anchors), files=offered)
+        state = (await self.channel.post("/v1/states", offer, _Offered, deadline_s)).state
+        for index, (path, each) in enumerate(zip(files, hashes, strict=True)):
+            place = f"/v1/states/{state}/files/{index}/from/{self.id}"
+            await upload(self.channel, place, path, each, end - loop.time())
+        await self.channel.post(
+            f"/v1/states/{state}/complete",
+            OnlyId(id=self.id),
+            _Done,
+            end - loop.time(),
+            attempt_s=_SEAL_S,
+        )
+
+    async def pull_state(self, folder: Path, deadline_s: float) -> StateAnswer:
+        """Fetch the state that another cluster gives; what is there of it already is kept.
+
+        Args:
+            folder: where its files shall lie.
+            deadline_s: for the whole.
+
+        Raises:
+            CommunicationError: nobody has given it by the deadline; says who was asked.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while True:
+            left = max(1.0, end - loop.time())
+            answer = await self.channel.post("/v1/state", OnlyId(id=self.id), StateAnswer, left)
+            if answer.state is not None:
+                try:
+                    return await self._fetch_state(answer, folder, end)
+                except RendezvousRefusal as error:
+                    if error.kind != "no_state":  # gone meanwhile: there will be a newer one
+                        raise
+            if loop.time() >= end:
+                donor = answer.donor or "nobody: no other cluster lives that is up to date"
+                raise CommunicationError(
+                    f"no state has come within {deadline_s:.0f} s; asked for it is {donor}",
+                    where=str(self.channel.line),
+                    fix="look at the log of the cluster named",
+                )
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _fetch_state(self, answer: StateAnswer, folder: Path, end: float) -> StateAnswer:
+        loop = asyncio.get_running_loop()
+        folder.mkdir(exist_ok=True)
+        for index, file in enumerate(answer.files):
+            place = f"/v1/states/{answer.state}/files/{index}"
+            target = folder / file.name
+            await download(
+                self.channel, place, file.size_bytes, file.digest, target, end - loop.time()
+            )
+        return answer

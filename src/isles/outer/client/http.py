@@ -1,0 +1,302 @@
+"""Requests to the rendezvous: tried again with patience, under a deadline, errors in words."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+from yarl import URL
+
+from isles.errors import CommunicationError
+from isles.outer.client.rate_limit import RateLimit
+from isles.outer.messages import ErrorBody, Message
+from isles.run.join_line import JoinLine
+
+A = TypeVar("A", bound=BaseModel)
+R = TypeVar("R")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_ATTEMPT_S = 20.0
+_STALL_S = 20.0
+_CONNECT_S = 10.0
+_SLICE = 1 << 16
+_SECRET = re.compile(r"[0-9a-f]{32}")
+"""A member's id, in an address: who knows it can speak in its name."""
+_BIG_SLICE = 1 << 18
+_TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
+
+
+class RendezvousRefusal(CommunicationError):
+    """The rendezvous has understood, and says no.
+
+    Args:
+        kind: one word for programs: late, behind, refused, other_run, name_taken …
+        what: what is wrong.
+        where: the rendezvous.
+        fix: what to do.
+    """
+
+    id = "rendezvous.refused"
+
+    def __init__(self, kind: str, what: str, *, where: str, fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.kind = kind
+
+
+class Witness(Protocol):
+    """Sees to it that an answer may be acted upon, where the rendezvous may move."""
+
+    def mark(self) -> tuple[int, str]:
+        """Which rendezvous it is that is asked now."""
+        ...
+
+    async def confirm(self, mark: tuple[int, str], path: str) -> None:
+        """Before an answer is acted upon; an OSError: it is void, ask again."""
+        ...
+
+
+class _TryAgain(Exception):
+    """An attempt has failed in a way that another may not."""
+
+
+class Channel:
+    """All connections of one cluster to its rendezvous.
+
+    Args:
+        line: where it is, and how to know it.
+        connections: at most so many at a time.
+        up: limits what is sent.
+        down: limits what is fetched.
+    """
+
+    def __init__(self, line: JoinLine, connections: int, up: RateLimit, down: RateLimit) -> None:
+        self.line = line
+        self.connections = connections
+        self.up = up
+        self.down = down
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.witness: Witness | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Channel:
+        connector = aiohttp.TCPConnector(
+            # One more, so that beats pass while files travel on all others.
+            limit=self.connections + 2,
+            ssl=aiohttp.Fingerprint(self.line.fingerprint),
+            keepalive_timeout=30.0,
+            socket_factory=_make_socket,
+        )
+        self._session = aiohttp.ClientSession(
+            self.line.url,
+            connector=connector,
+            headers={"Authorization": f"Bearer {self.line.token}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str, kind: type[A], deadline_s: float, wait_s: float = 0.0) -> A:
+        """Ask. See `_until`."""
+
+        async def attempt() -> A:
+            query = {"wait": f"{wait_s:g}"} if wait_s else {}
+            mark = self.witness.mark() if self.witness else (0, "")
+            async with asyncio.timeout(_ATTEMPT_S + wait_s):
+                answer = self._parse(await self._request("GET", path, params=query), kind)
+            if self.witness is not None:
+                await self.witness.confirm(mark, path)
+            return answer
+
+        return await self._until(attempt, deadline_s, f"GET {path}")
+
+    async def post(
+        self, path: str, body: Message, kind: type[A], deadline_s: float, attempt_s: float = 0.0
+    ) -> A:
+        """Say. See `_until`."""
+
+        async def attempt() -> A:
+            mark = self.witness.mark() if self.witness else (0, "")
+            async with asyncio.timeout(attempt_s or _ATTEMPT_S):
+                data = body.model_dump_json().encode()
+                headers = {"Content-Type": "application/json"}
+                answer = self._parse(
+                    await self._request("POST", path, data=data, headers=headers), kind
+                )
+            if self.witness is not None:
+                await self.witness.confirm(mark, path)
+            return answer
+
+        return await self._until(attempt, deadline_s, f"POST {path}")
+
+    async def put(self, path: str, data: bytes, sha256: str, deadline_s: float) -> None:
+        """Send a chunk, at the pace that is set. See `_until`."""
+
+        async def attempt() -> None:
+            async with asyncio.timeout(_STALL_S) as timer:
+                headers = {"X-Sha256": sha256, "Content-Length": str(len(data))}
+                body = self._slices(data, timer)
+                await self._request("PUT", path, data=body, headers=headers)
+            self.sent_bytes += len(data)
+
+        await self._until(attempt, deadline_s, f"PUT {path}")
+
+    async def put_small(self, path: str, data: bytes, deadline_s: float) -> None:
+        """Send a few bytes. See `_until`."""
+
+        async def attempt() -> None:
+            async with asyncio.timeout(_ATTEMPT_S):
+                await self._request("PUT", URL(path, encoded=True), data=data)
+
+        await self._until(attempt, deadline_s, f"PUT {path}")
+
+    async def get_small(self, path: str, deadline_s: float) -> bytes | None:
+        """Fetch a few bytes; None where there are none yet. See `_until`."""
+
+        async def attempt() -> bytes | None:
+            async with asyncio.timeout(2 * _ATTEMPT_S):
+                return await self._request("GET", URL(path, encoded=True)) or None
+
+        return await self._until(attempt, deadline_s, f"GET {path}")
+
+    async def _slices(self, data: bytes, timer: asyncio.Timeout) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        size = _SLICE if self.up.bytes_per_s else _BIG_SLICE
+        for start in range(0, len(data), size):
+            part = data[start : start + size]
+            delay_s = self.up.delay(len(part))
+            _put_off(timer, loop.time() + delay_s + _STALL_S)
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            yield part
+
+    async def fetch(self, path: str, start: int, size: int, deadline_s: float) -> bytes:
+        """Fetch a range of a file, at the pace that is set. See `_until`."""
+        session = self._session
+        assert session is not None
+        loop = asyncio.get_running_loop()
+
+        async def attempt() -> bytes:
+            data = bytearray()
+            # Whatever is asked for comes as fast as the link can: so ask only when it may come.
+            await asyncio.sleep(self.down.delay(size))
+            headers = {"Range": f"bytes={start}-{start + size - 1}"}
+            async with asyncio.timeout(_STALL_S) as timer:
+                async with session.get(path, headers=headers) as response:
+                    if response.status not in (200, 206):
+                        self._raise(response.status, await response.read())
+                    if response.status != 206 and start:
+                        raise _TryAgain("the rendezvous sends a file from its beginning")
+                    while len(data) < size:
+                        part = await response.content.read(min(_BIG_SLICE, size - len(data)))
+                        if not part:
+                            raise _TryAgain("the connection was cut")
+                        data += part
+                        _put_off(timer, loop.time() + _STALL_S)
+            self.received_bytes += len(data)
+            return bytes(data)
+
+        return await self._until(attempt, deadline_s, f"GET {path}")
+
+    async def _request(self, method: str, path: str | URL, **options: object) -> bytes:
+        assert self._session is not None
+        async with self._session.request(method, path, **options) as response:  # type: ignore[arg-type]
+            body = await response.read()
+            if response.status not in (200, 204):
+                self._raise(response.status, body)
+            return body
+
+    def _raise(self, status: int, body: bytes) -> None:
+        try:
+            error = ErrorBody.model_validate_json(body)
+        except ValidationError:
+            error = ErrorBody(kind="http", what=f"HTTP status {status}: {body[:200]!r}")
+        if status in _TRY_AGAIN:
+            raise _TryAgain(error.what)
+        raise RendezvousRefusal(error.kind, error.what, where=str(self.line), fix=error.fix)
+
+    def _parse(self, body: bytes, kind: type[A]) -> A:
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise RendezvousRefusal(
+                "protocol",
+                f"the rendezvous gives an answer that is no {kind.__name__}: {body[:200]!r}",
+                where=str(self.line),
+                fix="install the same version of isles there and here",
+            ) from error
+
+    async def _until(self, attempt: Callable[[], Awaitable[R]], deadline_s: float, what: str) -> R:
+        """Try until it works, or the deadline is over.
+
+        Raises:
+            RendezvousRefusal: the rendezvous says no.
+            CommunicationError: it has not answered in time, or is another.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    return await attempt()
+            except aiohttp.ServerFingerprintMismatch as error:
+                raise RendezvousRefusal(
+                    "certificate",
+                    f"the server there shows a certificate with sha256 {error.got.hex()[:16]}…, "
+                    f"the join line names {error.expected.hex()[:16]}…",
+                    where=str(self.line),
+                    fix="use the present join line of the rendezvous; if it is, somebody stands "
+                    "between it and this machine",
+                ) from None
+            except (aiohttp.ClientError, OSError, TimeoutError, _TryAgain) as error:
+                last = str(error) or type(error).__name__
+            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            delay_s = pause_s * random.uniform(0.5, 1.0)
+            if loop.time() + delay_s >= end:
+                asked = _SECRET.sub("…", what)
+                raise CommunicationError(
+                    f"{asked} has not worked for {deadline_s:.0f} s; at last: {last}",
+                    where=str(self.line),
+                    fix="look whether the rendezvous runs and can be reached from here "
+                    f"(curl -k {self.line.url}/v1/status answers 401)",
+                    id="rendezvous.silent",
+                )
+            await asyncio.sleep(delay_s)
+
+
+def _put_off(timer: asyncio.Timeout, when: float) -> None:
+    """There is progress: the attempt has more time, unless it is over already."""
+    if not timer.expired() and timer.when() is not None:
+        timer.reschedule(when)
+
+
+def _make_socket(info: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
+    """A socket that notices within half a minute when the other end is gone without a word."""
+    family, kind, protocol, _, _ = info
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 30_000),
+    ):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made

@@ -1,0 +1,1 @@
+"""Engine gloo: clusters that reach one another average directly."""

@@ -1,0 +1,237 @@
+"""Other clusters over libp2p: hivemind finds them, passes NATs if told to, and carries streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.timed_storage import get_dht_time
+
+from isles.errors import CommunicationError
+from isles.outer.hivemind.keys import Keys
+from isles.outer.link.settings import HivemindSettings
+
+log = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
+Handler = Callable[[str, Body, Reader, Writer], Awaitable[None]]
+
+_PROTOCOL = "isles/outer/1"
+_HEAD_BYTES = 2**20
+_HEAD_S = 10.0
+_RECORD_S = 600.0
+"""A record in the DHT is valid for so long: clocks may differ by as much."""
+_START_S = 60.0
+_SOCKET_PATH = 60
+
+
+class PeerError(OSError):
+    """A peer does not answer, or not as it should."""
+
+
+class Peers:
+    """This cluster's place in the network of peers.
+
+    Args:
+        settings: addresses, and what is allowed.
+        keys: of the run.
+        folder: for the identity and the sockets.
+        known: addresses of peers that were met before.
+    """
+
+    def __init__(
+        self, settings: HivemindSettings, keys: Keys, folder: Path, known: Sequence[str]
+    ) -> None:
+        self._settings, self._keys, self._folder, self._known = settings, keys, folder, known
+        self._handlers: dict[str, Handler] = {}
+        self.id = ""
+        """This peer, as the others know it."""
+        self.addresses: list[str] = []
+        """For `initial_peers` of others."""
+
+    def serve(self, kind: str, handler: Handler) -> None:
+        """Have streams of a kind answered: with the peer, what it says, and the stream."""
+        self._handlers[kind] = handler
+
+    async def start(self) -> None:
+        """Start the daemon, and enter the DHT.
+
+        Raises:
+            CommunicationError: none of the initial peers answers.
+        """
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        key = Path(self._settings.identity_path or self._folder / "identity.key").expanduser()
+        if not key.exists():
+            P2P.generate_identity(str(key))
+        own = str(PeerID.from_identity(key.read_bytes()))
+        told = [*self._settings.initial_peers, *self._known]
+        initial = [address for address in dict.fromkeys(told) if not address.endswith(f"/{own}")]
+        try:
+            await asyncio.wait_for(self._start(key, initial), _START_S)
+        # hivemind says what is wrong with many kinds of errors, some of them bare.
+        except Exception as error:
+            await self.close()
+            raise _explained(error, initial) from error
+        await self._p2p.add_binary_stream_handler(_PROTOCOL, self._answer)
+
+    async def _start(self, key: Path, initial: Sequence[str]) -> None:
+        settings, is_open = self._settings, self._settings.relay
+        sockets = self._folder / "sockets"
+        if len(str(sockets)) > _SOCKET_PATH:  # the system takes no longer names
+            mark = hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16]
+            sockets = Path(tempfile.gettempdir()) / f"isles-{os.getuid()}-{mark}"
+        shutil.rmtree(sockets, ignore_errors=True)
+        sockets.mkdir(mode=0o700)  # where it is another's, this fails
+        own: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+        self._sockets = sockets
+        self._p2p: P2P = await own.create(
+            initial_peers=initial,
+            host_maddrs=settings.host_maddrs,
+            announce_maddrs=settings.announce_maddrs or None,
+            identity_path=str(key),
+            check_if_identity_free=False,
+            use_relay=is_open,
+            use_auto_relay=is_open,
+            nat_port_map=settings.nat,
+            auto_nat=settings.nat or is_open,
+            startup_timeout=_START_S,
+        )
+        self._dht = await DHTNode.create(p2p=self._p2p, initial_peers=list(initial))
+        self.id = str(self._p2p.peer_id)
+        self.addresses = [str(address) for address in await self._p2p.get_visible_maddrs()]
+
+    async def close(self) -> None:
+        """End the daemon."""
+        with suppress(AttributeError):  # not started, or only half
+            await self._p2p.shutdown()
+        with suppress(AttributeError):
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def find(self) -> dict[str, list[str]]:
+        """The addresses of the run's clusters that the DHT knows; it learns of this one."""
+        topic, now = self._keys.topic, get_dht_time()
+        await self._dht.store(topic, self.addresses, now + _RECORD_S, subkey=self.id)
+        found = await self._dht.get(topic, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {
+            str(peer): [str(address) for address in entry.value]
+            for peer, entry in found.value.items()
+            if peer != self.id and isinstance(entry.value, list | tuple)
+        }
+
+    async def open(self, peer: str, kind: str, body: Body) -> tuple[Body, Reader, Writer]:
+        """A stream to a peer, and the first that it says.
+
+        Raises:
+            PeerError: it does not answer, or says no.
+        """
+        try:
+            _, reader, writer = await self._p2p.call_binary_stream_handler(
+                PeerID.from_base58(peer), _PROTOCOL
+            )
+        except Exception as error:  # as above
+            raise PeerError(f"{peer[-8:]} is not reached: {error}") from error
+        try:
+            head = {**body, "kind": kind, "proof": self._keys.proof(self.id, peer)}
+            await say(writer, head)
+            answer = await hear(reader)
+            if not self._keys.is_proof(answer.get("proof"), peer, self.id):
+                why = answer.get("refused", "it does not know the secret of this run")
+                raise PeerError(f"{peer[-8:]}: {why}")
+            return answer, reader, writer
+        except BaseException:
+            writer.close()
+            raise
+
+    async def ask(self, peer: str, kind: str, body: Body, timeout_s: float) -> tuple[Body, bytes]:
+        """One answer, and what bytes come with it.
+
+        Raises:
+            PeerError: it does not come in time.
+        """
+        writer = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, reader, writer = await self.open(peer, kind, body)
+                return answer, await reader.readexactly(int(answer.get("bytes", 0)))
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            raise PeerError(str(error) or f"{peer[-8:]} is silent") from error
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def accept(self, writer: Writer, peer: str, body: Body | None = None) -> None:
+        """Say yes, and something more, to a peer that has opened a stream."""
+        await say(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
+
+    async def _answer(self, info: Any, reader: Reader, writer: Writer) -> None:
+        """A stream comes in; whatever happens in it is its own."""
+        peer = str(info.peer_id)
+        try:
+            async with asyncio.timeout(_HEAD_S):
+                head = await hear(reader)
+            handler = self._handlers.get(str(head.get("kind")))
+            if not self._keys.is_proof(head.get("proof"), peer, self.id):
+                log.warning("refused: %s does not know the secret of this run", peer)
+                await say(writer, {"refused": "another secret or run than there"})
+            elif handler is not None:
+                await handler(peer, head, reader, writer)
+        except (OSError, asyncio.IncompleteReadError, ValueError, KeyError, TypeError) as error:
+            log.debug("a stream from %s has ended: %s", peer, error)
+        finally:
+            writer.close()
+
+
+def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
+    why = f"{type(error).__name__}: {error}"
+    if initial and ("bootstrap" in why or isinstance(error, TimeoutError)):
+        return CommunicationError(
+            f"no initial peer answers: {', '.join(initial)} ({why})",
+            where="outer.hivemind.initial_peers",
+            fix="does `hivemind-dht`, or the cluster that is named, run? can this machine reach "
+            "the address?",
+            id="hivemind.peers",
+        )
+    return CommunicationError(
+        f"the peer-to-peer daemon does not start ({why})",
+        where="outer.hivemind",
+        fix="is the port of host_maddrs free, and the address this machine's? is announce_maddrs "
+        "an address with a port?",
+        id="hivemind.peers",
+    )
+
+
+async def say(writer: Writer, body: Body) -> None:
+    """Send a head."""
+    data = json.dumps(body).encode()
+    writer.write(len(data).to_bytes(4, "big") + data)
+    await writer.drain()
+
+
+async def hear(reader: Reader) -> Body:
+    """Receive a head.
+
+    Raises:
+        ValueError: it is none.
+    """
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > _HEAD_BYTES:
+        raise ValueError(f"a head of {size} bytes")
+    body = json.loads(await reader.readexactly(size))
+    if not isinstance(body, dict):
+        raise ValueError("a head that is no mapping")
+    return body

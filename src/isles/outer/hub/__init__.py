@@ -1,0 +1,1 @@
+"""The server through which clusters average; `core.py` decides, `server.py` listens."""

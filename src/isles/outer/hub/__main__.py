@@ -1,0 +1,123 @@
+"""Runs a rendezvous: `python -m isles.outer.hub STATE_DIR --run NAME --listen HOST:PORT`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from isles.errors import ConfigError, ExitCode, MissingDependencyError, UserError
+from isles.outer.hub.settings import Settings
+from isles.run.join_line import NAME
+from isles.run.records import write_secret
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until SIGTERM or Ctrl+C; the exit code."""
+    parser = argparse.ArgumentParser(prog="isles rendezvous", description=__doc__)
+    parser.add_argument("folder", type=Path, help="state directory: kept over restarts")
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0: any")
+    parser.add_argument("--announce", default="", help="HOST[:PORT] that clusters dial")
+    parser.add_argument("--settings", type=Path, help="JSON file with the rules of the run")
+    parser.add_argument("--run-file", type=Path, help="run file to give to clusters; it is kept")
+    parser.add_argument(
+        "--until-finished", action="store_true", help="end when all clusters have finished"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=30.0, help="seconds to wait then (default 30)"
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    os.umask(0o077)  # nobody else reads what the rendezvous keeps
+    try:
+        asyncio.run(_serve(options))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    return int(ExitCode.OK)
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    for package in ("aiohttp", "torch"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"the rendezvous needs the package {package}, which is not installed",
+                where=sys.executable,
+                fix="pip install 'isles[train]'",
+            )
+    from isles.outer.hub.app import make_server
+
+    host, port = _address(options.listen)
+    if not NAME.fullmatch(options.run):
+        raise ConfigError(
+            f"{options.run!r} is no name of a run",
+            where="--run",
+            fix="use letters, digits, dots, dashes",
+        )
+    text = None if options.run_file is None else _text(options.run_file, "the run file")
+    server = make_server(options.folder, _settings(options.settings))
+    if text is not None:
+        write_secret(server.run_file, text)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    line = await server.start(host, port, options.run, options.announce)
+    sys.stdout.write(f"{line} is open; the join line stands in {options.folder / 'join'}\n")
+    sys.stdout.flush()
+    waiting: set[asyncio.Task[object]] = {asyncio.create_task(stopped.wait())}
+    if options.until_finished:
+        waiting.add(asyncio.create_task(server.finished(options.grace)))
+    done, _ = await asyncio.wait({*waiting, server.ticking}, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    await server.stop()
+    if server.ticking in done:
+        server.ticking.result()  # its memory cannot be believed: better to end than to lie
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise ConfigError(
+            f"{text!r} is no address", where="--listen", fix="write HOST:PORT, as 127.0.0.1:0"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _settings(path: Path | None) -> Settings:
+    if path is None:
+        return Settings()
+    text = _text(path, "the settings")
+    try:
+        return Settings.model_validate_json(text)
+    except ValidationError as error:
+        faults = [
+            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+            for fault in error.errors(include_url=False)
+        ]
+        known = ", ".join(Settings.model_fields)
+        raise ConfigError("; ".join(faults), where=str(path), fix=f"the keys are {known}") from None
+
+
+def _text(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{what} cannot be read: {error}", where=str(path), fix="give a text file"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The state for clusters that are behind: which member gives it, and which files it has."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from isles.outer.hub.book import Book
+from isles.outer.hub.refusal import Refusal
+from isles.outer.hub.roster import Roster
+from isles.outer.hub.settings import Settings
+from isles.outer.messages import StateAnswer, StateOffer
+
+_WANTED_S = 300.0
+_HEAD_BYTES = 1024
+_SLACK_BYTES = 4 * 2**20
+"""What a file has besides its numbers: its head, with a name for each tensor."""
+
+
+class States:
+    """States that donors have uploaded, and the search for a donor."""
+
+    def __init__(
+        self,
+        book: Book,
+        settings: Settings,
+        roster: Roster,
+        folder: Path,
+        clock: Callable[[], float],
+    ) -> None:
+        self._book = book
+        self._settings = settings
+        self._roster = roster
+        self._folder = folder
+        self._clock = clock
+        self._wanted_at = -_WANTED_S
+        self._donor: int | None = None
+        self._progress_at = 0.0
+        self._tried: set[int] = set()
+
+    def path(self, state: int, index: int) -> Path:
+        """Where a file of a state lies."""
+        return self._folder / f"{state}" / f"{index}"
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody has asked for a state, or fetched of it, lately."""
+        return self._clock() - self._wanted_at < _WANTED_S
+
+    def oldest_version(self) -> int | None:
+        """The version from which on averages must be kept, while somebody pulls a state."""
+        row = self._book.row("SELECT MIN(version) AS v FROM states")
+        return int(row["v"]) if self.is_wanted and row and row["v"] is not None else None
+
+    def touch(self) -> None:
+        """Somebody fetches of a state now."""
+        self._wanted_at = self._clock()
+
+    def progress(self) -> None:
+        """The donor sends now."""
+        self._progress_at = self._clock()
+
+    def want(self, member: int, is_usable: Callable[[int], bool]) -> StateAnswer:
+        """A member needs a state: the newest one that is usable, or who is asked for one.
+
+        Args:
+            member: its number.
+            is_usable: whether the averages of all turns since a version are kept.
+
+        Raises:
+            Refusal: nobody can give one, and nobody will come who could.
+        """
+        self.touch()
+        for row in self._book.rows(
+            "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
+        ):
+            if is_usable(row["version"]):
+                return self.answer(row["number"])
+        self._choose(member, is_usable)
+        others = [row for row in self._roster.latest() if row["number"] != member]
+        have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
+        if self._donor is None and others and all(have_gone):
+            raise Refusal(
+                409,
+                "over",
+                "the other clusters have finished this run, and the averages since this one was "
+                "here last are not kept",
+                "their model is the run's; with a larger max_steps on all clusters it goes on",
+            )
+        donor = "" if self._donor is None else self._roster.get(self._donor)["name"]
+        return StateAnswer(state=None, donor=donor)
+
+    def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
+        """Settle on a donor: the most advanced member; another one where it sends nothing."""
+        able = {
+            row["number"]: row["version"]
+            for row in self._roster.living()
+            if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
+        }
+        is_idle = self._clock() - self._progress_at > self._settings.donor_s
+        if self._donor in able and not is_idle:
+            return
+        if self._donor is not None and is_idle:
+            self._tried.add(self._donor)
+            self._book.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._donor)
+        fresh = {number: v for number, v in able.items() if number not in self._tried}
+        if not fresh:
+            self._tried.clear()
+            fresh = able
+        self._donor = min(fresh, key=lambda number: (-fresh[number], number), default=None)
+        self._progress_at = self._clock()
+
+    def is_donor(self, member: int) -> bool:
+        """Whether a member shall upload its state now."""
+        return self._donor == member and self.is_wanted
+
+    def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
+        """A donor begins to upload, or goes on; the state's number.
+
+        Args:
+            member: the donor's number.
+            offer: what it says.
+            pieces: of each fragment its pieces.
+
+        Raises:
+            Refusal: it is larger than anchors and momentum are, or nobody has asked for it.
+        """
+        size_bytes = sum(file.size_bytes for file in offer.files)
+        limit = sum(8 * sum(of) + _HEAD_BYTES * len(of) + _SLACK_BYTES for of in pieces)
+        if size_bytes > limit or len(offer.files) > len(pieces):
+            raise Refusal(
+                413,
+                "too_large",
+                f"a state of {len(offer.files)} files and {size_bytes} bytes; one of this run has "
+                f"{len(pieces)} and {limit} at most",
+            )
+        if len({file.name for file in offer.files}) < len(offer.files):
+            raise Refusal(422, "malformed", "two files of the state have the same name")
+        text = offer.model_dump_json(exclude={"id"})
+        row = self._book.row(
+            "SELECT number FROM states WHERE member = ? AND offer = ?", member, text
+        )
+        if row is None and not self.is_donor(member):
+            what = "no state is asked of this cluster now"
+            raise Refusal(409, "not_wanted", what)
+        self.progress()
+        if row is not None:
+            return int(row["number"])
+        with self._book.transaction():
+            # One at a time: what a member can fill the disk with is bounded.
+            self._book.run("DELETE FROM states WHERE member = ? AND is_complete = 0", member)
+            self._book.run(
+                "INSERT INTO states (member, version, offer) VALUES (?, ?, ?)",
+                member,
+                offer.version,
+                text,
+            )
+            return self._book.number("SELECT MAX(number) FROM states")
+
+    def complete(self, state: int) -> None:
+        """All files of a state are there."""
+        row = self._row(state)
+        with self._book.transaction():
+            self._book.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
+            name = self._roster.get(row["member"])["name"]
+            self._book.note(name, "state", f"gave the state after turn {row['version'] - 1}")
+        self._donor = None
+        self._tried.clear()
+
+    def answer(self, state: int) -> StateAnswer:
+        """What a state consists of."""
+        row = self._row(state)
+        offer = self.files(state)
+        return StateAnswer(
+            state=state,
+            version=offer.version,
+            donor=self._roster.get(row["member"])["name"],
+            anchors=offer.anchors,
+            files=offer.files,
+        )
+
+    def files(self, state: int) -> StateOffer:
+        """The offer of a state, without the donor's id."""
+        return StateOffer.model_validate_json(
+            '{"id":"' + "0" * 32 + '",' + str(self._row(state)["offer"]).removeprefix("{")
+        )
+
+    def owner(self, state: int) -> int:
+        """Whose state it is."""
+        return int(self._row(state)["member"])
+
+    def is_complete(self, state: int) -> bool:
+        """Whether it can be downloaded."""
+        return bool(self._row(state)["is_complete"])
+
+    def _row(self, state: int) -> sqlite3.Row:
+        row = self._book.row("SELECT * FROM states WHERE number = ?", state)
+        if row is None:
+            raise Refusal(404, "no_state", f"there is no state {state}", "ask for the state anew")
+        return row
+
+    def forget_useless(self, is_usable: Callable[[int], bool]) -> None:
+        """Forget states that are too old for the averages on the disk."""
+        for row in self._book.rows("SELECT number, version FROM states"):
+            if not is_usable(row["version"]):
+                self._book.run("DELETE FROM states WHERE number = ?", row["number"])

@@ -1,0 +1,141 @@
+"""What the rendezvous tells people: members, open turns, the last commits, samples, events."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+from isles.facts.units import format_duration
+from isles.outer.client.blobs import num_chunks
+from isles.outer.hub.core import Core
+from isles.outer.messages import OpenTurn
+
+_EVENTS = 50
+_MOST_EVENTS = 1000
+_COMMITS = 20
+_QUIET_S = 6.0
+"""Three signs of life."""
+
+
+def status(core: Core) -> dict[str, Any]:
+    """What `isles status` shows."""
+    commits = _commits(core)
+    open_turns = [*core.turns.open_turns(), *core.epochs.open_turns()]
+    last = core.book.number("SELECT MAX(number) FROM events")
+    return {
+        "turn": core.turns.next,
+        "fragments": len(core.pieces),
+        "is_over": core.is_over(),
+        "members": [_member(core, row, commits, open_turns) for row in core.roster.latest()],
+        "open": [_open(core, turn) for turn in open_turns],
+        "commits": commits,
+        "epoch": core.epochs.status(),
+        "samples": core.samples.counts(),
+        "settings": core.settings.model_dump(),
+        "events": events(core, last - _EVENTS),
+    }
+
+
+def events(core: Core, after: int) -> list[dict[str, Any]]:
+    """What has happened since an event, oldest first."""
+    rows = core.book.rows(
+        "SELECT * FROM events WHERE number > ? ORDER BY number LIMIT ?", after, _MOST_EVENTS
+    )
+    return [dict(row) for row in rows]
+
+
+def _member(
+    core: Core, row: sqlite3.Row, commits: list[dict[str, Any]], open_turns: list[OpenTurn]
+) -> dict[str, Any]:
+    """One cluster: what it has said of itself, its part in the last turn, and why it is slow."""
+    name, number = row["name"], row["number"]
+    beat = core.roster.beats.get(number)
+    said: dict[str, Any] = {} if beat is None else beat.model_dump(exclude={"id", "version"})
+    weights = commits[0]["weights"] if commits else {}
+    tokens = weights.get(name, 0)
+    late = [turn.turn for turn in open_turns if name in turn.waits_for]
+    return {
+        "name": name,
+        "state": "finished" if row["has_finished"] and row["state"] == "left" else row["state"],
+        "is_behind": bool(row["is_behind"]),
+        "order": row["order_reason"],
+        "version": row["version"],
+        "from_turn": row["from_turn"],
+        "heard_s": round(core.roster.heard_s(number), 1),
+        "step": said.get("step", 0),
+        "since": said.get("since", 0),
+        "loss": said.get("loss"),
+        "tokens_per_s": said.get("tokens_per_s", 0.0),
+        "phase": said.get("phase", ""),
+        "sent_bytes": said.get("sent_bytes", 0),
+        "received_bytes": said.get("received_bytes", 0),
+        "exposed_s": said.get("exposed_s", 0.0),
+        "hidden_s": said.get("hidden_s", 0.0),
+        "tokens": tokens,
+        "weight": tokens / sum(weights.values()) if tokens else 0.0,
+        "refused": row["refusal"],
+        "slow": _why(core, row, min(late)) if late else "",
+        "beat": said or None,
+    }
+
+
+def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
+    """A turn that collects: who is missing and why, and since when it is open."""
+    rows = {row["name"]: row for row in core.roster.latest()}
+    missing = {name: _why(core, rows[name], turn.turn) for name in turn.waits_for if name in rows}
+    since_s = max(core.turns.open_for_s(turn.turn), core.epochs.open_for_s(turn.turn))
+    return {**turn.model_dump(), "since_s": round(since_s, 1), "missing": missing}
+
+
+def _why(core: Core, row: sqlite3.Row, turn: int) -> str:
+    """Why a turn still waits for a cluster, in words."""
+    number = row["number"]
+    silent_s, still_s = core.roster.heard_s(number), core.roster.still_s(number)
+    beat = core.roster.beats.get(number)
+    if row["is_behind"]:
+        return f"takes the state of another: {row['order_reason']}"
+    if silent_s > _QUIET_S:
+        return f"not heard for {format_duration(silent_s)}"
+    if share := _arrived(core, turn, number):
+        return f"its contribution is on its way: {share:.0%} is here"
+    if beat is None or core.turns.is_counted(turn, number):
+        return ""
+    if still_s > max(_QUIET_S, core.settings.stalled_after_s / 10):
+        return f"no inner step for {format_duration(still_s)}; it says: {beat.phase or 'nothing'}"
+    speed = f", {beat.tokens_per_s:,.0f} tokens/s" if beat.tokens_per_s else ""
+    return f"{beat.phase or 'training'}: {beat.since} inner steps since its last turn{speed}"
+
+
+def _arrived(core: Core, turn: int, number: int) -> float:
+    """Which part of a contribution is here."""
+    path = core.turns.part_path(turn, number)
+    try:
+        with path.with_name(f"{path.name}.chunks").open("rb") as stream:
+            chunks = sum(1 for _ in stream)
+    except OSError:
+        return 0.0
+    return min(1.0, chunks / max(1, num_chunks(core.sizes[turn % len(core.pieces)])))
+
+
+def _commits(core: Core) -> list[dict[str, Any]]:
+    """The last turns that are decided, the newest first."""
+    found = []
+    for row in core.book.rows(
+        "SELECT * FROM turns WHERE state = 'committed' ORDER BY turn DESC LIMIT ?", _COMMITS
+    ):
+        answer = core.answer(row["turn"])
+        found.append(
+            {
+                "turn": row["turn"],
+                "fragment": row["turn"] % len(core.pieces),
+                "at": row["committed_at"],
+                "seconds": round(row["seconds"], 3),
+                "participants": core.roster.names(frozenset(json.loads(row["participants"]))),
+                "weights": answer.weights,
+                "refused": answer.refused,
+                "size_bytes": row["size"],
+                "digest": row["digest"],
+            }
+        )
+    return found

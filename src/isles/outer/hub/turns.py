@@ -1,0 +1,383 @@
+"""Turns: contributions come in, the rule closes a turn, its average is committed."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from isles.outer.hub.averaging import Average, Job
+from isles.outer.hub.book import Book
+from isles.outer.hub.parts import Parts
+from isles.outer.hub.refusal import Refusal
+from isles.outer.hub.roster import Roster
+from isles.outer.hub.rules import TurnView, Verdict, judge_turn
+from isles.outer.hub.samples import Samples
+from isles.outer.hub.settings import Settings
+from isles.outer.messages import Contribution, OpenTurn, Prepared, Ready, TurnAnswer
+
+_REFUSALS = 3
+
+
+class Turns:
+    """All turns of a run; one after the other is committed."""
+
+    def __init__(
+        self,
+        book: Book,
+        settings: Settings,
+        samples: Samples,
+        roster: Roster,
+        folder: Path,
+        clock: Callable[[], float],
+    ) -> None:
+        self._book = book
+        self._settings = settings
+        self._samples = samples
+        self._roster = roster
+        self._folder = folder
+        self._clock = clock
+        self.parts = Parts(book, settings, samples)
+        # When a turn's first contribution came, and the one that made the quorum. After a restart
+        # both times begin anew: one more time box at most.
+        self._first: dict[int, float] = {}
+        self._quorum: dict[int, float] = {}
+
+    @property
+    def next(self) -> int:
+        """The turn that is committed next: so many have been."""
+        start = int(self._book.get("start") or 0)
+        last = self._book.row("SELECT MAX(turn) AS t FROM turns WHERE state = 'committed'")
+        return start if last is None or last["t"] is None else int(last["t"]) + 1
+
+    def state(self, turn: int) -> str:
+        """committed, averaging, collecting or future."""
+        row = self._book.row("SELECT state FROM turns WHERE turn = ?", turn)
+        if row is not None:
+            return str(row["state"])
+        return "committed" if turn < self.next else "future"
+
+    def has_begun(self, turn: int) -> bool:
+        """Whether anybody has contributed to a turn."""
+        return bool(self._book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
+
+    def anchors(self, fragment: int, version: int) -> str:
+        """The digest of a fragment's anchors after so many turns; empty if it is not known."""
+        fragments = len(json.loads(self._book.get("identity") or "[{}, []]")[1])
+        row = self._book.row(
+            "SELECT anchors FROM turns WHERE turn < ? AND turn % ? = ? AND state = 'committed' "
+            "ORDER BY turn DESC LIMIT 1",
+            version,
+            fragments,
+            fragment,
+        )
+        if row is not None:
+            return str(row["anchors"])
+        return str(json.loads(self._book.get("anchors") or "[]")[fragment])
+
+    def is_kept_since(self, version: int) -> bool:
+        """Whether the averages of all turns since so many were applied are on the disk.
+
+        Or with members, where they averaged among themselves not long ago.
+        """
+        following = self.next
+        kept = self._book.number(
+            "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND (kept = 1 OR "
+            "(is_direct = 1 AND turn >= ?))",
+            version,
+            following,
+            following - self._settings.keep_averages,
+        )
+        return kept == following - version
+
+    def part_path(self, turn: int, number: int) -> Path:
+        """Where a member's contribution lies."""
+        return self._folder / f"{turn:08d}" / f"{number}.part"
+
+    def has_anchors(self, turn: int) -> bool:
+        """Whether a member has told which anchors a turn has led to."""
+        row = self._book.row("SELECT anchors FROM turns WHERE turn = ?", turn)
+        return row is not None and bool(row["anchors"])
+
+    def average_path(self, turn: int) -> Path:
+        """Where a turn's average lies."""
+        return self._folder / f"{turn:08d}" / "average"
+
+    def check(self, member: sqlite3.Row, turn: int) -> None:
+        """Whether a member may contribute to a turn now.
+
+        Raises:
+            Refusal: the turn is past or far off, or the member must pull the state first.
+        """
+        if member["is_behind"]:
+            raise Refusal(
+                409,
+                "behind",
+                f"{member['name']} must pull the state first: {member['order_reason']}",
+            )
+        following = self.next
+        if turn < following or self.state(turn) == "averaging":
+            raise Refusal(
+                409,
+                "late",
+                f"turn {turn} is decided without {member['name']}; the next is turn "
+                f"{max(following, turn + 1)}",
+                "apply its average and contribute to the next turn; no step of yours is lost",
+            )
+        if turn >= following + self._settings.open_turns:
+            raise Refusal(
+                409,
+                "early",
+                f"turn {turn} is far off; the next is turn {following}",
+                "apply the averages of the turns before it",
+            )
+
+    def open(self, turn: int) -> None:
+        """A turn collects."""
+        if self.state(turn) == "future":
+            self._book.run("INSERT INTO turns (turn, state) VALUES (?, 'collecting')", turn)
+
+    def is_counted(self, turn: int, number: int) -> bool:
+        """Whether a member's contribution is complete."""
+        part = self.parts.get(turn, number)
+        return part is not None and part["state"] == "complete"
+
+    def complete(
+        self,
+        member: sqlite3.Row,
+        turn: int,
+        contribution: Contribution,
+        norm: float,
+        fault: str,
+    ) -> int:
+        """A contribution is whole and on the disk.
+
+        Args:
+            member: whose it is.
+            turn: to which turn.
+            contribution: what the member says of it.
+            norm: its norm as measured here.
+            fault: why it must not be averaged, if so.
+
+        Returns:
+            How many of its samples are not counted, because they are another's.
+
+        Raises:
+            Refusal: the turn is decided; or there is a fault.
+        """
+        number = member["number"]
+        known = self.parts.get(turn, number)
+        if known is not None and known["state"] == "complete":
+            return int(known["repeated"])
+        self.check(member, turn)
+        reason = fault or ("" if math.isfinite(norm) else f"its norm is {norm}")
+        with self._book.transaction():
+            self.open(turn)
+            repeated = 0
+            if reason:
+                self.parts.refuse(turn, number, contribution, reason)
+                self._refuse(member, turn, reason, reset=True)
+            else:
+                repeated = self._take(member, turn, contribution, norm)
+        if reason:
+            raise Refusal(
+                422,
+                "refused",
+                f"the contribution of {member['name']} to turn {turn} is refused: {reason}",
+                "go back to the anchors; look for the step at which its loss became nan",
+            )
+        self._note_times(turn)
+        return repeated
+
+    def _take(self, member: sqlite3.Row, turn: int, part: Contribution | Ready, norm: float) -> int:
+        """A contribution counts; how many of its samples do not."""
+        repeated, weight = self.parts.take(turn, member["number"], part, norm)
+        if repeated:
+            what = f"turn {turn}: {repeated} samples had been dealt to others meanwhile"
+            self._book.note(member["name"], "repeated", what)
+        if weight < part.tokens:
+            what = f"turn {turn}: it claims {part.tokens} tokens; its samples have {weight} at most"
+            self._book.note(member["name"], "weight", what)
+        return repeated
+
+    def _refuse(self, member: sqlite3.Row, turn: int, reason: str, *, reset: bool) -> None:
+        what = f"turn {turn}: {reason}"
+        self._book.note(member["name"], "refused", what)
+        self._book.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
+        if reset:
+            why = f"the contribution to turn {turn} was refused: {reason}"
+            self._roster.order(member["number"], "reset", why)
+
+    def _note_times(self, turn: int) -> None:
+        now = self._clock()
+        complete = len(self.parts.members(turn, "complete"))
+        if complete >= 1:
+            self._first.setdefault(turn, now)
+        if complete >= self._settings.quorum:
+            self._quorum.setdefault(turn, now)
+
+    def verdict(self, turn: int) -> Verdict:
+        """What the rule says of a turn now."""
+        self._note_times(turn)
+        view = TurnView(
+            expected=self._roster.expected(turn),
+            complete=self.parts.members(turn, "complete"),
+            refused=self.parts.members(turn, "refused"),
+            first_at=self._first.get(turn),
+            quorum_at=self._quorum.get(turn),
+            least=self._roster.least,
+        )
+        return judge_turn(self._settings, view, self._clock())
+
+    def close(self, fragments: int) -> Job | None:
+        """The next turn to be averaged, if the rule closes it now or has closed it before.
+
+        A turn whose contributions were all refused has no parts: its average is empty, it changes
+        nothing, and nobody waits for it.
+        """
+        turn = self.next
+        state = self.state(turn)
+        if state == "collecting":
+            if not self.verdict(turn).is_closed:
+                return None
+            with self._book.transaction():
+                self._judge_norms(turn)
+                taken = sorted(
+                    self.parts.members(turn, "complete"),
+                    key=lambda n: (self._roster.get(n)["name"], n),
+                )
+                self._book.run(
+                    "UPDATE turns SET state = 'averaging', participants = ? WHERE turn = ?",
+                    json.dumps(taken),
+                    turn,
+                )
+        elif state != "averaging":
+            return None
+        return self._job(turn, fragments)
+
+    def _job(self, turn: int, fragments: int) -> Job:
+        row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
+        assert row is not None
+        parts = []
+        for number in json.loads(row["participants"]):
+            part = self.parts.get(turn, number)
+            assert part is not None
+            parts.append((self.part_path(turn, number), int(part["tokens"])))
+        return Job(turn, turn % fragments, parts, self.average_path(turn))
+
+    def _judge_norms(self, turn: int) -> None:
+        for number, reason in self.parts.outliers(turn, self.parts.norms(turn)).items():
+            member = self._roster.get(number)
+            self.parts.refuse_complete(turn, number, reason)
+            self._samples.withdraw(number, turn)
+            if member["state"] != "living":
+                self._samples.give_back(number)
+            self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
+            self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
+
+    def refuse_direct(self, member: sqlite3.Row, turn: int, ready: Ready, reason: str) -> None:
+        """A contribution that lies with its member is not to be in a turn."""
+        number = member["number"]
+        with self._book.transaction():
+            self.open(turn)
+            self.parts.refuse(turn, number, ready, reason, ready.norm)
+            self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
+            self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
+
+    def commit(
+        self, turn: int, average: Average, *, is_kept: bool = True, seconds: float | None = None
+    ) -> None:
+        """A turn is decided, durably."""
+        with self._book.transaction():
+            row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
+            assert row is not None and row["state"] == "averaging", f"turn {turn}"
+            assert turn == self.next
+            self._book.run(
+                "UPDATE turns SET state = 'committed', digest = ?, size = ?, kept = ?, "
+                "committed_at = ?, seconds = ? WHERE turn = ?",
+                average.digest,
+                average.size_bytes,
+                int(is_kept),
+                time.time(),
+                self.open_for_s(turn) if seconds is None else seconds,
+                turn,
+            )
+            self._samples.commit(turn)
+            for number in json.loads(row["participants"]):
+                self._book.run("UPDATE members SET refusals = 0 WHERE number = ?", number)
+        self._first.pop(turn, None)
+        self._quorum.pop(turn, None)
+
+    def open_for_s(self, turn: int) -> float:
+        """Seconds since a turn's first contribution; after a restart, since then."""
+        return self._clock() - self._first.get(turn, self._clock())
+
+    def commit_direct(
+        self, turn: int, ready: Mapping[int, Ready], prepared: Prepared, seconds: float
+    ) -> None:
+        """A turn is decided that its members have averaged among themselves."""
+        with self._book.transaction():
+            self.open(turn)
+            for number, part in sorted(ready.items()):
+                self._take(self._roster.get(number), turn, part, part.norm)
+            self._book.run(
+                "UPDATE turns SET state = 'averaging', participants = ?, is_direct = 1 "
+                "WHERE turn = ?",
+                json.dumps(sorted(ready)),
+                turn,
+            )
+            average = Average(prepared.digest, prepared.size_bytes)
+            self.commit(turn, average, is_kept=False, seconds=seconds)
+
+    def keep(self, turn: int) -> None:
+        """The average of a turn is on the disk after all."""
+        self._book.run("UPDATE turns SET kept = 1 WHERE turn = ?", turn)
+
+    def open_turns(self) -> list[OpenTurn]:
+        """The turns that collect, as clusters are told of them."""
+        rows = self._book.rows("SELECT turn FROM turns WHERE state = 'collecting' ORDER BY turn")
+        found = []
+        for row in rows:
+            verdict = self.verdict(row["turn"])
+            due = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+            found.append(
+                OpenTurn(
+                    turn=row["turn"],
+                    due_in_s=due,
+                    contributed=self._roster.names(self.parts.members(row["turn"], "complete")),
+                    waits_for=self._roster.names(verdict.waits_for),
+                )
+            )
+        return found
+
+    def answer(self, turn: int) -> TurnAnswer:
+        """How a turn stands."""
+        row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
+        if row is None:
+            return TurnAnswer(turn=turn, state="committed" if turn < self.next else "future")
+        named = {
+            self._roster.get(part["member"])["name"]: part for part in self.parts.of_turn(turn)
+        }
+        due_in_s, waits_for = None, frozenset[int]()
+        if row["state"] == "collecting":
+            verdict = self.verdict(turn)
+            waits_for = verdict.waits_for
+            if verdict.due_at is not None:
+                due_in_s = max(0.0, verdict.due_at - self._clock())
+        complete = {name: part for name, part in named.items() if part["state"] == "complete"}
+        is_committed = row["state"] == "committed"
+        return TurnAnswer(
+            turn=turn,
+            state=row["state"],
+            due_in_s=due_in_s,
+            contributed=sorted(complete),
+            waits_for=self._roster.names(waits_for),
+            weights={n: p["tokens"] for n, p in sorted(complete.items())} if is_committed else {},
+            refused={n: p["reason"] for n, p in named.items() if p["state"] == "refused"},
+            digest=row["digest"],
+            size_bytes=row["size"],
+            is_kept=bool(row["kept"]),
+        )

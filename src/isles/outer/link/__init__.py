@@ -1,0 +1,1 @@
+"""Between rank 0 and the process beside it that speaks to the other clusters."""

@@ -1,1 +1,0 @@
-"""The meeting point of clusters: members, samples, turns, averages; it knows bytes, not models."""
