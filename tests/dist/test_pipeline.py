@@ -29,9 +29,9 @@ from isles.run.env import RankEnv
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
-from isles.strategies.pipeline import PipelineEngine
-from isles.strategies.pipeline_schedule import MicroBatches, padded_count
-from isles.strategies.pipeline_split import (
+from isles.strategies.pipeline.engine import PipelineEngine
+from isles.strategies.pipeline.schedule import MicroBatches, padded_count
+from isles.strategies.pipeline.split import (
     VERIFIED,
     check_model,
     cut_stage,

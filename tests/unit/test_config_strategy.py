@@ -331,7 +331,7 @@ def test_a_strategy_may_change_on_a_resume_unless_gradients_are_rounded(
 
 
 def test_a_pipeline_is_cut_exactly_where_its_own_tests_hold_it() -> None:
-    from isles.strategies.pipeline_split import VERIFIED
+    from isles.strategies.pipeline.split import VERIFIED
 
     assert set(VERIFIED) == PIPELINE
     known = {"tp_size": TENSOR_PARALLEL, "cp_size": CONTEXT_PARALLEL, "pp_size": PIPELINE}

@@ -177,7 +177,7 @@ def make_engine(
         case AutoStrategy():
             raise AssertionError("settle_strategy has chosen another")
         case DeepSpeedStrategyConfig():
-            from isles.strategies.deepspeed import DeepSpeedEngine
+            from isles.strategies.deepspeed.engine import DeepSpeedEngine
 
             check_accumulation(config, strategy, world.world_size)
             settings = deepspeed_settings(config, strategy)
@@ -234,7 +234,7 @@ def _make_sharded_engine(
 ) -> Engine:
     precision = config.training.precision
     if strategy.pp_size > 1:
-        from isles.strategies.pipeline import PipelineEngine
+        from isles.strategies.pipeline.engine import PipelineEngine
 
         return PipelineEngine(
             model,

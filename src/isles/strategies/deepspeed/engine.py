@@ -14,14 +14,14 @@ from isles.config.interop.settings import stage_of
 from isles.dist.batch import Batch
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.strategies.deepspeed_init import cut_model
-from isles.strategies.deepspeed_setup import (
+from isles.strategies.deepspeed.setup import (
     check_device,
     check_settings,
     import_deepspeed,
     start_deepspeed,
 )
-from isles.strategies.deepspeed_state import ZeroState
+from isles.strategies.deepspeed.start import cut_model
+from isles.strategies.deepspeed.state import ZeroState
 from isles.strategies.guard import StepGuard
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.sequence import whole

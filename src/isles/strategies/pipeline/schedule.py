@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from isles.config.sections.strategy import PipelineSchedule
 from isles.dist.batch import IGNORE_INDEX
-from isles.strategies.pipeline_split import rank_of_stage
+from isles.strategies.pipeline.split import rank_of_stage
 
 log = logging.getLogger(__name__)
 

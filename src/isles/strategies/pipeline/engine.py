@@ -18,8 +18,8 @@ from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError, UserError
 from isles.strategies.fsdp import allocate, shard_model
-from isles.strategies.pipeline_schedule import MicroBatches, Pipeline
-from isles.strategies.pipeline_split import (
+from isles.strategies.pipeline.schedule import MicroBatches, Pipeline
+from isles.strategies.pipeline.split import (
     check_model,
     cut_stage,
     deal_layers,

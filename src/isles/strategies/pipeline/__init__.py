@@ -1,0 +1,1 @@
+"""Pipeline parallel: the engine, its schedule, and how blocks are split over stages."""
