@@ -30,7 +30,7 @@ from isles.outer.pace import Schedule
 from isles.train.evaluate import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import make_optimizers
-from isles.train.outer_chief import schedule_of
+from isles.train.outer.chief import schedule_of
 from isles.train.strategy import make_engine, settle_mesh
 
 FRAGMENTS = "+fragments"
@@ -222,7 +222,7 @@ class Meeting:
             turn.average.unlink()
 
     def finish(self, step: int) -> None:
-        """All clusters end with the same weights; as isles.train.outer.Outer.finish does it."""
+        """All clusters end with the same weights; as isles.train.outer.loop.Outer.finish does it."""
         self.take(step, is_last=True)
         now = [replica.tokens for replica in self.replicas]
         while any(tokens != now for tokens in self.contributed):

@@ -20,9 +20,9 @@ from isles.config.sections.script import fill_absent
 from isles.dist.beat import Beats, _serve
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir
+from isles.train.hang.clock import StepClock
+from isles.train.hang.watchdog import Watchdog
 from isles.train.record import Recorder
-from isles.train.watchdog import Watchdog
-from isles.train.watchdog_clock import StepClock
 
 STEPS, ROUNDS = 100_000, 7
 IDLE_S = 20.0

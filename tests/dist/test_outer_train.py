@@ -34,8 +34,8 @@ from isles.run.env import RankEnv
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows, write_record
-from isles.train.outer_samples import OwnSamples
-from isles.train.outer_turns import Turns
+from isles.train.outer.samples import OwnSamples
+from isles.train.outer.turns import Turns
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from tests.dist.test_same_mathematics import weights_of

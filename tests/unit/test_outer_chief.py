@@ -26,9 +26,9 @@ from isles.outer.link.messages import (
 )
 from isles.outer.pace import LEAST
 from isles.run.paths import RunDir
-from isles.train.outer_alone import Alone, OuterLine
-from isles.train.outer_chief import Chief, Outlook
-from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.alone import Alone, OuterLine
+from isles.train.outer.chief import Chief, Outlook
+from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
 from isles.train.record import Recorder
 
 BATCH = 4

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isles.outer.spans import Interval, joined, reserve_of, without
-from isles.train.outer_samples import OwnSamples
+from isles.train.outer.samples import OwnSamples
 
 ME = "ab" * 16
 

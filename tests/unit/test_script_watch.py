@@ -16,9 +16,9 @@ from isles.errors import ExitCode
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.train.ending import Ending
-from isles.train.script_stacks import ScriptStacks
-from isles.train.script_watch import ScriptWatch, Signs, overdue, script_stall
-from isles.train.stall_relay import ASKED, PRINTED, StallsHere, StallsThere
+from isles.train.hang.relay import ASKED, PRINTED, StallsHere, StallsThere
+from isles.train.script.stacks import ScriptStacks
+from isles.train.script.watch import ScriptWatch, Signs, overdue, script_stall
 from isles.train.verdict import trouble
 from tests.deadline import DEADLINE_S
 from tests.ranks import rank_env

@@ -120,7 +120,7 @@ def test_a_script_of_the_users_own_is_started_by_the_same_text(tmp_path: Path) -
     config = load_run_file(path, ()).config
     assert rank_command(config, "/runs/mine-1", 2)[:3] == [
         "-m",
-        "isles.train.script",
+        "isles.train.script.run",
         "/runs/mine-1",
     ]
 

@@ -12,9 +12,9 @@ from isles.dist.beat import Beats, Heard
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
+from isles.train.hang.clock import StepClock
+from isles.train.hang.watchdog import Watchdog
 from isles.train.record import Recorder
-from isles.train.watchdog import Watchdog
-from isles.train.watchdog_clock import StepClock
 
 RUN = """\
 name: a

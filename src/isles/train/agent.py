@@ -105,8 +105,8 @@ def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
     log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, node_log)
     with log, _ready_to_fork(run_dir, attempt) as scratch:
         from isles.train.crew import Crew, Gang
+        from isles.train.hang.relay import StallsHere
         from isles.train.member import Member
-        from isles.train.stall_relay import StallsHere
 
         gang = Gang(run_dir, attempt, place.nproc, place.address, scratch)
         crew = Crew(gang, relay, meeting_place)

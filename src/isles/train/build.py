@@ -46,8 +46,8 @@ from isles.train.hosts import check_model_folder
 from isles.train.metrics import Speed, StepMeter
 from isles.train.model import count_parameters, empty_model, flops_per_token, whole_model
 from isles.train.optimizer import make_optimizers
-from isles.train.outer_build import Between, join_clusters, make_between
-from isles.train.outer_samples import OwnSamples
+from isles.train.outer.build import Between, join_clusters, make_between
+from isles.train.outer.samples import OwnSamples
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder

@@ -26,10 +26,10 @@ from isles.run.restarts import (
 from isles.run.stop_request import read_stop_request
 from isles.run.wire import free_port
 from isles.train.ending import Ending
+from isles.train.hang.relay import StallsThere
 from isles.train.lobby import Lobby, say
 from isles.train.members import Members, Terms
 from isles.train.reports import keep_errors, own_time
-from isles.train.stall_relay import StallsThere
 from isles.train.verdict import judge, trouble
 
 Phase = Literal["wait", "run", "settle", "halt", "over"]

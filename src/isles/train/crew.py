@@ -197,7 +197,7 @@ class Crew:
 
 def _entry(part: Part) -> Callable[..., int]:
     if part.is_script:
-        from isles.train.script import script_process  # its run file takes long to import
+        from isles.train.script.run import script_process  # its run file takes long to import
 
         return script_process
     return rank_process

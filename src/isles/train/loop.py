@@ -5,7 +5,7 @@ from __future__ import annotations
 from isles.config.sections.training import learning_rate
 from isles.errors import ExitCode
 from isles.train.finite import check_finite
-from isles.train.outer_step import outer_step
+from isles.train.outer.step import outer_step
 from isles.train.parts import Parts
 from isles.train.stop import TIME_IS_UP
 

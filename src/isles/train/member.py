@@ -11,8 +11,8 @@ from typing import Any
 from isles.errors import ExitCode
 from isles.train.contact import Contact, say
 from isles.train.crew import Crew, Part
+from isles.train.hang.relay import StallsHere
 from isles.train.relay import SignalRelay
-from isles.train.stall_relay import StallsHere
 
 _LOOK_S = 0.05
 

@@ -24,7 +24,7 @@ from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.evaluate import evaluate
 from isles.train.metrics import StepMeter
-from isles.train.outer import Outer
+from isles.train.outer.loop import Outer
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement

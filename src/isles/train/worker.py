@@ -36,15 +36,15 @@ from isles.run.refusals import deleted
 from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
+from isles.train.hang.watchdog import watching
 from isles.train.job import ending_record
 from isles.train.loop import train
-from isles.train.outer_step import go_on_ending
+from isles.train.outer.step import go_on_ending
 from isles.train.parts import Parts
 from isles.train.quiet import hush_libraries
 from isles.train.record import Recorder
 from isles.train.stop import StopBeforeTraining, StopSignals
 from isles.train.trackers import check_outside
-from isles.train.watchdog import watching
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from isles.outer.link.messages import (
     TurnDue,
 )
 from isles.outer.pace import LEAST, Schedule, auto_sync_every
-from isles.train.outer_alone import OuterLine
-from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.alone import OuterLine
+from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)

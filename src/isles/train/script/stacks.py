@@ -13,7 +13,7 @@ from pathlib import Path
 
 from isles.train.stack_words import Frame, collective_in, place_in_words
 
-RUNNER = Path(__file__).with_name("script_main.py")
+RUNNER = Path(__file__).with_name("main.py")
 
 _WAIT_S = 2.0
 _QUIET_S = 0.2

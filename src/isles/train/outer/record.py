@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from isles.outer.base import Applied, Mode
-from isles.train.outer_chief import Chief, Outlook
-from isles.train.outer_orders import Sent, Take
+from isles.train.outer.chief import Chief, Outlook
+from isles.train.outer.orders import Sent, Take
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 

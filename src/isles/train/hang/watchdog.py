@@ -26,10 +26,10 @@ from isles.facts.units import format_duration
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
+from isles.train.hang.clock import Frozen, Moment, StepClock
+from isles.train.hang.place import Place, flight_record, place_now
+from isles.train.hang.verdict import Stall, Standing, find_stall
 from isles.train.record import Recorder
-from isles.train.stall_place import Place, flight_record, place_now
-from isles.train.stall_verdict import Stall, Standing, find_stall
-from isles.train.watchdog_clock import Frozen, Moment, StepClock
 
 log = logging.getLogger(__name__)
 

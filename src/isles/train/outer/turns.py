@@ -18,11 +18,11 @@ from isles.outer.base import Applied, Contribution, Mode
 from isles.outer.cluster import Cluster
 from isles.outer.layout import Layout
 from isles.outer.link.messages import Interval
-from isles.train.outer_alone import OuterLine
-from isles.train.outer_chief import Outlook
-from isles.train.outer_orders import Adopt, Sent, Take, sent_from
-from isles.train.outer_record import OuterRecord
-from isles.train.outer_samples import OwnSamples
+from isles.train.outer.alone import OuterLine
+from isles.train.outer.chief import Outlook
+from isles.train.outer.orders import Adopt, Sent, Take, sent_from
+from isles.train.outer.record import OuterRecord
+from isles.train.outer.samples import OwnSamples
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 

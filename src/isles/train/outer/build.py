@@ -30,11 +30,11 @@ from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine
-from isles.train.outer import Outer
-from isles.train.outer_alone import Alone, OuterLine
-from isles.train.outer_chief import Chief
-from isles.train.outer_samples import OwnSamples
-from isles.train.outer_turns import Turns
+from isles.train.outer.alone import Alone, OuterLine
+from isles.train.outer.chief import Chief
+from isles.train.outer.loop import Outer
+from isles.train.outer.samples import OwnSamples
+from isles.train.outer.turns import Turns
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder

@@ -12,9 +12,9 @@ from isles.dist.world import World
 from isles.facts.units import format_duration
 from isles.outer.link.messages import Claimed, Donate, Ended, Reset, SamplesLost
 from isles.train.metrics import StepMeter
-from isles.train.outer_chief import Chief
-from isles.train.outer_orders import Adopt, Contribute, Order, Take, UseReserve
-from isles.train.outer_turns import Turns
+from isles.train.outer.chief import Chief
+from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.turns import Turns
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 
