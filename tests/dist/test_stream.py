@@ -29,7 +29,8 @@ STREAM = ("data.streaming=true", "data.packing=true", "training.logging_steps=1"
 
 def _rank(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> Any:
     """A rank with segments so small that a short run has many; how much its cache has held."""
-    from isles.data import stream_samples, stream_segment
+    from isles.data.stream import samples as stream_samples
+    from isles.data.stream import segment as stream_segment
     from isles.train.worker import run_rank
 
     stream_segment.SEGMENT_TOKENS = SEGMENT_TOKENS

@@ -88,7 +88,8 @@ def test_a_file_is_read_on_from_any_place(tmp_path: Path, name: str):
 
 
 def test_a_long_text_file_is_read_on_from_any_piece(tmp_path: Path, monkeypatch):
-    from isles.data import readers, stream_files
+    from isles.data.sources import readers
+    from isles.data.stream import files as stream_files
 
     for module in (readers, stream_files):
         monkeypatch.setattr(module, "WHOLE_BYTES", 2000)

@@ -39,7 +39,7 @@ def test_every_finding_has_a_row_in_the_documentation() -> None:
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+?) \|$", page, re.M)
     assert [row[0] for row in rows] == list(MEANINGS)
-    files = [*(ROOT / "src/isles/preflight").glob("*.py"), ROOT / "src/isles/launch/hub.py"]
+    files = [*(ROOT / "src/isles/check").rglob("*.py"), ROOT / "src/isles/launch/hub.py"]
     source = "".join(path.read_text() for path in files)
     for finding_id in MEANINGS:
         prefix, _, name = finding_id.partition(".")

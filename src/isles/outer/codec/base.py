@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isles.errors import UserError
-from isles.outer import codec_blocks, codec_topk
+from isles.outer.codec import blocks, topk
 from isles.outer.unsound import LARGEST, UnsoundUpdateError, check_magnitude
 
 __all__ = ["LARGEST", "Codec", "CodecKind", "UnsoundUpdateError", "parse_codec"]
@@ -65,9 +65,9 @@ class Codec:
             case "bf16":
                 return 4 * ((n + 1) // 2)
             case "int8" | "int4":
-                return codec_blocks.size(n, _bits(self.kind))
+                return blocks.size(n, _bits(self.kind))
             case "topk":
-                return codec_topk.size(n, self.density)
+                return topk.size(n, self.density)
             case _:
                 assert_never(self.kind)
 
@@ -93,9 +93,9 @@ class Codec:
                 narrow[:n].copy_(x)
                 narrow[n:].zero_()
             case "int8" | "int4":
-                codec_blocks.encode(x, out, _bits(self.kind), _slab(x))
+                blocks.encode(x, out, _bits(self.kind), _slab(x))
             case "topk":
-                codec_topk.encode(x, out, self.density)
+                topk.encode(x, out, self.density)
             case _:
                 assert_never(self.kind)
 
@@ -114,10 +114,10 @@ class Codec:
             case "bf16":
                 out.copy_(data.view(torch.bfloat16)[:n])
             case "int8" | "int4":
-                codec_blocks.decode(data, out, _bits(self.kind), _slab(out))
+                blocks.decode(data, out, _bits(self.kind), _slab(out))
             case "topk":
                 out.zero_()
-                codec_topk.add(data, out, self.density, weight=1.0)
+                topk.add(data, out, self.density, weight=1.0)
             case _:
                 assert_never(self.kind)
 

@@ -1,6 +1,6 @@
 """Runs a user's own script as Python itself would, and lets its stacks be asked for.
 
-    python -u script_main.py FD GATE SCRIPT ARGUMENTS…
+    python -u main.py FD GATE SCRIPT ARGUMENTS…
 
 Nothing of the script runs before a byte has come through the pipe GATE; where the pipe ends without
 one, the starter of this process is gone, and it ends.
