@@ -2,7 +2,7 @@
 
     python docs/make_run_file.py
 
-The text of each key is the docstring below its field in `src/isles/config/`; change it there.
+The text of each key is the docstring below its field in `src/isles/config/sections/`; change it there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TARGET = Path(__file__).with_name("run-file.md")
 HEAD = """\
 # The run file
 
-<!-- Written by docs/make_run_file.py from the schema. Change the docstrings in src/isles/config/,
-     then run it again; tests/unit/test_docs.py compares. -->
+<!-- Written by docs/make_run_file.py from the schema. Change the docstrings in
+     src/isles/config/sections/, then run it again; tests/unit/test_docs.py compares. -->
 
 One YAML file says everything about a run. `isles init` writes one to start from, and
 `isles config show run.yaml` prints every value of yours with where it came from: a line of the

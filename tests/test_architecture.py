@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -111,6 +112,30 @@ def _file_of(name: str, names: Mapping[str, Path]) -> str:
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name
+
+
+def test_a_concept_is_a_folder_and_no_prefix() -> None:
+    """No three files of a folder begin with the same word, as deck.py, deck_chairs.py, deck_of.py."""
+    found: dict[tuple[Path, str], list[str]] = {}
+    for path in FILES:
+        if not path.stem.startswith("__"):
+            found.setdefault((path.parent, path.stem.split("_")[0]), []).append(path.name)
+    many = [f"{folder}: {names}" for (folder, _), names in found.items() if len(names) > 2]
+    assert not many, many
+
+
+def test_every_room_says_what_is_in_it_and_what_to_open_first() -> None:
+    for path in FILES:
+        folder = path.parent
+        if path.name != "__init__.py" or folder == SRC:
+            continue
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert text, f"{path}: say what is in the folder"
+        named = re.findall(r"`([a-z_]+\.py)`", text)
+        assert named or folder.parent != SRC, f"{path}: say which file to open first"
+        for name in named:
+            found = [*folder.glob(name), *folder.glob(f"*/{name}")]
+            assert found, f"{path} names {name}, which is not there"
 
 
 def test_command_line_works_where_torch_is_not_installed() -> None:

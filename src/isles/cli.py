@@ -26,7 +26,7 @@ from isles.launch.render.command import render
 from isles.monitor import verbs as run_verbs
 from isles.monitor.join_cluster_verb import join_cluster_app
 from isles.monitor.join_verb import join_app
-from isles.monitor.meeting_verb import rendezvous_app
+from isles.monitor.meeting.command import rendezvous_app
 
 app = App(
     name="isles",

@@ -124,7 +124,7 @@ def test_every_kind_of_error_has_an_id_with_a_paragraph() -> None:
 
 
 def test_versions_of_hosts_have_the_ids_of_findings() -> None:
-    text = (SRC / "launch" / "hosts.py").read_text(encoding="utf-8")
+    text = (SRC / "launch" / "ssh" / "hosts.py").read_text(encoding="utf-8")
     assert 'id=f"version.{what.lower()}"' in text
     assert {"version.isles", "version.torch", "version.python"} <= set(MEANINGS)
 

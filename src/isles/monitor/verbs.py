@@ -56,7 +56,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     from json import dumps
 
     from isles.monitor.everywhere import report_of, reports_of_all
-    from isles.monitor.meeting_state import (
+    from isles.monitor.meeting.state import (
         find_meeting,
         meeting_lines,
         meeting_record,
@@ -176,7 +176,7 @@ def stop(
         here: Kill its processes of this machine, and nothing else.
     """
     from isles.facts.units import parse_duration_s
-    from isles.monitor.meeting_state import find_meeting
+    from isles.monitor.meeting.state import find_meeting
     from isles.monitor.stop import end_here, stop_run
     from isles.run.find import find_any, find_cluster
     from isles.run.remote import RemoteRun
@@ -187,7 +187,7 @@ def stop(
     except ValueError as error:
         raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
     if (meeting := find_meeting(run, output_dir)) is not None:
-        from isles.monitor.meeting_state import stop_meeting
+        from isles.monitor.meeting.state import stop_meeting
 
         return stop_meeting(meeting, say=_say)
     whole = find_any(run, output_dir)

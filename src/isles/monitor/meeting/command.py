@@ -39,7 +39,7 @@ def rendezvous(
     """
     from isles.launch.meeting_run import start_meeting
     from isles.monitor.inbox import caught_signals
-    from isles.monitor.meeting_follow import Follower, opening
+    from isles.monitor.meeting.follow import Follower, opening
 
     with caught_signals() as inbox:
         meeting = start_meeting(run_file, overrides, public=public, listen=listen, is_anew=new)

@@ -1,0 +1,1 @@
+"""`isles rendezvous`: where clusters of several places meet, as a run of its own."""
