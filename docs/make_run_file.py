@@ -2,7 +2,8 @@
 
     python docs/make_run_file.py
 
-The text of each key is the docstring below its field in `src/isles/config/sections/`; change it there.
+The text of each key is the docstring below its field in `src/isles/config/sections/`; change it
+there.
 """
 
 from __future__ import annotations

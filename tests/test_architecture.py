@@ -115,7 +115,7 @@ def _file_of(name: str, names: Mapping[str, Path]) -> str:
 
 
 def test_a_concept_is_a_folder_and_no_prefix() -> None:
-    """No three files of a folder begin with the same word, as deck.py, deck_chairs.py, deck_of.py."""
+    """No three files of a folder begin with the same word: sail.py, sail_cloth.py, sail_loft.py."""
     found: dict[tuple[Path, str], list[str]] = {}
     for path in FILES:
         if not path.stem.startswith("__"):
