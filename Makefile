@@ -20,7 +20,7 @@ SHELL := /bin/bash
 # Else every command that is typed compiles all of isles anew, where this is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all check docs format clean
+.PHONY: quickstart test test-all check size docs format clean
 
 quickstart: $(TRAIN)
 	@$(BIN)/python examples/quickstart.py
@@ -43,6 +43,11 @@ check: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m tests.size
+
+# Lines of each room, and the files that only a neighbour imports.
+size: $(STAMP)
+	@$(BIN)/python -m tests.size
 
 # The site of docs/, in site/: fails at a link or an anchor that leads nowhere.
 docs: $(VENV)/.docs
