@@ -30,7 +30,7 @@ from isles.outer.pace import Schedule
 from isles.train.evaluate import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import make_optimizers
-from isles.train.outer.chief import schedule_of
+from isles.train.outer.coordinator import schedule_of
 from isles.train.strategy import make_engine, settle_mesh
 
 FRAGMENTS = "+fragments"

@@ -103,7 +103,7 @@ class Trainer:
             join_file=Path(options["join"]),
             spool=folder / f"spool-{name}",
             version=0,
-            anchors=self.digests(),
+            outer_params=self.digests(),
             log_file=folder / f"{name}.side.log",
         )
 
@@ -142,7 +142,7 @@ class Trainer:
             for fragment, path in enumerate(event.paths)
         }
         assert versions == {event.version}
-        assert tuple(self.digests()) == event.anchors
+        assert tuple(self.digests()) == event.outer_params
         self.version, self.contributed = event.version, event.version - 1
         self.samples += [span for spans in self.listed.values() for span in spans]
         self.listed.clear()
@@ -200,7 +200,7 @@ class Trainer:
             "seen": self.seen,
             "slowest_s": self.slowest_s,
             "weights": self.weights.digest() if is_done else "",
-            "anchors": self.digests() if is_done else [],
+            "outer_params": self.digests() if is_done else [],
         }
         path = self.folder / f"{self.name}.json"
         partial = path.with_suffix(".new")

@@ -35,7 +35,7 @@ class World:
         self,
         name: str,
         version: int = 0,
-        anchors: str | list[str] = ZERO,
+        outer_params: str | list[str] = ZERO,
         called: str = "",
         **more: object,
     ):
@@ -46,7 +46,9 @@ class World:
             "codec": "none",
             "pieces": [[4]] * self.fragments,
             "version": version,
-            "anchors": [anchors] * self.fragments if isinstance(anchors, str) else anchors,
+            "outer_params": [outer_params] * self.fragments
+            if isinstance(outer_params, str)
+            else outer_params,
         }
         join = Join.model_validate({**values, **more})
         return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
@@ -83,8 +85,8 @@ class World:
         self.core.commit(job.turn, Average(ZERO, 16) if job.parts else Average("", 0))
         return sorted(self.core.answer(job.turn).weights)
 
-    def applied(self, name: str, turn: int, anchors: str) -> None:
-        self.core.applied(Applied(id=member_id(name), turn=turn, anchors=anchors))
+    def applied(self, name: str, turn: int, outer_params: str) -> None:
+        self.core.applied(Applied(id=member_id(name), turn=turn, outer_params=outer_params))
 
     def events(self, kind: str) -> list[str]:
         return [f"{e['member']}: {e['what']}" for e in events(self.core, 0) if e["kind"] == kind]

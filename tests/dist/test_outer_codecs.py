@@ -41,7 +41,7 @@ class Watched(Trainer):
 
 
 def all_codecs(env: RankEnv, folder: Path, name: str) -> dict[str, list[tuple[str, str]]]:
-    """One cluster: digests of anchors and of weights after every turn of every case."""
+    """One cluster: digests of outer parameters and of weights after every turn of every case."""
     found = {}
     for case, (codec, fragments) in CASES.items():
         own = folder / case

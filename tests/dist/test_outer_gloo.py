@@ -19,7 +19,7 @@ def test_clusters_that_do_not_get_together_average_through_the_rendezvous(tmp_pa
         a, b = clusters.end("a", "b")
     finally:
         clusters.stop()
-    assert a["anchors"] == b["anchors"] and a["weights"] == b["weights"]
+    assert a["outer_params"] == b["outer_params"] and a["weights"] == b["weights"]
     for record in (a, b):
         assert [turn[1:3] for turn in record["history"].values()] == [[True, ["a", "b"]]] * 2
         (told,) = [event for event in record["seen"] if "go through the rendezvous" in event]

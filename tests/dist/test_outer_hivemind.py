@@ -141,7 +141,9 @@ def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -
     for turn in map(str, range(TURNS)):
         assert len({r["history"][turn][0] for r in records.values() if turn in r["history"]}) == 1
     assert all(records[name]["history"]["2"][1:3] == [True, [*rest]] for name in rest)
-    assert records["a"]["anchors"] == records["b"]["anchors"] == records["c"]["anchors"]
+    assert (
+        records["a"]["outer_params"] == records["b"]["outer_params"] == records["c"]["outer_params"]
+    )
     assert records["a"]["weights"] == records["b"]["weights"] == records["c"]["weights"]
     newest = max((copy for copy in copies if copy is not None), key=lambda copy: copy.changes)
     newest.unpack(tmp_path)

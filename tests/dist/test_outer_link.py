@@ -53,7 +53,7 @@ class Clusters:
             "link": {"beat_s": 0.5, "timeout_s": 20.0},
         }
         self.running: dict[str, Gang] = {}
-        self.stranger = ""
+        self.unknown = ""
         """Who is not let in, and therefore ends by itself."""
         self.serve()
 
@@ -120,7 +120,7 @@ class Clusters:
 
     def check(self) -> None:
         for name, gang in self.running.items():
-            if name == self.stranger:
+            if name == self.unknown:
                 continue
             assert not gang.wait_or_timeout(0.0), f"{name} has ended\n{self.words(name)}"
 
@@ -210,7 +210,7 @@ def test_kills_and_freezes_lose_no_contribution(
         assert [turn[:1] for turn in record["history"].values()] == [
             turn[:1] for turn in first["history"].values()
         ]
-        assert record["anchors"] == first["anchors"]
+        assert record["outer_params"] == first["outer_params"]
         assert all(is_in for _, is_in, _, _ in record["history"].values())
         assert record["slowest_s"] < 120.0
         if fragments == 1:
@@ -236,7 +236,7 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(
         clusters.hold(4)
         clusters.reached(4, "a")
         clusters.start("c", seed=1)
-        clusters.stranger = "d"
+        clusters.unknown = "d"
         clusters.start("d", identity="another rate")
         clusters.reached(4, "c")
         clusters.side("b", signal.SIGCONT)
@@ -253,7 +253,7 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(
     assert [b["history"][turn][1] for turn in turns] == [True] * 2 + [False] * 2 + [True] * 2
     assert [c["history"][turn][0] for turn in turns[4:]] == digests[4:]
     assert [a["history"][turn][2] for turn in turns[4:]] == [["a", "b", "c"]] * 2
-    assert a["anchors"] == b["anchors"] == c["anchors"]
+    assert a["outer_params"] == b["outer_params"] == c["outer_params"]
     assert any("StateReady(version=4" in event for event in c["seen"])
     assert not any("StateReady" in event for event in b["seen"])
     (refused,) = (tmp_path / "d.refused").read_text().splitlines()

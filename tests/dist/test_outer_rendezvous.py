@@ -37,7 +37,7 @@ from tests.outer_member import (
     TOKENS,
     join,
     member_id,
-    next_anchors,
+    next_outer_params,
     numbers,
     serve,
     take_part,
@@ -202,30 +202,30 @@ async def part(client: Client, folder: Path, turn: int, data: bytes, name: str =
 
 
 def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(_strangers(tmp_path))
+    asyncio.run(_unknown(tmp_path))
     assert "Traceback" not in caplog.text
 
 
-async def _strangers(folder: Path) -> None:
+async def _unknown(folder: Path) -> None:
     elements = CHUNK_BYTES // 4 + 10
-    anchors = ["0" * 64] * 2
+    outer_params = ["0" * 64] * 2
     async with serving(folder / "state") as (_, line):
         wrong = replace(line, token=encode(bytes(32)))
         async with Client(wrong, member_id("a")) as client:
             with pytest.raises(RendezvousRefusal, match="token is not") as refusal:
-                await client.join(join("a", elements, 0, anchors), DEADLINE_S)
+                await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
             assert refusal.value.kind == "token"
         other = replace(line, fingerprint=bytes(32))
         async with Client(other, member_id("a")) as client:
             with pytest.raises(CommunicationError, match="certificate with sha256"):
-                await client.join(join("a", elements, 0, anchors), DEADLINE_S)
+                await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
         nobody = replace(line, port=1)
         async with Client(nobody, member_id("a")) as client:
             with pytest.raises(CommunicationError, match="has not worked for 1 s"):
-                await client.join(join("a", elements, 0, anchors), 1.0)
+                await client.join(join("a", elements, 0, outer_params), 1.0)
         for garbage in (b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
-            with socket.create_connection((line.host, line.port)) as stranger:
-                stranger.sendall(garbage)
+            with socket.create_connection((line.host, line.port)) as unknown:
+                unknown.sendall(garbage)
 
         headers = {"Authorization": f"Bearer {line.token}"}
         pin = aiohttp.Fingerprint(line.fingerprint)
@@ -237,7 +237,7 @@ async def _strangers(folder: Path) -> None:
                 assert answer.status == 401
             async with http.put("/no/such/thing", data=b"x" * 100_000) as answer:
                 assert answer.status == 401  # before anything else is said
-            await client.join(join("a", elements, 0, anchors), DEADLINE_S)
+            await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
             place = f"/v1/turns/0/parts/{member_id('a')}"
             chunk = bytes(CHUNK_BYTES)
             zeros = hashlib.sha256(chunk).hexdigest()
@@ -299,7 +299,7 @@ async def _straggler(folder: Path) -> None:
     ):
         assert (await a.join(join("a", elements, 0, zero), DEADLINE_S)).standing == "first"
         assert (await b.join(join("b", elements, 0, zero), DEADLINE_S)).standing == "current"
-        anchors = list(zero)
+        outer_params = list(zero)
 
         async def one_turn(turn: int) -> None:
             await part(a, folder, turn, numbers("a", turn, elements).tobytes())
@@ -307,8 +307,8 @@ async def _straggler(folder: Path) -> None:
             assert answer.weights == {"a": 10}
             target = folder / "average"
             await a.fetch_average(answer, target, DEADLINE_S)
-            anchors[turn % 2] = next_anchors(anchors[turn % 2], target.read_bytes())
-            await a.applied(turn, anchors[turn % 2], DEADLINE_S)
+            outer_params[turn % 2] = next_outer_params(outer_params[turn % 2], target.read_bytes())
+            await a.applied(turn, outer_params[turn % 2], DEADLINE_S)
 
         for turn in range(3):
             await one_turn(turn)
@@ -320,9 +320,9 @@ async def _straggler(folder: Path) -> None:
             target = folder / f"b-average-{turn}"
             answer = await b.wait_turn(turn, DEADLINE_S)
             await b.fetch_average(answer, target, DEADLINE_S)
-            own[turn % 2] = next_anchors(own[turn % 2], target.read_bytes())
+            own[turn % 2] = next_outer_params(own[turn % 2], target.read_bytes())
             await b.applied(turn, own[turn % 2], DEADLINE_S)
-        assert own == anchors
+        assert own == outer_params
         assert (await b.join(join("b", elements, 3, own), DEADLINE_S)).standing == "current"
 
         # c is new: b is away, so a gives it its state; both ways are cut in the middle.
@@ -334,9 +334,9 @@ async def _straggler(folder: Path) -> None:
             assert not pulling.done()
         header = json.dumps({"__metadata__": {"version": "6"}}).encode()
         body = len(header).to_bytes(8, "little") + header + os.urandom(3 * CHUNK_BYTES)
-        state = folder / "anchors.safetensors"
+        state = folder / "outer_params.safetensors"
         state.write_bytes(body)
-        at_six = list(anchors)
+        at_six = list(outer_params)
         a.channel.up.bytes_per_s = 4e6
         giving = asyncio.create_task(a.give_state(6, at_six, [state], DEADLINE_S))
         sent = a.channel.sent_bytes
@@ -353,13 +353,13 @@ async def _straggler(folder: Path) -> None:
         pulled = await c.pull_state(folder / "pulled", DEADLINE_S)
         # What was there was not fetched again, but for a chunk that was cut off before it was kept.
         assert len(body) <= c.channel.received_bytes <= len(body) + CHUNK_BYTES
-        assert (pulled.version, pulled.anchors, pulled.donor) == (6, at_six, "a")
+        assert (pulled.version, pulled.outer_params, pulled.donor) == (6, at_six, "a")
         assert (folder / "pulled" / state.name).read_bytes() == body
         assert (await c.join(join("c", elements, 6, at_six), DEADLINE_S)).standing == "late"
         target = folder / "c-average"
         await c.fetch_average(await c.wait_turn(6, DEADLINE_S), target, DEADLINE_S)
-        own = [next_anchors(at_six[0], target.read_bytes()), at_six[1]]
-        assert own == anchors
+        own = [next_outer_params(at_six[0], target.read_bytes()), at_six[1]]
+        assert own == outer_params
         assert (await c.join(join("c", elements, 7, own), DEADLINE_S)).standing == "current"
         with pytest.raises(CommunicationError, match="turn 7 is future after 0 s"):
             await c.wait_turn(7, 0.2)

@@ -32,10 +32,10 @@ from tests.dist.test_outer_rendezvous import part, serving
 from tests.outer_deaths import TURNS, open_world
 from tests.outer_member import FRAGMENTS, join, member_id, numbers
 
-ANCHORS = ["0" * 64] * FRAGMENTS
+OUTER_PARAMS = ["0" * 64] * FRAGMENTS
 
 
-# Strangers.
+# Unknown connections.
 
 
 async def _ask(line: JoinLine, request: bytes) -> bytes:
@@ -57,15 +57,15 @@ def test_a_flood_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
 
 async def _flood(folder: Path) -> None:
     async with serving(folder / "state") as (server, line), Client(line, member_id("a")) as client:
-        await client.join(join("a", 10, 0, ANCHORS), DEADLINE_S)
+        await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
         connections = []
         for _ in range(600):  # they say nothing, not even the beginning of TLS
             connections.append(
                 await asyncio.open_connection(line.host, line.port, local_addr=("127.0.0.2", 0))
             )
-        assert len(server._door._strangers) <= 256
+        assert len(server._door._unknown) <= 256
         async with Client(line, member_id("b")) as other:
-            await other.join(join("b", 10, 0, ANCHORS), DEADLINE_S)
+            await other.join(join("b", 10, 0, OUTER_PARAMS), DEADLINE_S)
         assert (await client.beat(Beat(id=client.id, step=1, version=0), DEADLINE_S)).members == [
             "a",
             "b",
@@ -107,7 +107,7 @@ def test_secrets_stand_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 async def _secrets(folder: Path) -> str:
     async with serving(folder / "state") as (_, line), Client(line, member_id("a")) as client:
-        await client.join(join("a", 10, 0, ANCHORS), DEADLINE_S)
+        await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
         headers = {"Authorization": f"Bearer {line.token}"}
         connector = aiohttp.TCPConnector(ssl=aiohttp.Fingerprint(line.fingerprint))
         async with aiohttp.ClientSession(line.url, connector=connector, headers=headers) as http:
@@ -153,7 +153,7 @@ async def _poison(folder: Path, codec: str) -> None:
         Client(line, member_id("b")) as bad,
     ):
         for client, name in ((good, "a"), (bad, "b")):
-            await client.join(join(name, elements, 0, ANCHORS, codec=codec), DEADLINE_S)
+            await client.join(join(name, elements, 0, OUTER_PARAMS, codec=codec), DEADLINE_S)
         honest = _encoded(codec, numbers("a", 0, elements))
         noise = random.Random(0)
         for turn in range(5):
@@ -218,7 +218,7 @@ def test_a_full_disk_is_named_and_gone_on_from(
 async def _full(folder: Path, disk: Path) -> None:
     elements = 1 << 19  # 2 MiB each
     async with serving(disk, dead_after_s=600.0) as (_, line), Client(line, member_id("a")) as a:
-        await a.join(join("a", elements, 0, ANCHORS), DEADLINE_S)
+        await a.join(join("a", elements, 0, OUTER_PARAMS), DEADLINE_S)
         data = numbers("a", 0, elements).tobytes()
         await part(a, folder, 0, data)
         await a.wait_turn(0, DEADLINE_S)

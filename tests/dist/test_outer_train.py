@@ -449,7 +449,9 @@ def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -
         run_dir, _, gang = start_cluster(on_disk, "a", 2, outer, *lora, resume=again)
         assert gang.wait(DEADLINE_S) == [0, 0]
     rows = turns_of(run_dir)
-    trained = sum(w.numel() for n, w in weights_of(run_dir).items() if n.startswith("outer.anchor"))
+    trained = sum(
+        w.numel() for n, w in weights_of(run_dir).items() if n.startswith("outer.outer_param")
+    )
     assert len(shorter) == 2 and len(rows) == 3
     assert spans_of(rows) == list(range(6 * 12))
     for row in rows.values():

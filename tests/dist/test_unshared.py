@@ -232,11 +232,11 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     """What rank 1 and 2 get from rank 0, well and damaged."""
     import torch.distributed as dist
 
-    from isles.dist.parcels import Parcel, send_parcels, whole
+    from isles.dist.transfers import Transfer, send_files, whole
     from isles.dist.world import join_world, leave_world
 
-    def go(parcels: list[Parcel], mine: Path) -> None:
-        send_parcels(parcels, mine, world, world.work)
+    def go(transfers: list[Transfer], mine: Path) -> None:
+        send_files(transfers, mine, world, world.work)
 
     world = join_world(env, device="cpu", timeout_s=60)
     mine = folder / str(env.rank)
@@ -244,17 +244,17 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
     files = sorted(path for path in (folder / "0").rglob("*") if path.is_file())
     names = [path.relative_to(folder / "0").as_posix() for path in files]
     sizes = [path.stat().st_size for path in files]
-    parcels = [Parcel(n, whole(size), 0, (1, 2)) for n, size in zip(names, sizes, strict=True)]
+    transfers = [Transfer(n, whole(size), 0, (1, 2)) for n, size in zip(names, sizes, strict=True)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    go(parcels, mine)
+    go(transfers, mine)
     found["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     spoilt = mine if env.rank == 0 else folder / f"spoilt-{env.rank}"
-    gone = Parcel("gone", whole(9), 0, (1,))
-    found["gone"] = fault_of(lambda: go([gone, *parcels], spoilt))
-    wrong = replace(parcels[0], sha256="0" * 64)
+    gone = Transfer("gone", whole(9), 0, (1,))
+    found["gone"] = fault_of(lambda: go([gone, *transfers], spoilt))
+    wrong = replace(transfers[0], sha256="0" * 64)
     found["wrong"] = fault_of(lambda: go([wrong], spoilt))
     takes = small if env.rank == 1 else spoilt
-    found["small"] = fault_of(lambda: go(parcels, takes))
+    found["small"] = fault_of(lambda: go(transfers, takes))
     receive = dist.irecv
 
     def damaged(piece: Any, *args: Any) -> Any:
@@ -265,10 +265,10 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
 
     if env.rank == 2:
         dist.irecv = damaged
-    found["damaged"] = fault_of(lambda: go([p for p in parcels if p.size_bytes], spoilt))
+    found["damaged"] = fault_of(lambda: go([p for p in transfers if p.size_bytes], spoilt))
     dist.irecv = receive
     # After all this the ranks still understand one another.
-    parts = [replace(p, spans=((3, 5), (9 * 2**20, 16))) for p in parcels if p.name == "sub/odd"]
+    parts = [replace(p, spans=((3, 5), (9 * 2**20, 16))) for p in transfers if p.name == "sub/odd"]
     go(parts, mine if env.rank == 0 else folder / f"parts-{env.rank}")
     leave_world()
     return found

@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_found_on_a_gpu(codec: str, device: str = "cuda") 
 
 
 def turns_on(device: str, folder: Path) -> list[str]:
-    """Digests of the anchors, and of the weights, after turns on time, overlapped and late."""
+    """Digests of outer parameters and weights, after turns on time, overlapped and late."""
     folder.mkdir()
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device=device, timeout_s=60)
     try:

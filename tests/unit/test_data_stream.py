@@ -188,7 +188,7 @@ def test_a_stream_reads_nothing_of_what_came_before(tmp_path: Path, tokenizer: A
         (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
     stream = stream_of(tmp_path / "data" / "*.jsonl", tokenizer)
     made = segments(stream, tmp_path / "one", 8)
-    at = next(n for n, (r, _) in enumerate(made) if (r.begin.anchor or {}).get("file") == 2)
+    at = next(n for n, (r, _) in enumerate(made) if (r.begin.chunk_start or {}).get("file") == 2)
     anchored = stream_of(tmp_path / "data" / "*.jsonl", tokenizer)
     (tmp_path / "data" / "0.jsonl").write_text("not what it was")
     ((again, _),) = segments(anchored, tmp_path / "two", 1, made[at - 1][0])
@@ -222,8 +222,8 @@ def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
     chunks = list(rows.chunks(None))
     assert [text for chunk in chunks for text in texts_of(chunk.rows)] == TEXTS
     for number, chunk in enumerate(chunks):
-        anchor = json.loads(json.dumps(chunk.begin))
-        following = next(iter(rows.chunks(anchor)))
+        chunk_start = json.loads(json.dumps(chunk.begin))
+        following = next(iter(rows.chunks(chunk_start)))
         assert (following.begin, following.rows) == (chunk.begin, chunk.rows), number
     assert list(rows.chunks(chunks[-1].end)) == []
 
@@ -260,7 +260,7 @@ def test_the_ledger_knows_where_a_sample_begins(tmp_path: Path):
 
     def segment(number: int, digest: str = "d") -> SegmentRecord:
         return SegmentRecord(
-            number, 10 * number, 10, Position(), Position(anchor={"file": 1}), digest
+            number, 10 * number, 10, Position(), Position(chunk_start={"file": 1}), digest
         )
 
     ledger = Ledger(tmp_path, 0, {"rows": [1]})

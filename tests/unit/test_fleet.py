@@ -26,11 +26,11 @@ from isles.run.records import read_record
 from isles.run.restarts import list_restarts
 from isles.run.stop_request import StopKind, request_stop
 from isles.run.wire import Wire
-from isles.train.conductor import Conductor
 from isles.train.contact import Contact, Head
-from isles.train.lobby import Identity, Lobby
+from isles.train.coordinator import Coordinator
 from isles.train.members import Terms
 from isles.train.presence import Presence
+from isles.train.rendezvous import Identity, RendezvousServer
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run
@@ -45,8 +45,8 @@ class Table:
     run_dir: RunDir
     attempt: Attempt
     fleet: Fleet
-    lobby: Lobby
-    conductor: Conductor
+    rendezvous: RendezvousServer
+    coordinator: Coordinator
     contacts: list[Contact]
     late_s: float = 0.0
 
@@ -55,7 +55,7 @@ class Table:
         end = time.monotonic() + DEADLINE_S
         pause = threading.Event()
         while time.monotonic() < end:
-            self.conductor.look()
+            self.coordinator.look()
             if found := condition():
                 return found
             pause.wait(0.01)
@@ -98,7 +98,7 @@ class Table:
 
     def ends(self, what: str) -> dict[str, Any]:
         """The outcome, once there is one."""
-        self.look_until(lambda: self.conductor.is_over, what)
+        self.look_until(lambda: self.coordinator.is_over, what)
         return read_record(self.attempt.outcome) or {}
 
 
@@ -127,14 +127,16 @@ def table(
     terms = Terms(max_restarts=3, save_timeout_s=60.0, needs_head=True)
     made = Table(run_dir, attempt, fleet, None, None, [])  # type: ignore[arg-type]  # just below
     clock = lambda: time.monotonic() + made.late_s  # noqa: E731
-    lobby = made.lobby = Lobby(listener, fleet, identity, lambda: {"run": "x-1"}, clock)
-    made.conductor = Conductor(run_dir, attempt, fleet, terms, lobby)
+    rendezvous = made.rendezvous = RendezvousServer(
+        listener, fleet, identity, lambda: {"run": "x-1"}, clock
+    )
+    made.coordinator = Coordinator(run_dir, attempt, fleet, terms, rendezvous)
     try:
         yield made
     finally:
         for contact in made.contacts:
             contact.leave()
-        lobby.close()
+        rendezvous.close()
 
 
 def error(rank: int, at: float, what: str, *, is_communication: bool = False) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_pat
         assert [c.order["ranks"] for c in (first, middle, late)] == [[0, 1], [1, 2], [3, 3]]
         assert {c.order["world_size"] for c in (first, middle, late)} == {6}
         assert late.order["master"][0] == "10.0.0.0", "an address, never a name"
-        Presence(made.attempt, made.fleet, made.lobby).note(made.conductor.places())
+        Presence(made.attempt, made.fleet, made.rendezvous).note(made.coordinator.places())
         nodes = (read_record(made.attempt.nodes) or {})["nodes"]
         assert [(n["name"], n["state"], n["first_rank"]) for n in nodes] == [
             ("h0", "there", 0),
@@ -175,7 +177,7 @@ def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_pat
 def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     with table(tmp_path, 3, wait_s=20.0) as made:
         there = made.join(1)
-        made.look_until(lambda: made.lobby.there() == [1], "one has come")
+        made.look_until(lambda: made.rendezvous.there() == [1], "one has come")
         made.late_s = 6.0
         made.look_until(lambda: there.order.get("waiting"), "who waits is told for whom")
         line = there.order["waiting"]
@@ -193,7 +195,7 @@ def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
 def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
     with table(tmp_path, 3, least=2, wait_s=20.0) as made:
         contacts = [made.join(0), made.join(2)]
-        made.look_until(lambda: made.lobby.there() == [0, 2], "two have come")
+        made.look_until(lambda: made.rendezvous.there() == [0, 2], "two have come")
         assert not contacts[0].order.get("ranks")
         made.late_s = 21.0
         made.runs(*contacts)
@@ -215,12 +217,12 @@ def test_who_does_not_belong_is_refused_on_both_sides(
 ) -> None:
     with table(tmp_path) as made:
         first = made.join(0)
-        made.look_until(lambda: made.lobby.there() == [0], "one has come")
-        stranger = made.join(1, other)
-        made.look_until(lambda: stranger.state == "refused", "the other is refused")
-        assert words in str(stranger.fault) and "fix: " in str(stranger.fault)
+        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
+        unknown = made.join(1, other)
+        made.look_until(lambda: unknown.state == "refused", "the other is refused")
+        assert words in str(unknown.fault) and "fix: " in str(unknown.fault)
         assert words in capfd.readouterr().err
-        assert first.state == "there" and not made.conductor.is_over
+        assert first.state == "there" and not made.coordinator.is_over
 
 
 def test_another_program_on_the_port_is_found_out(tmp_path: Path) -> None:
@@ -268,9 +270,9 @@ def test_after_a_loss_all_end_their_ranks_before_any_begins_again(tmp_path: Path
         second.report(failed(0, error(1, time.time(), "boom")))
         made.look_until(lambda: first.order["phase"] == "halt", "all are told to end")
         second.report({"restart": 0, "state": "idle"})
-        made.look_until(lambda: made.lobby.seats()[1].report["state"] == "idle", "one has")
+        made.look_until(lambda: made.rendezvous.peers()[1].report["state"] == "idle", "one has")
         for _ in range(20):
-            made.conductor.look()
+            made.coordinator.look()
         assert second.order["phase"] == "halt", "the first has not ended its ranks yet"
         first.report({"restart": 0, "state": "idle"})
         made.runs(first, second)
@@ -301,24 +303,24 @@ def test_a_node_that_falls_silent_is_named_after_twenty_seconds(tmp_path: Path) 
         wire.send({"hello": {**made.hello(1), "token": "t"}})
         assert "welcome" in (wire.receive(DEADLINE_S) or {})
         made.runs(first)
-        seats = made.lobby.seats()
-        while not seats[1].lost:
+        peers = made.rendezvous.peers()
+        while not peers[1].lost:
             made.late_s += 1.0
-            seats[0].silence.heard()  # this one gives a sign of life each second
-            made.conductor.look()
-        assert re.fullmatch(r"it has not been heard of for 2[0-3] s", seats[1].lost)
+            peers[0].silence.heard()  # this one gives a sign of life each second
+            made.coordinator.look()
+        assert re.fullmatch(r"it has not been heard of for 2[0-3] s", peers[1].lost)
         outcome = made.ends("the loss ends a run of a fixed number of nodes")
-        assert "node 1 (h1, 10.0.0.1) is lost: " + seats[1].lost == outcome["error"]["what"]
+        assert "node 1 (h1, 10.0.0.1) is lost: " + peers[1].lost == outcome["error"]["what"]
         wire.close()
 
 
 @pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
-def test_a_wish_to_stop_is_heard_while_nobody_is_there(
+def test_a_stop_request_is_heard_while_nobody_is_there(
     tmp_path: Path, kind: StopKind, code: int
 ) -> None:
     with table(tmp_path) as made:
         only = made.join(0)
-        made.look_until(lambda: made.lobby.there() == [0], "one has come")
+        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
         request_stop(made.attempt, kind)
         outcome = made.ends("it is stopped")
         assert (outcome["state"], outcome["exit_code"]) == ("stopped", code)
@@ -326,10 +328,10 @@ def test_a_wish_to_stop_is_heard_while_nobody_is_there(
         assert only.order["exit_code"] == code
 
 
-def test_a_wish_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> None:
+def test_a_stop_request_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
-        second.report({"restart": 0, "state": "running", "wish": 2})
+        second.report({"restart": 0, "state": "running", "stop": 2})
         made.look_until(lambda: first.order.get("signal") == 2, "the other hears of it")
         request_stop(made.attempt, "now")
         made.look_until(lambda: first.order["phase"] == "over" and first.order["now"], "at once")

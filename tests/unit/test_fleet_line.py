@@ -19,14 +19,14 @@ from isles.run.records import read_record
 from isles.run.wire import Wire
 from isles.train.agent import kill_all
 from isles.train.contact import Contact, Head
-from isles.train.verdict import judge
+from isles.train.failure import judge
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.unit.test_fleet import Table, error, table
 
 
 def knock(made: Table, said: bytes) -> bytes:
-    """What a stranger is answered, up to the end of the connection."""
+    """What an unknown connection is answered, up to the end of the connection."""
     with socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S) as connection:
         connection.sendall(said)
         connection.shutdown(socket.SHUT_WR)
@@ -75,8 +75,8 @@ def test_a_report_that_is_none_costs_the_connection_and_not_the_run(tmp_path: Pa
         wire.send({"hello": {**made.hello(0), "token": "t"}})
         assert "welcome" in (wire.receive(DEADLINE_S) or {})
         wire.send({"report": "well"})
-        made.look_until(lambda: made.lobby.seats()[0].wire is None, "it is cut")
-        assert made.lobby.seats()[0].report == {}
+        made.look_until(lambda: made.rendezvous.peers()[0].wire is None, "it is cut")
+        assert made.rendezvous.peers()[0].report == {}
 
 
 def test_who_guesses_a_digest_is_not_told_enough_to_be_let_in(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_who_guesses_a_digest_is_not_told_enough_to_be_let_in(tmp_path: Path) ->
 def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         made.join(0)
-        made.look_until(lambda: made.lobby.there() == [0], "one has come")
-        seat = made.lobby.seats()[0]
+        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
+        peer = made.rendezvous.peers()[0]
 
         class Parting(dict[str, Any]):
             """Compared with what was sent before, as the other thread takes the line away."""
@@ -100,11 +100,11 @@ def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path
             __hash__ = None  # type: ignore[assignment]  # as that of a dict
 
             def __eq__(self, other: object) -> bool:
-                seat.wire = None
+                peer.wire = None
                 return False
 
-        made.lobby.order(0, Parting(phase="wait"), time.monotonic())
-        assert seat.wire is None
+        made.rendezvous.order(0, Parting(phase="wait"), time.monotonic())
+        assert peer.wire is None
 
 
 def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
 
         def order() -> None:
             while not is_over.is_set():
-                made.lobby.order(0, {"phase": "wait"}, time.monotonic())
+                made.rendezvous.order(0, {"phase": "wait"}, time.monotonic())
 
         busy = threading.Thread(target=order)
         busy.start()
@@ -175,7 +175,7 @@ def test_a_first_node_with_another_isles_is_named_before_its_files_are_read() ->
 def test_ranks_that_all_ended_well_have_finished_whatever_was_asked_late(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
-        made.conductor.ask_to_stop(15)
+        made.coordinator.ask_to_stop(15)
         for contact in (first, second):
             contact.report({"restart": 0, "state": "succeeded", "codes": {"0": 0}})
         assert made.ends("it is over")["state"] == "finished"
@@ -196,10 +196,10 @@ def test_a_script_elsewhere_that_has_reported_steps_is_started_again(tmp_path: P
         culprit = {**error(1, time.time(), "boom"), "kind": "ScriptFailed", "is_script": True}
         culprit["will_recur"] = True  # as a host without the head's records sees it
         found = judge(made.run_dir, made.attempt, 0, culprit, max_restarts=3)
-        assert found.verdict == "restart" and read_record(made.attempt.outcome) is None
+        assert found.decision == "restart" and read_record(made.attempt.outcome) is None
         made.attempt.last_step.unlink()
         found = judge(made.run_dir, made.attempt, 1, culprit, max_restarts=3)
-        assert found.verdict == "fail"
+        assert found.decision == "fail"
         assert (read_record(made.attempt.outcome) or {})["exit_code"] == ExitCode.TRAINING
 
 

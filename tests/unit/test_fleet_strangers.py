@@ -58,9 +58,9 @@ def test_a_message_that_trickles_in_has_one_deadline_for_all_its_bytes() -> None
 
 def test_a_stranger_gets_no_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with table(tmp_path) as made:
-        with dial(made.fleet.port) as stranger, pytest.raises(OSError, match=r"pipe|reset"):
+        with dial(made.fleet.port) as unknown, pytest.raises(OSError, match=r"pipe|reset"):
             for _ in range(1024):
-                stranger.sendall(b"x" * GREETING_BYTES)
+                unknown.sendall(b"x" * GREETING_BYTES)
         made.begin(0, 1)
     assert "a line without an end" in capfd.readouterr().err
 
@@ -71,7 +71,7 @@ def test_who_is_known_may_say_more_than_a_stranger(tmp_path: Path) -> None:
         wire.send({"hello": {**made.hello(0), "token": "t"}})
         assert "welcome" in (wire.receive(DEADLINE_S) or {})
         wire.send({"report": {"state": "idle", "tail": "x" * 4 * GREETING_BYTES}})
-        made.look_until(lambda: made.lobby.seats()[0].report.get("tail"), "it is heard")
+        made.look_until(lambda: made.rendezvous.peers()[0].report.get("tail"), "it is heard")
         wire.close()
     here, there = pair()
     with here, there:
@@ -118,7 +118,10 @@ def test_who_knocks_again_and_again_fills_no_log(
             wire.send({"fetch": f"{number:064}"})
             assert "refused" in (wire.receive(DEADLINE_S) or {})
             wire.close()
-        assert made.lobby.refused is not None and "another run file" in made.lobby.refused.what
+        assert (
+            made.rendezvous.refused is not None
+            and "another run file" in made.rendezvous.refused.what
+        )
     assert 5 < len(capfd.readouterr().err.splitlines()) < 60
 
 
@@ -191,12 +194,12 @@ def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line()
     is_over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
         address = server.getsockname()
-        stranger = socket.create_connection(address)
+        unknown = socket.create_connection(address)
 
         def trickle() -> None:
             with contextlib.suppress(OSError):
                 while not is_over.wait(0.2):
-                    stranger.sendall(b"x")
+                    unknown.sendall(b"x")
 
         pool.submit(trickle)
         node = pool.submit(link.join, address, 1, "d", DEADLINE_S)
@@ -205,4 +208,4 @@ def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line()
         finally:
             is_over.set()
         node.result().close()
-        stranger.close()
+        unknown.close()

@@ -92,7 +92,7 @@ def test_whoever_does_not_end_is_killed(tmp_path: Path) -> None:
 
 def test_who_holds_the_ranks_imports_nothing_heavy() -> None:
     """torch is for the fork server alone: each further import of it delays the first step."""
-    modules = ("agent", "crew", "member", "contact", "supervisor", "alone")
+    modules = ("agent", "worker_group", "member", "contact", "supervisor", "alone")
     code = f"import sys, {', '.join(f'isles.train.{name}' for name in modules)}\n"
     code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
     done = subprocess.run(

@@ -219,7 +219,7 @@ def test_a_rendezvous_may_say_what_it_likes(
 
 
 @contextmanager
-def stranger(says: bytes) -> Iterator[int]:
+def unknown(says: bytes) -> Iterator[int]:
     """Something that is no rendezvous, and says this to whoever comes; its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -250,11 +250,11 @@ def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
         with pytest.raises(kind, match=what) as caught:
             ask_rendezvous(other, "/v1/status", 20)
         assert line.token not in str(caught.value) and caught.value.fix
-    with stranger(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
+    with unknown(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
         ask_rendezvous(replace(line, port=port), "/v1/status", 20)
     with pytest.raises(CommunicationError, match="no rendezvous listens"):
         ask_rendezvous(replace(line, port=port), "/v1/status", 20)
-    with stranger(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
+    with unknown(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
         ask_rendezvous(replace(line, port=port), "/v1/status", 0.2)
 
 

@@ -157,11 +157,11 @@ def test_a_request_while_training_waits_for_the_steps_end(tmp_path: Path) -> Non
     signals = StopSignals(attempt)
     signals.training_begins()
     try:
-        assert signals.wish == 0
+        assert signals.stop_code == 0
         request_stop(attempt, "save")
-        _until(lambda: signals.wish == 85)
+        _until(lambda: signals.stop_code == 85)
         request_stop(attempt, "now")
-        _until(lambda: signals.wish == NOW)
+        _until(lambda: signals.stop_code == NOW)
     finally:
         signals.restore()
 

@@ -194,11 +194,11 @@ def test_the_rank_that_failed_by_itself_is_shown_first(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_died_without_a_word_comes_before_those_that_missed_it(tmp_path: Path) -> None:
-    verdict = {"rank": 1, "host": "h", "what": "rank 1 was killed by SIGKILL", "fix": "dmesg"}
-    outcome = {"state": "failed", "exit_code": 3, "error": verdict}
+    decision = {"rank": 1, "host": "h", "what": "rank 1 was killed by SIGKILL", "fix": "dmesg"}
+    outcome = {"state": "failed", "exit_code": 3, "error": decision}
     attempt = ended_run(tmp_path / "a-1", outcome, world_size=2)
     rank_error(attempt, 0, 10.0, kind="RuntimeError", what="lost", is_communication=True)
-    assert find_culprit(attempt) == verdict
+    assert find_culprit(attempt) == decision
     assert failure_lines(attempt)[0] == "error: rank 1 was killed by SIGKILL"
     assert failure_lines(attempt)[-1] == "  1 other rank stopped because of it"
 

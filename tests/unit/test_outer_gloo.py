@@ -171,7 +171,7 @@ class Elsewhere:
 
 
 def test_clusters_that_do_not_reach_one_another_are_named_by_all() -> None:
-    """Nobody answers where b should be, and a stranger where c should be."""
+    """Nobody answers where b should be, and something else where c should be."""
 
     def call(ranks: int, stores: list[Any]) -> list[Any]:
         def one(rank: int) -> Any:
@@ -186,11 +186,11 @@ def test_clusters_that_do_not_reach_one_another_are_named_by_all() -> None:
     assert call(3, [HashStore()] * 3) == [None] * 3
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         closed = nobody.getsockname()[1]
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        threading.Thread(target=_speak, args=(stranger,), daemon=True).start()
-        store, port = HashStore(), stranger.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as unknown:
+        threading.Thread(target=_speak, args=(unknown,), daemon=True).start()
+        store, port = HashStore(), unknown.getsockname()[1]
         errors = call(3, [store, Elsewhere(store, closed), Elsewhere(store, port)])
-        stranger.shutdown(socket.SHUT_RDWR)
+        unknown.shutdown(socket.SHUT_RDWR)
     assert [error.pairs for error in errors] == [[(0, 1), (0, 2), (1, 2), (2, 1)]] * 3
     assert f"a does not reach b at 127.0.0.1 port {closed}: " in errors[2].what
     assert f"a does not reach c at 127.0.0.1 port {port}: another host answers" in errors[0].what

@@ -57,7 +57,7 @@ def join(name: str) -> Join:
         codec="none",
         pieces=[[4]],
         version=0,
-        anchors=["0" * 64],
+        outer_params=["0" * 64],
     )
 
 

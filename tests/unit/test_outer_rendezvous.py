@@ -141,16 +141,16 @@ class TestLedger(Ledger.TestCase):  # type: ignore[misc,name-defined]
 
 
 def _number(world: World, name: str) -> int:
-    return int(world.core.roster.find(member_id(name))["number"])
+    return int(world.core.membership.find(member_id(name))["number"])
 
 
 def _drop(world: World, name: str, *, for_long: bool = False) -> None:
     """Everybody is heard but one; for so long that its samples are dealt to others, or not."""
     for seconds in (11.0, 300.0) if for_long else (11.0,):
         world.now += seconds
-        for row in world.core.roster.living():
+        for row in world.core.membership.living():
             if row["name"] != name:
-                world.core.roster.touch(row["number"])
+                world.core.membership.touch(row["number"])
         world.core.drop_silent()
 
 
@@ -343,7 +343,7 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     world = World(tmp_path, fragments=2, keep_averages=3)
     assert world.join("a").standing == "first"
     assert world.join("b").standing == "current"
-    assert world.join("c", anchors="1" * 64).standing == "behind"  # other initial weights
+    assert world.join("c", outer_params="1" * 64).standing == "behind"  # other initial weights
     for turn in range(6):
         world.complete("a", turn)
         world.complete("b", turn)
@@ -355,11 +355,13 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     assert world.beat("b").order == "pull" and "turn 2" in world.beat("b").order_reason
     with pytest.raises(Refusal, match="must pull the state"):
         world.complete("b", 6)
-    anchors = [f"{5:064x}", f"{4:064x}"]
-    late = world.join("b", version=5, anchors=anchors)  # turns 3 and 4 are of fragments 1 and 0
+    outer_params = [f"{5:064x}", f"{4:064x}"]
+    late = world.join(
+        "b", version=5, outer_params=outer_params
+    )  # turns 3 and 4 are of fragments 1 and 0
     assert late.standing == "late"
-    assert world.join("b", version=4, anchors=anchors).standing == "behind"
-    assert world.join("b", version=2, anchors=anchors).standing == "behind"
+    assert world.join("b", version=4, outer_params=outer_params).standing == "behind"
+    assert world.join("b", version=2, outer_params=outer_params).standing == "behind"
     assert not world.core.answer(2).is_kept and world.core.answer(3).is_kept
 
 
@@ -416,7 +418,7 @@ def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
 def test_who_comes_when_all_others_have_finished_hears_it(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a"), world.complete("a", 0), world.close()
-    assert world.join("n", anchors="1" * 64).standing == "behind"
+    assert world.join("n", outer_params="1" * 64).standing == "behind"
     world.core.leave(member_id("a"))
     assert world.core.want_state(member_id("n")).donor == "", "a pauses, and will give it"
     world.join("a", version=1)
@@ -441,13 +443,13 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
     offer = StateOffer(
         id=member_id("b"),
         version=3,
-        anchors=[f"{3:064x}"],
-        files=[StateFile(name="anchors.safetensors", size_bytes=10, digest=ZERO)],
+        outer_params=[f"{3:064x}"],
+        files=[StateFile(name="outer_params.safetensors", size_bytes=10, digest=ZERO)],
     )
     number = world.core.offer_state(offer)
     assert world.core.offer_state(offer) == number  # it goes on
     with pytest.raises(Refusal, match="not the run's"):
-        world.core.offer_state(offer.model_copy(update={"anchors": [ZERO]}))
+        world.core.offer_state(offer.model_copy(update={"outer_params": [ZERO]}))
     world.core.states.complete(number)
     world.core.leave(member_id("a"))
     for turn in range(3, 9):  # its averages stay as long as somebody pulls

@@ -74,14 +74,14 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
         {"pieces": [[True]]},
         {"version": -1},
         {"version": 2**62},
-        {"anchors": ["0" * 63]},
+        {"outer_params": ["0" * 63]},
         {"holding": [[3]]},
         {"more": 1},
     ],
 )
 def test_a_join_that_is_none_is_not_taken(change: dict) -> None:
     body = {"id": member_id("a"), "name": "a", "identity": RUN, "codec": "none"}
-    body |= {"pieces": [[4]], "version": 0, "anchors": [ZERO]}
+    body |= {"pieces": [[4]], "version": 0, "outer_params": [ZERO]}
     Join.model_validate(body)
     with pytest.raises(ValidationError):
         Join.model_validate({**body, **change}, strict=True)
@@ -173,12 +173,12 @@ def test_a_state_is_taken_of_whom_it_is_asked_and_as_large_as_it_is(tmp_path: Pa
             for n in range(files)
         ]
         return world.core.offer_state(
-            StateOffer(id=member_id("a"), version=0, anchors=[ZERO], files=each)
+            StateOffer(id=member_id("a"), version=0, outer_params=[ZERO], files=each)
         )
 
     with pytest.raises(Refusal, match="no state is asked"):
         offer(100)
-    world.join("n", anchors="1" * 64)
+    world.join("n", outer_params="1" * 64)
     world.core.want_state(member_id("n"))
     for size_bytes, files in ((2**40, 1), (10, 2)):
         with pytest.raises(Refusal, match=r"one of this run has"):
@@ -191,10 +191,10 @@ def test_a_state_is_taken_of_whom_it_is_asked_and_as_large_as_it_is(tmp_path: Pa
 
 def test_a_cluster_that_never_ends_its_pull_does_not_fill_the_disk(tmp_path: Path) -> None:
     world = World(tmp_path, keep_averages=2, dead_after_s=1e6)
-    world.join("a"), world.join("n", anchors="1" * 64)
+    world.join("a"), world.join("n", outer_params="1" * 64)
     world.core.want_state(member_id("n"))
     files = [StateFile(name="f.safetensors", size_bytes=9, digest=ZERO)]
-    offer = StateOffer(id=member_id("a"), version=0, anchors=[ZERO], files=files)
+    offer = StateOffer(id=member_id("a"), version=0, outer_params=[ZERO], files=files)
     world.core.states.complete(world.core.offer_state(offer))
     kept = []
     for turn in range(40):
@@ -239,7 +239,7 @@ def test_a_rendezvous_that_stood_still_blames_nobody(tmp_path: Path) -> None:
     world = World(tmp_path, dead_after_s=10.0)
     world.join("a")
     world.now += 60.0  # SIGSTOP, or a machine that slept
-    world.core.roster.forgive(59.0)
+    world.core.membership.forgive(59.0)
     world.core.drop_silent()
     assert [m["state"] for m in status(world.core)["members"]] == ["living"]
     world.now += 11.0
@@ -300,9 +300,9 @@ def test_the_end_waits_for_who_may_come_back_with_steps_of_its_own(tmp_path: Pat
     world.complete("b", 0), world.close()
     world.applied("b", 0, "b" * 64)
     assert world.end("a") is None and world.end("b") == 1
-    world.join("b", version=1, anchors="b" * 64)
+    world.join("b", version=1, outer_params="b" * 64)
     assert world.end("a") == 1
-    world.join("a", version=1, anchors="c" * 64)
+    world.join("a", version=1, outer_params="c" * 64)
     assert world.end("a") is None is world.end("b"), "a pulls the state first, from b"
     ends = []
     while not any(ends):

@@ -152,7 +152,7 @@ def test_a_side_process_that_is_started_again_says_nothing_twice() -> None:
     account.contributions[5] = contribution(5, (8, 12))
     account.applied(4, "3" * 64), account.applied(5, "4" * 64)
     now = begun(account)
-    assert (now.version, now.anchors) == (6, ("3" * 64, "4" * 64))
+    assert (now.version, now.outer_params) == (6, ("3" * 64, "4" * 64))
     assert now.contributions == () and now.holding == ((8, 16),)
     # What a former attempt contributed is not what this one has learnt.
     assert not account.take(committed(6, "a")).is_in
@@ -187,7 +187,7 @@ def test_lines_come_back_as_they_were_and_nothing_else_is_taken(tmp_path: Path) 
         spool=tmp_path,
         version=3,
         kept_since=2,
-        anchors=("1" * 64,),
+        outer_params=("1" * 64,),
         holding=((0, 8), (16, 24)),
     )
     assert COMMANDS.validate_json(COMMANDS.dump_json(begin)) == begin

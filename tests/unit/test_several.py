@@ -26,7 +26,7 @@ from isles.monitor.multi_cluster.report import (
     with_several,
 )
 from isles.outer.hub.book import Book
-from isles.outer.hub.roster import Roster
+from isles.outer.hub.membership import Membership
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.settings import Settings
 from isles.run.find import find_any, find_cluster, run_of
@@ -266,15 +266,15 @@ def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Pa
     book = Book(tmp_path / "book.sqlite")
     settings = Settings(gather=2, gather_s=30.0)
     least = []
-    roster = Roster(book, settings, Samples(book), lambda: now[0])
-    roster.touch(1)
-    least.append(roster.least)
+    membership = Membership(book, settings, Samples(book), lambda: now[0])
+    membership.touch(1)
+    least.append(membership.least)
     now[0] += 31.0  # the other has not come
-    least.append(roster.least)
-    roster = Roster(book, settings, Samples(book), lambda: now[0])  # after a restart
+    least.append(membership.least)
+    membership = Membership(book, settings, Samples(book), lambda: now[0])  # after a restart
     for number in (1, 2):
-        roster.touch(number)
-        least.append(roster.least)
+        membership.touch(number)
+        least.append(membership.least)
     assert least == [2, 1, 2, 1]
 
 

@@ -108,7 +108,7 @@ def meet(server: socket.socket, names: list[str], digest: str, timeout_s: float)
     end = time.monotonic() + timeout_s
     links: dict[int, Link] = {}
     come: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-    # Each has a thread: nobody waits for a stranger who says nothing.
+    # Each has a thread: nobody waits for one that says nothing.
     greeting: list[threading.Thread] = []
     while len(links) < len(names) - 1 and (left := end - time.monotonic()) > 0:
         server.settimeout(min(left, _LOOK_S if greeting else left))

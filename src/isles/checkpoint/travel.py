@@ -17,7 +17,7 @@ from typing import Any
 from isles.checkpoint.rng import rng_file
 from isles.checkpoint.store import disk_fault, parts_needed
 from isles.dist.disks import Disks
-from isles.dist.parcels import Parcel, Span, joined, raise_first, send_parcels, whole
+from isles.dist.transfers import Span, Transfer, joined, raise_first, send_files, whole
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.run.manifest import PARTIAL_PREFIX, CheckpointInfo, hash_file
@@ -95,12 +95,12 @@ class Travel:
         mine: list[tuple[str, int]] = []
         if self._is_keeper:
             mine = [(file.name, file.stat().st_size) for file in sorted(staging.iterdir())]
-        parcels = [
-            Parcel(name, whole(size), sender, (0,))
+        transfers = [
+            Transfer(name, whole(size), sender, (0,))
             for sender, files in enumerate(self._world.gather(mine, group=group))
             for name, size in files
         ]
-        send_parcels(parcels, staging, self._world, group, progress=progress)
+        send_files(transfers, staging, self._world, group, progress=progress)
 
     def settle(self, partial: Path, name: str) -> None:
         """The checkpoint stands at the head: keep this node's parts in place of older ones."""
@@ -198,15 +198,15 @@ class Travel:
             for name, parts in wanted.get(rank, {}).items():
                 if name not in found:
                     takers.setdefault((name, joined(parts)), []).append(rank)
-        parcels = []
+        transfers = []
         for (name, spans), ranks in sorted(takers.items()):
             is_whole = spans == whole(int(files[name]["size"]))
             sha256 = str(files[name]["sha256"]) if is_whole else None
-            parcels.append(Parcel(name, spans, 0, tuple(ranks), sha256))
-        if parcels:
-            size = sum(parcel.size_bytes * len(parcel.takers) for parcel in parcels)
+            transfers.append(Transfer(name, spans, 0, tuple(ranks), sha256))
+        if transfers:
+            size = sum(transfer.size_bytes * len(transfer.takers) for transfer in transfers)
             log.info("checkpoint=%s travels bytes=%d", checkpoint.path.name, size)
-        send_parcels(parcels, folder, world, world.work, progress=progress)
+        send_files(transfers, folder, world, world.work, progress=progress)
 
     def _take_kept(self, checkpoint: CheckpointInfo, names: set[str], folder: Path) -> set[str]:
         """Link what this node has kept of a checkpoint, and is as it was, into the folder."""

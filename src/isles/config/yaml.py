@@ -197,7 +197,7 @@ def _compose(text: str, name: str) -> _Node | None:
 def _compose_events(loader: yaml.SafeLoader, name: str) -> _Node | None:
     root: _Node | None = None
     stack: list[_Node] = []
-    anchors: dict[str, _Node] = {}
+    labelled: dict[str, _Node] = {}
     num_nodes = 0
     while loader.check_event():
         event: events.Event = loader.get_event()  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ def _compose_events(loader: yaml.SafeLoader, name: str) -> _Node | None:
         num_nodes += 1
         if len(stack) >= MAX_DEPTH or num_nodes > MAX_NODES:
             raise _too_large(name, _line(event))
-        node = _node_from_event(event, anchors, name)
+        node = _node_from_event(event, labelled, name)
         if stack:
             stack[-1].children.append(node)
         else:
@@ -226,11 +226,11 @@ def _compose_events(loader: yaml.SafeLoader, name: str) -> _Node | None:
     return root
 
 
-def _node_from_event(event: events.NodeEvent, anchors: dict[str, _Node], name: str) -> _Node:
+def _node_from_event(event: events.NodeEvent, labelled: dict[str, _Node], name: str) -> _Node:
     line = _line(event)
     if isinstance(event, events.AliasEvent):
         assert event.anchor is not None
-        known = anchors.get(event.anchor)
+        known = labelled.get(event.anchor)
         if known is None or known.is_open:
             problem = "stands inside itself" if known else "is not defined above"
             raise ConfigError(
@@ -249,7 +249,7 @@ def _node_from_event(event: events.NodeEvent, anchors: dict[str, _Node], name: s
         assert isinstance(event, events.MappingStartEvent)
         node = _Node("map", line, tag=None if event.implicit else event.tag, is_open=True)
     if event.anchor is not None:
-        anchors[event.anchor] = node
+        labelled[event.anchor] = node
     return node
 
 

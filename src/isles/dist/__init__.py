@@ -2,5 +2,5 @@
 
 `world.py` joins the group and gives each rank its place and device, `mesh.py` lays the grid that
 strategies cut along. `disks.py` finds out which nodes see the run directory of rank 0, and
-`parcels.py` brings files to those that do not. Open `world.py` first.
+`transfers.py` brings files to those that do not. Open `world.py` first.
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from isles.dist.parcels import Parcel, raise_first, send_parcels, whole
 from isles.dist.place import Place, place_of
+from isles.dist.transfers import Transfer, raise_first, send_files, whole
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.run.manifest import PARTIAL_PREFIX, hash_file
@@ -113,7 +113,7 @@ def spread_folder(
         sender: a rank on whose disk it is.
         world: the ranks.
         disks: theirs.
-        progress: as for `send_parcels`.
+        progress: as for `send_files`.
 
     Raises:
         UserError: it cannot be read, or a disk cannot take it.
@@ -137,15 +137,16 @@ def spread_folder(
     lacks = world.rank in takers
     if len(takers) > 1:
         takers = _one_for_each_disk(takers, folder, world)
-    parcels = [
-        Parcel(name, whole(size), sender, takers, sha256) for name, (size, sha256) in wanted.items()
+    transfers = [
+        Transfer(name, whole(size), sender, takers, sha256)
+        for name, (size, sha256) in wanted.items()
     ]
     partial = folder.with_name(f"{PARTIAL_PREFIX}{folder.name}-{world.rank}")
     takes = world.rank in takers
     if takes:
         shutil.rmtree(partial, ignore_errors=True)
     try:
-        send_parcels(parcels, partial if takes else folder, world, world.work, progress=progress)
+        send_files(transfers, partial if takes else folder, world, world.work, progress=progress)
         raise_first(world.gather(_publish(partial, folder, world) if takes else None))
         # The other ranks of a node read it from now on.
         missed = _await_files(folder, wanted, world) if lacks and not takes else None

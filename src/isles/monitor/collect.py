@@ -135,7 +135,7 @@ def collect(
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-1] if checkpoints else None
     silent_s = _silent_s(state, status, now())
-    restarts = [r for r in list_restarts(attempt) if r.verdict == "restart"] if attempt else []
+    restarts = [r for r in list_restarts(attempt) if r.decision == "restart"] if attempt else []
     nodes = node_reports(attempt, now()) if attempt else ()
     return RunReport(
         name=run_dir.name,

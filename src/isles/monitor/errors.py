@@ -26,7 +26,7 @@ _NO_ROOM_BYTES = 64 * 1024
 def find_culprit(attempt: Attempt) -> dict[str, Any] | None:
     """The error that ended an attempt: an error record, or the outcome's; None if there is none.
 
-    A rank's own error comes before the agent's verdict, and that before the errors of ranks
+    A rank's own error comes before the agent's decision, and that before the errors of ranks
     that only lost touch with the others. Among equals the earliest is the cause.
     """
     records = [record for path in _error_files(attempt) if (record := read_record(path))]
@@ -34,9 +34,9 @@ def find_culprit(attempt: Attempt) -> dict[str, Any] | None:
     own = [record for record in records if not record.get("is_communication")]
     if own:
         return own[0]
-    verdict = (read_record(attempt.outcome) or {}).get("error")
-    if isinstance(verdict, dict):
-        return verdict
+    decision = (read_record(attempt.outcome) or {}).get("error")
+    if isinstance(decision, dict):
+        return decision
     meeting = read_meeting(attempt)
     if meeting is not None and not meeting.supervisor_process.is_alive():
         return _lost_supervisor(meeting.supervisor_process)
@@ -118,8 +118,8 @@ def _error_files(attempt: Attempt) -> list[Path]:
 
 def _note(attempt: Attempt) -> str:
     """Why the ranks were not started once more, where that needs a word."""
-    verdict = (read_record(attempt.outcome) or {}).get("error")
-    return str(verdict.get("note") or "") if isinstance(verdict, dict) else ""
+    decision = (read_record(attempt.outcome) or {}).get("error")
+    return str(decision.get("note") or "") if isinstance(decision, dict) else ""
 
 
 def _others(attempt: Attempt) -> list[str]:

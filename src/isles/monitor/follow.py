@@ -80,7 +80,7 @@ class Watch:
         """What was lost, and where the ranks go on; once they do."""
         lines = []
         while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
-            if restart.verdict != "restart" or not restart.nodes:
+            if restart.decision != "restart" or not restart.nodes:
                 break  # the run ends, or the nodes have not met yet
             self._num_restarts += 1
             lines.append(restart.text)

@@ -12,10 +12,11 @@ from torch import Tensor
 Mode = Literal["on_time", "overlap", "late", "idle"]
 """How an average finds this cluster's weights.
 
-on_time: they are those of the contribution, which is in the average: they become the anchor.
+on_time: they are those of the contribution, which is in the average: they become the outer
+parameters.
 overlap: inner steps were made since the contribution, which is in the average.
 late: this cluster's contribution is not in the average, or it made none.
-idle: so, and nothing was learnt here since the last average: they become the anchor.
+idle: so, and nothing was learnt here since the last average: they become the outer parameters.
 """
 
 
@@ -66,7 +67,7 @@ class Applied:
     """An outer step of a fragment that has been made; the same on all ranks.
 
     Args:
-        digest: of the fragment's anchors: equal on all clusters.
+        digest: of the fragment's outer parameters: equal on all clusters.
         norm: of the averaged pseudo-gradient, before it was clipped.
     """
 

@@ -1,4 +1,4 @@
-"""The outer step of one cluster: its weights, whatever holds them, against its anchors."""
+"""The outer step of one cluster: its weights, whatever holds them, against its outer parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isles.outer.unsound import UnsoundUpdateError
 
 
 class Cluster:
-    """Anchors, momentum and errors, dealt over the ranks of a cluster. All ranks must make one.
+    """Outer parameters, momentum and errors, split over the ranks of a cluster. All must make one.
 
     No rank ever holds more than one whole parameter beside its own share of the outer state.
 
@@ -55,14 +55,14 @@ class Cluster:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The weights as they are become the anchors. All ranks must call this.
+        """The weights as they are become the outer parameters. All ranks must call this.
 
         Clusters must begin with the same: compare `digest`. Under bf16 or fp16 DeepSpeed rounds the
         weights that it is given, so a cluster that differs takes the state of the first one.
         """
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
-            self._read(number, share.split(share.anchor))
+            self._read(number, share.split(share.outer_param))
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> None:
@@ -138,10 +138,10 @@ class Cluster:
 
         All ranks must call this. It touches neither the engine nor the GPU: under overlap and late
         inner steps may go on meanwhile, in another thread; until `give` nothing may be saved.
-        on_time, idle: the weights become the anchor, the same bits on all clusters. overlap: they
-        go the way from the contribution's weights to the anchor, or 1 - alpha of it, and keep what
-        was learnt since. late: they go the way from the old anchor to the new one, and keep all
-        that they have learnt since the former.
+        on_time, idle: the weights become the outer parameters, the same bits on all clusters.
+            overlap: they go the way from the contribution's weights to the outer parameters, or 1 -
+            alpha of it, and keep what was learnt since. late: they go the way from the old outer
+            parameters to the new one, and keep all that they have learnt since the former.
 
         Args:
             fragment: of the turn.
@@ -181,8 +181,8 @@ class Cluster:
         All ranks must call this, between two inner steps.
         """
         move = self._moves.pop(fragment)
-        anchor = self._shares[fragment].anchor
-        self._write(fragment, anchor if move is None else move, adds=move is not None)
+        outer_param = self._shares[fragment].outer_param
+        self._write(fragment, outer_param if move is None else move, adds=move is not None)
 
     def drop(self, fragment: int) -> None:
         """Forget a contribution that will be in no average: its steps stay in the next one."""
@@ -190,12 +190,12 @@ class Cluster:
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """The weights become the anchors: what was learnt since is dropped. All must call this."""
+        """Weights become the outer parameters; what was learnt since is dropped. All call this."""
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
             if share.error is not None:
                 share.error.zero_()
-            self._write(number, share.anchor, adds=False)
+            self._write(number, share.outer_param, adds=False)
 
     @property
     def pending(self) -> list[int]:
@@ -203,7 +203,7 @@ class Cluster:
         return [i for i, share in enumerate(self._shares) if share.snapshot is not None]
 
     def digest(self, fragment: int) -> str:
-        """SHA-256 over the SHA-256 of the fragment's anchors, piece by piece. All must call this.
+        """SHA-256 over the pieces of a fragment's outer parameters. All ranks must call this.
 
         Equal on all clusters that have applied the same averages.
         """
@@ -231,7 +231,7 @@ class Cluster:
         state: dict[str, Tensor] = {}
         for share in self._shares:
             fields = {
-                "anchor": share.anchor,
+                "outer_param": share.outer_param,
                 "momentum": share.momentum,
                 "error": share.error,
                 "snapshot": share.snapshot,
@@ -251,7 +251,7 @@ class Cluster:
             tensor.copy_(state[name])
 
     def export_state(self, fragment: int, path: Path, *, version: int) -> tuple[int, str]:
-        """Write a fragment's anchors and momentum as safetensors on rank 0. All must call this.
+        """Write a fragment's outer state as safetensors on rank 0. All ranks must call this.
 
         Args:
             fragment: which one.
@@ -262,7 +262,9 @@ class Cluster:
             The file's size and SHA-256; the latter on rank 0 only.
         """
         share = self._shares[fragment]
-        parts = [share.anchor] if share.momentum is None else [share.anchor, share.momentum]
+        parts = (
+            [share.outer_param] if share.momentum is None else [share.outer_param, share.momentum]
+        )
         head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
         return self._carrier.gather(head, parts, path)
 
@@ -276,7 +278,7 @@ class Cluster:
             fragment: which one.
             path: the file on rank 0.
             keeps_steps: whether the weights keep what they have learnt since the last outer step;
-                otherwise they become the anchors, and nothing is owed.
+                otherwise they become the outer parameters, and nothing is owed.
             sha256: of the file; None: not looked at.
 
         Returns:
@@ -286,7 +288,7 @@ class Cluster:
             TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
         """
         share = self._shares[fragment]
-        fresh = [torch.empty_like(share.anchor)]
+        fresh = [torch.empty_like(share.outer_param)]
         if share.momentum is not None:
             fresh.append(torch.empty_like(share.momentum))
         found, fault = (0, 0), None
@@ -300,7 +302,7 @@ class Cluster:
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
             share.error.zero_()
-        self._write(fragment, move if keeps_steps else share.anchor, adds=keeps_steps)
+        self._write(fragment, move if keeps_steps else share.outer_param, adds=keeps_steps)
         return version
 
     def _num_parts(self, fragment: int, average: Path) -> int:

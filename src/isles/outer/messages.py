@@ -56,11 +56,11 @@ class Join(Message):
     pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
     """Of each fragment its pieces: numbers of elements."""
     version: Count
-    """Turns applied to the anchors that it holds."""
+    """Turns applied to the outer parameters that it holds."""
     has: Count = 0
     """Turns that it has applied, or can apply with averages that it has kept: `version` or more."""
-    anchors: Annotated[list[Sha256], Field(max_length=4096)]
-    """Of each fragment the digest of its anchors."""
+    outer_params: Annotated[list[Sha256], Field(max_length=4096)]
+    """Of each fragment the digest of its outer parameters."""
     holding: Intervals = []
     """Samples that it has claimed before and still means to train on, or has trained on since its
     last committed contribution. Whatever else it has claimed is dealt to others."""
@@ -102,7 +102,7 @@ class Beat(Message):
     sent_bytes: Count = 0
     received_bytes: Count = 0
     pace: Count = 0
-    """Inner steps that this cluster would have in a round, for its link; 0: it has no wish."""
+    """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     exposed_s: Finite = 0.0
     """Seconds in which no inner step was made, because of outer ones; in this attempt."""
@@ -130,15 +130,15 @@ class BeatAnswer(Answer):
     members: list[str]
     """The living, by name."""
     order: Literal["", "pull", "reset"] = ""
-    """pull: your anchors are not the run's, pull the state. reset: go back to your anchors (your
-    local steps have been refused)."""
+    """pull: your outer parameters are not the run's, pull the state. reset: go back to your outer
+    parameters (your local steps have been refused)."""
     order_reason: str = ""
     ended: Count | None = None
     """All end with so many turns applied; None: one of them may still contribute."""
     donate: bool = False
     """A cluster needs the state, and this one is asked for it."""
     pace: Count = 0
-    """The largest of the living clusters' wishes; 0: nobody has one."""
+    """The largest of the living clusters' paces; 0: nobody asks for one."""
     upload_average: Count | None = None
     """Engine gloo: somebody has missed this turn; upload its average if you have it."""
 
@@ -206,8 +206,8 @@ class Applied(Message):
 
     id: Id
     turn: Count
-    anchors: Sha256
-    """Digest of the fragment's anchors thereafter."""
+    outer_params: Sha256
+    """Digest of the fragment's outer parameters thereafter."""
 
 
 class StateFile(Message):
@@ -219,11 +219,11 @@ class StateFile(Message):
 
 
 class StateOffer(Message):
-    """A donor is about to upload its anchors and outer state."""
+    """A donor is about to upload its outer parameters and outer state."""
 
     id: Id
     version: Count
-    anchors: Annotated[list[Sha256], Field(max_length=4096)]
+    outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
 
 
@@ -235,7 +235,7 @@ class StateAnswer(Answer):
     version: Count = 0
     donor: str = ""
     """Who gives it, or is asked for it; empty where nobody can."""
-    anchors: list[str] = []
+    outer_params: list[str] = []
     files: list[StateFile] = []
 
 

@@ -1,7 +1,7 @@
 """A fragment's outer state as a safetensors file that any cluster can read.
 
-Tensors `anchor.NAME` and `momentum.NAME`, whole, in fp32, in the order of the layout. Written and
-read as a stream: no rank has it whole.
+Tensors `outer_param.NAME` and `momentum.NAME`, whole, in fp32, in the order of the layout. Written
+and read as a stream: no rank has it whole.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_state(
 def _tensors(layout: Layout, fragment: int, has_momentum: bool) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     end = 0
-    for field in ("anchor", "momentum") if has_momentum else ("anchor",):
+    for field in ("outer_param", "momentum") if has_momentum else ("outer_param",):
         for name in layout.fragments[fragment].names:
             shape = layout.shapes[name]
             start, end = end, end + 4 * math.prod(shape)

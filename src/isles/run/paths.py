@@ -68,7 +68,7 @@ class Attempt:
 
     @property
     def stop_request(self) -> Path:
-        """A wish to stop, from whoever can see this directory."""
+        """A stop request, from whoever can see this directory."""
         return self.path / "stop-request.json"
 
     @property

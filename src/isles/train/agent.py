@@ -72,7 +72,7 @@ def _run_alone(run_dir: RunDir, attempt: Attempt, nproc: int, resume_from: Path 
     with log, _ready_to_fork(run_dir, attempt) as scratch:
         from isles.config.resolve import load_resolved
         from isles.train.alone import Alone
-        from isles.train.crew import Gang
+        from isles.train.worker_group import Gang
 
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         gang = Gang(run_dir, attempt, nproc, "127.0.0.1", scratch)
@@ -104,13 +104,13 @@ def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
     node_log = attempt.node_log(place.node)
     log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, node_log)
     with log, _ready_to_fork(run_dir, attempt) as scratch:
-        from isles.train.crew import Crew, Gang
         from isles.train.hang.relay import StallsHere
         from isles.train.member import Member
+        from isles.train.worker_group import Gang, WorkerGroup
 
         gang = Gang(run_dir, attempt, place.nproc, place.address, scratch)
-        crew = Crew(gang, relay, meeting_place)
-        member = Member(contact, crew, relay, StallsHere(attempt))
+        worker_group = WorkerGroup(gang, relay, meeting_place)
+        member = Member(contact, worker_group, relay, StallsHere(attempt))
         try:
             code = member.run()
         finally:
@@ -244,7 +244,7 @@ def _interface(place: FleetNode) -> str | None:
 
 
 def _obey_requests(attempt: Attempt, relay: SignalRelay) -> None:
-    """A wish to stop that was left in the attempt is as good as a signal."""
+    """A stop request that was left in the attempt is as good as a signal."""
     pause = threading.Event()
     told = 0
     while not pause.wait(_LOOK_S):
@@ -262,7 +262,7 @@ def _obey_requests(attempt: Attempt, relay: SignalRelay) -> None:
 def _end_at_once(attempt: Attempt) -> None:
     """End the ranks without saving; this process, whose end they follow, too."""
     from isles.run.restarts import newest_step
-    from isles.train.verdict import write_stop
+    from isles.train.failure import write_stop
 
     with suppress(OSError):  # a full disk must not keep anybody from stopping
         write_stop(attempt, ExitCode.INTERRUPTED, newest_step(RunDir(attempt.path.parent.parent)))
@@ -279,7 +279,7 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 
 def _conclude(attempt: Attempt, contact: Contact) -> None:
     """The supervisor is gone and cannot say how the run ended: the head's own node does."""
-    from isles.train.verdict import trouble, write_failure
+    from isles.train.failure import trouble, write_failure
 
     if not attempt.outcome.exists():
         fix = "it was killed, or the machine ran out of memory: see `dmesg | tail`"

@@ -16,10 +16,10 @@ from isles.run.restarts import (
 )
 from isles.run.wire import free_port
 from isles.train.contact import say
-from isles.train.crew import Crew, Gang, Part
 from isles.train.ending import Ending
+from isles.train.failure import judge, trouble
 from isles.train.relay import SignalRelay, StopBetween
-from isles.train.verdict import judge, trouble
+from isles.train.worker_group import Gang, Part, WorkerGroup
 
 _LOOK_S = 0.1
 
@@ -42,42 +42,42 @@ class Alone:
 
     def run(self, relay: SignalRelay) -> int:
         """Run the ranks to the end of the run; returns its exit code."""
-        crew, ending = Crew(self.gang, relay), Ending(self.gang.attempt, say)
+        worker_group, ending = WorkerGroup(self.gang, relay), Ending(self.gang.attempt, say)
         restart: int | None = 0
         try:
             while restart is not None:
                 with relay.between_ranks():
                     part = self._part(restart)
-                crew.begin(part)
-                while crew.is_running and deleted(self.gang.attempt) is None:
+                worker_group.begin(part)
+                while worker_group.is_running and deleted(self.gang.attempt) is None:
                     time.sleep(_LOOK_S)
-                    crew.look()
+                    worker_group.look()
                 if (gone := deleted(self.gang.attempt)) is not None:
                     say(f"{gone}: the ranks end at once")
                     break
                 try:
-                    restart = self._after(crew, relay, ending)
+                    restart = self._after(worker_group, relay, ending)
                 except OSError as error:
                     restart = None
-                    self._without_record(crew, ending, error)
-                crew.settle()
+                    self._without_record(worker_group, ending, error)
+                worker_group.settle()
         except StopBetween:
             self._stopped(relay, ending)
         finally:
-            crew.end(at_once=True)
+            worker_group.end(at_once=True)
             ending.close()
         return int(ending.read()["exit_code"])
 
-    def _without_record(self, crew: Crew, ending: Ending, error: OSError) -> None:
+    def _without_record(self, worker_group: WorkerGroup, ending: Ending, error: OSError) -> None:
         """Where nothing can be put on record, nothing can be saved: the run ends."""
         what = f"a rank has ended, and {ending.words(error)}"
-        culprit = crew.report.get("culprit") or trouble(
+        culprit = worker_group.report.get("culprit") or trouble(
             what,
             f"make room, or look at {self.gang.attempt.path}",
             ExitCode.TRAINING,
             id="files.output",
         )
-        ending.fail(culprit, read_last_step(self.gang.attempt, crew.restart))
+        ending.fail(culprit, read_last_step(self.gang.attempt, worker_group.restart))
 
     def _stopped(self, relay: SignalRelay, ending: Ending) -> None:
         """A stop came while the ranks had nothing to save, unless they wrote an end."""
@@ -99,13 +99,13 @@ class Alone:
             is_script=self.is_script,
         )
 
-    def _after(self, crew: Crew, relay: SignalRelay, ending: Ending) -> int | None:
+    def _after(self, worker_group: WorkerGroup, relay: SignalRelay, ending: Ending) -> int | None:
         """The number of the restart that follows; None where the run is over."""
-        gang, report = self.gang, crew.report
+        gang, report = self.gang, worker_group.report
         codes = set(report["codes"].values())
         if report["state"] == "succeeded":
             if self.is_script and codes <= {ExitCode.OK}:
-                # Had a wish to stop reached a script, its starter would not have ended so.
+                # Had a stop request reached a script, its starter would not have ended so.
                 ending.finish()
             elif relay.requested:
                 self._stopped(relay, ending)
@@ -119,12 +119,12 @@ class Alone:
         restart = judge(
             gang.run_dir,
             gang.attempt,
-            crew.restart,
+            worker_group.restart,
             report["culprit"] or lost,
             max_restarts=self.max_restarts,
             stop=relay.requested,
         )
-        if restart.verdict != "restart":
+        if restart.decision != "restart":
             return None
         nodes, saved = (0,), newest_step(gang.run_dir)
         restart = replace(restart, saved=saved, nodes=nodes, world_size=gang.nproc)

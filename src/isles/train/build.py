@@ -126,7 +126,7 @@ def build(
         base=base,
     )
     if between is not None:
-        parts.outer = join_clusters(parts, between, lambda: signals.wish)
+        parts.outer = join_clusters(parts, between, lambda: signals.stop_code)
     return parts
 
 

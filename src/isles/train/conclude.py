@@ -22,6 +22,7 @@ from isles.run.restarts import (
     newest_step,
 )
 from isles.run.stop_request import read_stop_request
+from isles.train.failure import find_culprit, judge, trouble, write_failure
 from isles.train.requeue import (
     IN_VAIN_LIMIT,
     IN_VAIN_TAKEN,
@@ -30,7 +31,6 @@ from isles.train.requeue import (
     record_nodes,
     requeue,
 )
-from isles.train.verdict import find_culprit, judge, trouble, write_failure
 
 START = "start"
 
@@ -203,7 +203,7 @@ def _after_failure(gang: Gang, status: int) -> str:
     if (line := _memory_line(gang)) is not None:
         culprit = _no_memory(gang, culprit, line)
     request = read_stop_request(attempt)
-    verdict = judge(
+    decision = judge(
         gang.run_dir,
         attempt,
         restart,
@@ -211,11 +211,11 @@ def _after_failure(gang: Gang, status: int) -> str:
         max_restarts=gang.config.clusters[0].max_restarts,
         stop=ExitCode(_code_of(attempt)) if request is not None else None,
     )
-    if verdict.verdict != "restart":
+    if decision.decision != "restart":
         outcome = read_record(attempt.outcome) or {}
         return str(int(outcome.get("exit_code", ExitCode.TRAINING)))
-    record_nodes(gang, verdict)
-    sys.stderr.write(f"{time.strftime('%F %T')} {verdict.text}\n")
+    record_nodes(gang, decision)
+    sys.stderr.write(f"{time.strftime('%F %T')} {decision.text}\n")
     return START
 
 
@@ -235,7 +235,7 @@ def _write_end(
 
 
 def _code_of(attempt: Attempt) -> int:
-    """The exit code that a wish to stop stands for."""
+    """The exit code that a stop request stands for."""
     request = read_stop_request(attempt)
     is_save = request is None or request.kind == "save"
     return int(ExitCode.REQUEUE if is_save else ExitCode.INTERRUPTED)

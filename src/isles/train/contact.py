@@ -26,7 +26,7 @@ from isles.run.wire import GREETING_BYTES, NotOurs, Wire, refusal
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.05
-_STRANGER_S = 4.0
+_UNKNOWN_S = 4.0
 """How long something else on the port is tried again."""
 
 _MUTE = "somebody there takes the connection, and says nothing"
@@ -135,9 +135,9 @@ class Contact:
                 self._refuse(error)
             except NotOurs as error:
                 strange_since = strange_since or time.monotonic()
-                is_late = time.monotonic() - strange_since > _STRANGER_S
+                is_late = time.monotonic() - strange_since > _UNKNOWN_S
                 if is_late and self._state == "seeking":
-                    self._refuse(self._stranger(error))
+                    self._refuse(self._unknown(error))
                 time.sleep(_LOOK_S * 4)
             except ConnectionRefusedError:
                 refused_s += _LOOK_S * 4
@@ -259,13 +259,13 @@ class Contact:
             id="start.timeout",
         )
 
-    def _stranger(self, error: Exception) -> UserError:
+    def _unknown(self, error: Exception) -> UserError:
         return CommunicationError(
             f"what listens at {self.head} is not the supervisor of this run: {error}",
             where=f"host {socket.gethostname()}",
             fix="another program has this port: see `ss -ltnp` there, and set "
             "clusters[0].network.port",
-            id="port.stranger",
+            id="port.unknown",
         )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from isles.errors import ExitCode
 from isles.train.contact import Contact, say
-from isles.train.crew import Crew, Part
 from isles.train.hang.relay import StallsHere
 from isles.train.relay import SignalRelay
+from isles.train.worker_group import Part, WorkerGroup
 
 _LOOK_S = 0.05
 
@@ -23,13 +23,13 @@ class Member:
 
     Args:
         contact: the line to the supervisor.
-        crew: the ranks of this node.
+        worker_group: the ranks of this node.
         relay: signals that have come, and the way to hand one to the ranks.
         stalls: stacks of the ranks here, for the head.
     """
 
     contact: Contact
-    crew: Crew
+    worker_group: WorkerGroup
     relay: SignalRelay
     stalls: StallsHere
     signalled: int = 0
@@ -40,17 +40,17 @@ class Member:
             self._report()
             match self.contact.state:
                 case "refused":
-                    self.crew.end(at_once=True)
+                    self.worker_group.end(at_once=True)
                     assert self.contact.fault is not None
                     raise self.contact.fault
                 case "cut off":
                     self._cut_off()
-                    if not self.contact.may_return or self.relay.wish:
+                    if not self.contact.may_return or self.relay.stop_signal:
                         self.contact.leave()
                         return int(ExitCode.COMMUNICATION)
                     self.contact.come_anew()
-                case "seeking" if self.relay.wish:
-                    return int(self.relay.wish_code)
+                case "seeking" if self.relay.stop_signal:
+                    return int(self.relay.stop_code)
                 case "there":
                     code = self._obey(self.contact.order)
                     if code is not None:
@@ -58,43 +58,44 @@ class Member:
             time.sleep(_LOOK_S)
 
     def _report(self) -> None:
-        self.crew.look()
-        report = {**self.crew.report, **self.stalls.report(self.relay.ranks)}
-        self.contact.report({**report, "wish": self.relay.wish} if self.relay.wish else report)
+        self.worker_group.look()
+        report = {**self.worker_group.report, **self.stalls.report(self.relay.ranks)}
+        stop = {"stop": self.relay.stop_signal} if self.relay.stop_signal else {}
+        self.contact.report({**report, **stop})
 
     def _obey(self, order: dict[str, Any]) -> int | None:
         """Do what the supervisor says; the exit code where the run is over."""
         match order.get("phase"):
             case "run":
                 self._run(order)
-            case "halt" if self.crew.report["state"] != "idle":
+            case "halt" if self.worker_group.report["state"] != "idle":
                 say("a rank was lost: the ranks of this node end with it")
-                self.crew.end(at_once=False)
+                self.worker_group.end(at_once=False)
             case "over":
                 return self._close(order)
         return None
 
     def _run(self, order: dict[str, Any]) -> None:
-        if order["restart"] > self.crew.restart:
-            if self.crew.report["state"] == "failed" or self.crew.is_running:
-                self.crew.end(at_once=True)
+        if order["restart"] > self.worker_group.restart:
+            if self.worker_group.report["state"] == "failed" or self.worker_group.is_running:
+                self.worker_group.end(at_once=True)
             first, count = order["ranks"]
             ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
             say(f"starting {ranks} of {order['world_size']}, restart {order['restart']}")
             part = _part(order)
             self.stalls.is_script = part.is_script
-            self.crew.begin(part)
+            self.worker_group.begin(part)
         if order.get("stacks"):
             self.stalls.ask(order["stacks"])
         if order["signal"] and order["signal"] != self.signalled:
             self.signalled = order["signal"]
             say(f"asked to save and stop ({signal.Signals(self.signalled).name})")
             self.relay.hand_on(self.signalled)
-        if order["handover"] and self.crew.hand_over():
+        if order["handover"] and self.worker_group.hand_over():
             say("other nodes are waiting to join: the ranks save and meet again")
 
     def _close(self, order: dict[str, Any]) -> int:
-        self.crew.end(at_once=bool(order["now"]))
+        self.worker_group.end(at_once=bool(order["now"]))
         self._report()
         code = int(order["exit_code"])
         say(f"the run has ended with {code}" + (f": {order['reason']}" if order["reason"] else ""))
@@ -103,7 +104,7 @@ class Member:
 
     def _cut_off(self) -> None:
         say(f"{self.contact.why}; ending the ranks of this node")
-        self.crew.end(at_once=True)
+        self.worker_group.end(at_once=True)
         self._report()
 
 

@@ -17,8 +17,8 @@ from isles.run.restarts import (
     read_last_step,
     write_restart,
 )
-from isles.train.lobby import Lobby, Seat, say
-from isles.train.verdict import trouble
+from isles.train.failure import trouble
+from isles.train.rendezvous import NodeConnection, RendezvousServer, say
 
 Reports = dict[int, dict[str, Any]]
 
@@ -50,18 +50,23 @@ class Members:
         run_dir: the run, on this host.
         attempt: this start of it.
         fleet: all its nodes.
-        lobby: who is there.
+        rendezvous: who is there.
         max_restarts: of the run file.
     """
 
     def __init__(
-        self, run_dir: RunDir, attempt: Attempt, fleet: Fleet, lobby: Lobby, max_restarts: int
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        fleet: Fleet,
+        rendezvous: RendezvousServer,
+        max_restarts: int,
     ) -> None:
         self._max_restarts = max_restarts
         self._run_dir = run_dir
         self._attempt = attempt
         self._fleet = fleet
-        self._lobby = lobby
+        self._rendezvous = rendezvous
         self._tokens: dict[int, str] = {}
         self.restart = 0
         self.ranks: dict[int, tuple[int, int]] = {}
@@ -80,8 +85,8 @@ class Members:
     def begin(self, nodes: list[int]) -> None:
         """These are the members from now on."""
         self.restart += bool(self._tokens)
-        seats = self._lobby.seats()
-        self._tokens = {node: seats[node].token for node in nodes}
+        peers = self._rendezvous.peers()
+        self._tokens = {node: peers[node].token for node in nodes}
         self.ranks, first = {}, 0
         for node in nodes:
             nproc = self._fleet.nodes[node].nproc
@@ -95,8 +100,8 @@ class Members:
 
     def is_there(self, node: int) -> bool:
         """Whether a member is the one that has begun, and not lost."""
-        seat = self._lobby.seats().get(node)
-        return seat is not None and not seat.lost and seat.token == self._tokens[node]
+        peer = self._rendezvous.peers().get(node)
+        return peer is not None and not peer.lost and peer.token == self._tokens[node]
 
     def lost(self) -> list[int]:
         """Members that are gone."""
@@ -104,31 +109,31 @@ class Members:
 
     def newcomers(self) -> list[int]:
         """Nodes that are there, no members, and ready to start ranks at once."""
-        seats = self._lobby.seats()
-        there = (node for node in self._lobby.there() if node not in self._tokens)
-        return [node for node in there if seats[node].report.get("state") == "idle"]
+        peers = self._rendezvous.peers()
+        there = (node for node in self._rendezvous.there() if node not in self._tokens)
+        return [node for node in there if peers[node].report.get("state") == "idle"]
 
     def reports(self) -> Reports:
         """What the members have said of the ranks of this restart."""
-        said = {seat.node: seat.report for seat in self._seats()}
+        said = {peer.node: peer.report for peer in self._peers()}
         return {node: r for node, r in said.items() if r.get("restart") == self.restart}
 
-    def said(self) -> list[tuple[dict[str, Any], Seat]]:
+    def said(self) -> list[tuple[dict[str, Any], NodeConnection]]:
         """The same, with who has said it."""
-        seats = self._lobby.seats()
-        return [(report, seats[node]) for node, report in self.reports().items()]
+        peers = self._rendezvous.peers()
+        return [(report, peers[node]) for node, report in self.reports().items()]
 
-    def busy(self) -> list[Seat]:
+    def busy(self) -> list[NodeConnection]:
         """Members that have not ended their ranks."""
-        return [seat for seat in self._seats() if seat.report.get("state") != "idle"]
+        return [peer for peer in self._peers() if peer.report.get("state") != "idle"]
 
     def is_anybody_quiet(self) -> bool:
         """Whether a member may be lost, and it is too early to say."""
-        return any(s.wire is None or s.silence.seconds > _QUIET_S for s in self._seats())
+        return any(s.wire is None or s.silence.seconds > _QUIET_S for s in self._peers())
 
     def labels(self, nodes: Iterable[int]) -> str:
         """Nodes as messages call them."""
-        return ", ".join(self._lobby.label(node) for node in nodes)
+        return ", ".join(self._rendezvous.label(node) for node in nodes)
 
     def missing(self, there: list[int]) -> str:
         """The nodes that are not there."""
@@ -140,7 +145,7 @@ class Members:
             f"waiting for {self.missing(there)}: {len(there)} of {len(self._fleet.nodes)} nodes "
             f"are there; {left_s:.0f} s left"
         )
-        refused = self._lobby.refused
+        refused = self._rendezvous.refused
         return f"{text}; refused: {refused.what}" if refused is not None else text
 
     def late_text(self, there: list[int]) -> str:
@@ -149,18 +154,18 @@ class Members:
             f"{self.missing(there)} did not come within {self._fleet.start_timeout_s:.0f} s; "
             f"there: {self.labels(there) or 'none'}"
         )
-        refused = self._lobby.refused
+        refused = self._rendezvous.refused
         return f"{text}; refused: {refused.what}" if refused is not None else text
 
     def lost_culprit(self, node: int) -> dict[str, Any]:
         """The error record of a node that is lost."""
-        seat, place = self._lobby.seats().get(node), self._fleet.nodes[node]
-        why = (seat.lost if seat is not None else "") or "it is gone"
+        peer, place = self._rendezvous.peers().get(node), self._fleet.nodes[node]
+        why = (peer.lost if peer is not None else "") or "it is gone"
         fix = (
             f"see whether {place.name} is switched on and its network is up, and the last words "
             f"of its agent there: attempts/{self._attempt.path.name}/node-{node}.log"
         )
-        found = trouble(f"{self._lobby.label(node)} is lost: {why}", fix, id="host.lost")
+        found = trouble(f"{self._rendezvous.label(node)} is lost: {why}", fix, id="host.lost")
         return {**found, "host": place.name, "where": f"host {place.name}"}
 
     def changed(self, now: Iterable[int]) -> Restart:
@@ -178,7 +183,7 @@ class Members:
         restart = Restart(
             number=self.restart + 1,
             at=time.time(),
-            verdict="restart",
+            decision="restart",
             culprit=None,
             why=" and ".join(words) or "the nodes have met again",
             reached=read_last_step(self._attempt, self.restart),
@@ -189,6 +194,6 @@ class Members:
         )
         return write_restart(self._attempt, restart)
 
-    def _seats(self) -> list[Seat]:
-        seats = self._lobby.seats()
-        return [seats[node] for node in self._tokens if self.is_there(node)]
+    def _peers(self) -> list[NodeConnection]:
+        peers = self._rendezvous.peers()
+        return [peers[node] for node in self._tokens if self.is_there(node)]

@@ -9,7 +9,7 @@ from typing import Any
 from isles.run.fleet import Fleet
 from isles.run.paths import Attempt
 from isles.run.records import write_record
-from isles.train.lobby import Lobby
+from isles.train.rendezvous import RendezvousServer
 
 _EVERY_S = 5.0
 
@@ -17,10 +17,10 @@ _EVERY_S = 5.0
 class Presence:
     """Keeps the records of the nodes: at every change, and every few seconds."""
 
-    def __init__(self, attempt: Attempt, fleet: Fleet, lobby: Lobby) -> None:
+    def __init__(self, attempt: Attempt, fleet: Fleet, rendezvous: RendezvousServer) -> None:
         self._attempt = attempt
         self._fleet = fleet
-        self._lobby = lobby
+        self._rendezvous = rendezvous
         self._noted: list[dict[str, Any]] = []
         self._noted_at = 0.0
 
@@ -40,15 +40,15 @@ class Presence:
             for node in nodes:
                 if node.get("pid") and node != old.get(node["node"]):
                     write_record(self._attempt.node_record(node["node"]), node, durable=False)
-            seats = self._lobby.seats()
-            heard = {node: time.time() - seat.silence.seconds for node, seat in seats.items()}
+            peers = self._rendezvous.peers()
+            heard = {node: time.time() - peer.silence.seconds for node, peer in peers.items()}
             full = [{**node, "heard_at": heard.get(node["node"])} for node in nodes]
             record = {"at": time.time(), "launcher": self._fleet.launcher, "nodes": full}
             write_record(self._attempt.nodes, record, durable=False)
             self._noted, self._noted_at = nodes, time.monotonic()
 
     def _node(self, number: int, places: dict[int, tuple[int, int]]) -> dict[str, Any]:
-        place, seat = self._fleet.nodes[number], self._lobby.seats().get(number)
+        place, peer = self._fleet.nodes[number], self._rendezvous.peers().get(number)
         first, count = places.get(number, (None, place.nproc))
         node: dict[str, Any] = {
             "node": number,
@@ -60,7 +60,7 @@ class Presence:
             "state": "missing",
             "why": "",
         }
-        if seat is not None:
-            state = "lost" if seat.lost else "ended" if seat.is_done else "there"
-            node |= {**seat.process.record(), "state": state, "why": seat.lost}
+        if peer is not None:
+            state = "lost" if peer.lost else "ended" if peer.is_done else "there"
+            node |= {**peer.process.record(), "state": state, "why": peer.lost}
         return node

@@ -32,7 +32,7 @@ class SignalRelay:
         self._number = 0
         self._is_between = False
         self._is_member = False
-        self._wish = 0
+        self._stop_signal = 0
 
     @property
     def requested(self) -> ExitCode | None:
@@ -42,20 +42,20 @@ class SignalRelay:
         return ExitCode.INTERRUPTED if self._number == signal.SIGINT else ExitCode.REQUEUE
 
     @property
-    def wish(self) -> int:
+    def stop_signal(self) -> int:
         """The signal that has come to the agent of one node of several; SIGKILL: stop at once."""
-        return self._wish
+        return self._stop_signal
 
     @property
-    def wish_code(self) -> ExitCode:
+    def stop_code(self) -> ExitCode:
         """The exit code of an agent that stops before the run has begun for it."""
-        return ExitCode.REQUEUE if self._wish == signal.SIGTERM else ExitCode.INTERRUPTED
+        return ExitCode.REQUEUE if self._stop_signal == signal.SIGTERM else ExitCode.INTERRUPTED
 
     def install(self, *, is_member: bool = False) -> None:
         """Take over the signals. Main thread only.
 
         Args:
-            is_member: of a run on several nodes: a signal is a wish then, which the head takes to
+            is_member: of a run on several nodes: a signal is a request, which the head takes to
                 all nodes; else the ranks here get it.
         """
         self._is_member = is_member
@@ -84,8 +84,8 @@ class SignalRelay:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self._is_member:
-            again = number == signal.SIGINT and self._wish == signal.SIGINT
-            self._wish = int(signal.SIGKILL) if again else number
+            again = number == signal.SIGINT and self._stop_signal == signal.SIGINT
+            self._stop_signal = int(signal.SIGKILL) if again else number
             return
         self.hand_on(number)
 

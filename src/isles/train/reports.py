@@ -7,8 +7,8 @@ from typing import Any
 
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.lobby import Seat
-from isles.train.verdict import find_culprit
+from isles.train.failure import find_culprit
+from isles.train.rendezvous import NodeConnection
 
 _TAIL_BYTES = 16_384
 
@@ -39,18 +39,20 @@ def failure_report(
     return {"errors": errors, "culprit": culprit, "tail": tail}
 
 
-def own_time(error: dict[str, Any], seat: Seat) -> dict[str, Any]:
+def own_time(error: dict[str, Any], peer: NodeConnection) -> dict[str, Any]:
     """An error of another host by the clock of this one."""
-    return {**error, "at": float(error["at"]) + seat.skew_s}
+    return {**error, "at": float(error["at"]) + peer.skew_s}
 
 
-def keep_errors(attempt: Attempt, restart: int, said: list[tuple[dict[str, Any], Seat]]) -> None:
+def keep_errors(
+    attempt: Attempt, restart: int, said: list[tuple[dict[str, Any], NodeConnection]]
+) -> None:
     """Put on record here what ranks of other hosts have left there."""
-    for report, seat in said:
+    for report, peer in said:
         for error in report.get("errors", ()):
             path = attempt.rank_error(int(error["rank"]), restart)
             if not path.exists():
-                write_record(path, own_time(error, seat))
+                write_record(path, own_time(error, peer))
         culprit = report.get("culprit") or {}
         if culprit.get("rank") is None or not report.get("tail"):
             continue

@@ -19,7 +19,7 @@ from isles.run.restarts import (
     update_restart,
     write_restart,
 )
-from isles.train.verdict import trouble, write_failure
+from isles.train.failure import trouble, write_failure
 
 REQUEUE = "requeue"
 
@@ -116,7 +116,7 @@ def go_on(gang: Gang, why: str) -> None:
         Restart(
             number=restart + 1,
             at=time.time(),
-            verdict="restart",
+            decision="restart",
             culprit=None,
             why=why,
             reached=read_last_step(gang.attempt, restart),

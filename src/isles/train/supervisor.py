@@ -30,11 +30,11 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.train.agent import versions
-from isles.train.conductor import Conductor
-from isles.train.lobby import Identity, Lobby, say
+from isles.train.coordinator import Coordinator
+from isles.train.failure import trouble, write_failure
 from isles.train.members import Terms
 from isles.train.presence import Presence
-from isles.train.verdict import trouble, write_failure
+from isles.train.rendezvous import Identity, RendezvousServer, say
 
 _LOOK_S = 0.05
 _END_S = 10.0
@@ -115,15 +115,15 @@ class Supervisor:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         digest = hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
         identity = Identity(run_dir.name, attempt.number, digest, versions())
-        self._lobby = Lobby(listener, fleet, identity, self._files)
+        self._rendezvous = RendezvousServer(listener, fleet, identity, self._files)
         terms = Terms(
             max_restarts=config.clusters[0].max_restarts,
             save_timeout_s=config.checkpoint.timeout,
             needs_head=fleet.launcher != "local",
             is_script=config.training.script is not None,
         )
-        self._conductor = Conductor(run_dir, attempt, fleet, terms, self._lobby)
-        self._presence = Presence(attempt, fleet, self._lobby)
+        self._coordinator = Coordinator(run_dir, attempt, fleet, terms, self._rendezvous)
+        self._presence = Presence(attempt, fleet, self._rendezvous)
 
     def run(self) -> int:
         """Bring the nodes together, and wait for their end; returns the run's exit code."""
@@ -133,34 +133,34 @@ class Supervisor:
         for node in nodes.get(self._fleet.launcher, ()):
             self._children[node] = start_node(self._run_dir, self._attempt, node)
         pause = threading.Event()
-        while not self._conductor.has_ended():
-            self._conductor.look()
-            self._presence.note(self._conductor.places())
+        while not self._coordinator.has_ended():
+            self._coordinator.look()
+            self._presence.note(self._coordinator.places())
             self._miss_children()
             pause.wait(_LOOK_S)
-        self._presence.note(self._conductor.places(), now=True)
-        self._lobby.close()
+        self._presence.note(self._coordinator.places(), now=True)
+        self._rendezvous.close()
         self._end_children()
-        self._conductor.close()
-        return self._conductor.exit_code
+        self._coordinator.close()
+        return self._coordinator.exit_code
 
     def _miss_children(self) -> None:
         """An agent that was started here and has ended before it came will not come."""
-        if self._conductor.is_over:
+        if self._coordinator.is_over:
             return
-        seats = self._lobby.seats()
+        peers = self._rendezvous.peers()
         codes = {node: child.poll() for node, child in self._children.items()}
-        ended = {n: code for n, code in codes.items() if code is not None and n not in seats}
+        ended = {n: code for n, code in codes.items() if code is not None and n not in peers}
         if not ended or (self._fleet.is_elastic and len(ended) < len(self._children)):
             return
         words = ", ".join(f"node {node} ended with {code}" for node, code in ended.items())
         logs = ", ".join(str(self._attempt.node_log(node)) for node in ended)
         what = f"nodes of this run have ended before it began: {words}"
         fix = f"their last words: {logs}"
-        self._conductor.fail(trouble(what, fix, ExitCode.TRAINING, id="start.failed"))
+        self._coordinator.fail(trouble(what, fix, ExitCode.TRAINING, id="start.failed"))
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self._conductor.ask_to_stop(number)
+        self._coordinator.ask_to_stop(number)
 
     def _end_children(self) -> None:
         deadline = time.monotonic() + _END_S

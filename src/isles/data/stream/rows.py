@@ -1,7 +1,7 @@
 """Rows of a source from any place on: what a stream reads, without what came before.
 
-An anchor is plain JSON that says where in a source a chunk of rows begins; only the kind of source
-that made it understands it.
+A `ChunkStart` is plain JSON that says where in a source a chunk of rows begins; only the kind of
+source that made it understands it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from isles.data.sources.rows import Columns, Row
 from isles.data.stream.files import CHUNK_ROWS, file_pieces
 from isles.errors import DataError
 
-Anchor = dict[str, Any]
+ChunkStart = dict[str, Any]
 _SAMPLED_FILES = 256
 _SAMPLED_BYTES = 2**16
 
@@ -40,8 +40,8 @@ class Chunk:
         rows: in their order; one that is bad as its error.
     """
 
-    begin: Anchor
-    end: Anchor
+    begin: ChunkStart
+    end: ChunkStart
     rows: list[Row | DataError]
 
 
@@ -60,7 +60,7 @@ class RowStream(Protocol):
         """Differs once the source has changed on this machine; cheap."""
         ...
 
-    def chunks(self, anchor: Anchor | None) -> Iterator[Chunk]:
+    def chunks(self, begin: ChunkStart | None) -> Iterator[Chunk]:
         """The chunks from this one to the last; None: from the first.
 
         Raises:
@@ -102,15 +102,15 @@ class FileRows:
         """Sizes and times of change."""
         return self.source.identity()
 
-    def chunks(self, anchor: Anchor | None) -> Iterator[Chunk]:
+    def chunks(self, begin: ChunkStart | None) -> Iterator[Chunk]:
         """The chunks of each file in turn."""
-        first, place = (anchor["file"], tuple(anchor["place"])) if anchor else (0, (0, 0))
+        first, place = (begin["file"], tuple(begin["place"])) if begin else (0, (0, 0))
         for index in range(first, len(self.source.files)):
             file = self.source.files[index]
-            for begin, end, rows in file_pieces(file, self.columns, place):
-                # As lists: an anchor must not differ once it was written down as JSON.
+            for piece, end, rows in file_pieces(file, self.columns, place):
+                # As lists: a `ChunkStart` must not differ once it was written down as JSON.
                 yield Chunk(
-                    {"file": index, "place": list(begin)}, {"file": index, "place": list(end)}, rows
+                    {"file": index, "place": list(piece)}, {"file": index, "place": list(end)}, rows
                 )
             place = (0, 0)
 
@@ -135,10 +135,10 @@ class SavedRows:
         """The files' sizes."""
         return self.source.identity()
 
-    def chunks(self, anchor: Anchor | None) -> Iterator[Chunk]:
+    def chunks(self, begin: ChunkStart | None) -> Iterator[Chunk]:
         """So many rows at a time."""
         dataset = self.source.dataset
-        first = anchor["row"] if anchor else 0
+        first = begin["row"] if begin else 0
         if first >= len(dataset):
             return
         rest = replace(self.source, dataset=dataset.select(range(first, len(dataset))))
@@ -177,12 +177,12 @@ class HubRows:
         """The commit was chosen when it was opened: it cannot change."""
         return self.name
 
-    def chunks(self, anchor: Anchor | None) -> Iterator[Chunk]:
+    def chunks(self, begin: ChunkStart | None) -> Iterator[Chunk]:
         """So many rows at a time, from the library's own state on."""
         dataset = self.builder.as_streaming_dataset(self.split)
         if dataset.column_names is not None:
             self.columns.check(dataset.column_names, self.name)
-        state, number = (anchor["state"], anchor["number"]) if anchor else (None, 0)
+        state, number = (begin["state"], begin["number"]) if begin else (None, 0)
         if state is not None:
             dataset.load_state_dict(state)
         rows = iter(dataset)
@@ -226,9 +226,9 @@ class CountedRows:
         """The Python version."""
         return self.source.identity()
 
-    def chunks(self, anchor: Anchor | None) -> Iterator[Chunk]:
+    def chunks(self, begin: ChunkStart | None) -> Iterator[Chunk]:
         """So many documents at a time."""
-        start = anchor["row"] if anchor else 0
+        start = begin["row"] if begin else 0
         rows = islice(self.source.rows(self.columns), start, None)
         while piece := list(islice(rows, CHUNK_ROWS)):
             yield Chunk({"row": start}, {"row": start + len(piece)}, piece)

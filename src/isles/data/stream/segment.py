@@ -17,7 +17,7 @@ import numpy as np
 from isles.data.rng import Int64Array, draw, key_from
 from isles.data.samples import SampleSource
 from isles.data.sources.rows import Tally
-from isles.data.stream.rows import Anchor, Chunk, RowStream
+from isles.data.stream.rows import Chunk, ChunkStart, RowStream
 from isles.data.tokens.encode import Encoded, Encoder, encode_each
 from isles.data.tokens.progress import Reporter
 from isles.data.tokens.split import Ranges
@@ -41,14 +41,14 @@ class Position:
 
     Args:
         epoch: how often the source was read to its end before.
-        anchor: the chunk in which it begins; None: the first.
+        chunk_start: the chunk in which it begins; None: the first.
         number: rows of the source before that chunk.
         skip: rows of that chunk before it.
         tokens: tokens of its first document that the segment before has used.
     """
 
     epoch: int = 0
-    anchor: Anchor | None = None
+    chunk_start: ChunkStart | None = None
     number: int = 0
     skip: int = 0
     tokens: int = 0
@@ -251,16 +251,16 @@ def _fill(encoded: list[list[Encoded]], wanted: int) -> int:
 
 def _chunks(rows: RowStream, begin: Position) -> Iterator[tuple[Chunk, Position]]:
     """Chunks from a position on, epoch after epoch, and where each is."""
-    epoch, anchor, number, skip = begin.epoch, begin.anchor, begin.number, begin.skip
+    epoch, chunk_start, number, skip = begin.epoch, begin.chunk_start, begin.number, begin.skip
     while True:
-        empty = anchor is None
-        for chunk in rows.chunks(anchor):
+        empty = chunk_start is None
+        for chunk in rows.chunks(chunk_start):
             empty = False
             yield chunk, Position(epoch, chunk.begin, number, skip)
             number, skip = number + len(chunk.rows), 0
         if empty:
             raise nothing_to_train(rows.describe())
-        epoch, anchor, number, skip = epoch + 1, None, 0, 0
+        epoch, chunk_start, number, skip = epoch + 1, None, 0, 0
 
 
 def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) -> Position:

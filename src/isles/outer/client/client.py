@@ -304,19 +304,19 @@ class Client:
             if value is not None or loop.time() >= end:
                 return value
 
-    async def applied(self, turn: int, anchors: str, deadline_s: float) -> None:
-        """Tell which anchors an average has led to."""
-        body = Applied(id=self.id, turn=turn, anchors=anchors)
+    async def applied(self, turn: int, outer_params: str, deadline_s: float) -> None:
+        """Tell which outer parameters an average has led to."""
+        body = Applied(id=self.id, turn=turn, outer_params=outer_params)
         await self.channel.post("/v1/applied", body, _Done, deadline_s)
 
     async def give_state(
-        self, version: int, anchors: Sequence[str], files: Sequence[Path], deadline_s: float
+        self, version: int, outer_params: Sequence[str], files: Sequence[Path], deadline_s: float
     ) -> None:
-        """Upload anchors and outer state for a cluster that is behind, or the rest of them.
+        """Upload the outer state for a cluster that is behind, or the rest of it.
 
         Args:
             version: turns applied to them.
-            anchors: digest of each fragment's anchors.
+            outer_params: digest of each fragment's outer parameters.
             files: safetensors; they must not change meanwhile.
             deadline_s: for the whole.
         """
@@ -327,7 +327,9 @@ class Client:
             StateFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_of(each))
             for path, each in zip(files, hashes, strict=True)
         ]
-        offer = StateOffer(id=self.id, version=version, anchors=list(anchors), files=offered)
+        offer = StateOffer(
+            id=self.id, version=version, outer_params=list(outer_params), files=offered
+        )
         state = (await self.channel.post("/v1/states", offer, _Offered, deadline_s)).state
         for index, (path, each) in enumerate(zip(files, hashes, strict=True)):
             place = f"/v1/states/{state}/files/{index}/from/{self.id}"

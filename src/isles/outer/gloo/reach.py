@@ -55,7 +55,7 @@ def call_each_other(
     """Make sure that each member reaches each other one. All members of the epoch must call this.
 
     A member answers with a word that it has told the others through the rendezvous, so that a
-    stranger who has the same private address elsewhere is not taken for it.
+    unknown connection who has the same private address elsewhere is not taken for it.
 
     Args:
         store: of the epoch.

@@ -68,9 +68,11 @@ class Host:
         core = self._server.core
         # Numbers of epochs that the former host gave and no copy knows of must not come again.
         core.book.put("epoch", str(max(term * _EPOCHS, int(core.book.get("epoch") or 0))))
-        for row in core.roster.living():
+        for row in core.membership.living():
             if row["name"] not in living:
-                core.roster.drop(row, "the cluster that hosts the rendezvous now does not reach it")
+                core.membership.drop(
+                    row, "the cluster that hosts the rendezvous now does not reach it"
+                )
         # Files of the former host are gone: members give averages, and contribute again.
         core.book.run("UPDATE turns SET kept = 0, is_direct = 1 WHERE state = 'committed'")
         core.book.run("DELETE FROM turns WHERE state != 'committed'")

@@ -12,8 +12,8 @@ from isles.outer.hub.averaging import Average, Job
 from isles.outer.hub.book import BOOK, Book
 from isles.outer.hub.entry import Entry
 from isles.outer.hub.epochs import Epochs
+from isles.outer.hub.membership import Membership
 from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
 from isles.outer.hub.rules import divergence
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.settings import Settings
@@ -51,11 +51,13 @@ class Core:
         self.settings = settings
         self.book = Book(folder / BOOK)
         self.samples = Samples(self.book)
-        self.roster = Roster(self.book, settings, self.samples, clock)
-        self.turns = Turns(self.book, settings, self.samples, self.roster, folder / "turns", clock)
-        self.epochs = Epochs(self.book, settings, self.roster, self.turns, clock)
-        self.states = States(self.book, settings, self.roster, folder / "states", clock)
-        self._entry = Entry(self.book, settings, self.roster, self.samples, self.turns)
+        self.membership = Membership(self.book, settings, self.samples, clock)
+        self.turns = Turns(
+            self.book, settings, self.samples, self.membership, folder / "turns", clock
+        )
+        self.epochs = Epochs(self.book, settings, self.membership, self.turns, clock)
+        self.states = States(self.book, settings, self.membership, folder / "states", clock)
+        self._entry = Entry(self.book, settings, self.membership, self.samples, self.turns)
         self.codec = ""
         """How contributions are encoded."""
         self.pieces: list[list[int]] = []
@@ -87,22 +89,22 @@ class Core:
 
     def beat(self, beat: Beat) -> BeatAnswer:
         """A cluster lives."""
-        member = self.roster.find(beat.id)
+        member = self.membership.find(beat.id)
         number = member["number"]
-        self.roster.hear(number, beat)
-        self.roster.reached(number, min(beat.version, self.turns.next))
-        member = self._back(member) if member["state"] == "dropped" else self.roster.get(number)
+        self.membership.hear(number, beat)
+        self.membership.reached(number, min(beat.version, self.turns.next))
+        member = self._back(member) if member["state"] == "dropped" else self.membership.get(number)
         # Only here, where it has just said how far it is: what is known of it may be old, above all
         # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
         has = max(member["version"], min(beat.has, self.turns.next))
         if not member["is_behind"] and not self.turns.is_kept_since(has):
             self._fell_behind(member)
-            member = self.roster.get(number)
+            member = self.membership.get(number)
         return BeatAnswer(
             turn=self.turns.next,
             open=[*self.turns.open_turns(), *self.epochs.open_turns()],
-            members=[row["name"] for row in self.roster.living()],
-            pace=self.roster.pace,
+            members=[row["name"] for row in self.membership.living()],
+            pace=self.membership.pace,
             order=member["orders"],
             order_reason=member["order_reason"],
             ended=self._end(number) if beat.ends else None,
@@ -120,12 +122,12 @@ class Core:
                 member["number"],
             )
             self.book.note(member["name"], "back", f"heard again before turn {following}")
-        return self.roster.get(member["number"])
+        return self.membership.get(member["number"])
 
     def _end(self, number: int) -> int | None:
         following = self.turns.next
         with self.book.transaction():
-            return self.roster.end(
+            return self.membership.end(
                 number, following, is_settled=not self.turns.has_begun(following)
             )
 
@@ -137,32 +139,32 @@ class Core:
 
     def _order_pull(self, member: sqlite3.Row, why: str) -> None:
         self.book.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
-        self.roster.order(member["number"], "pull", why)
+        self.membership.order(member["number"], "pull", why)
         self.book.note(member["name"], "behind", why)
 
     def obeyed(self, member_id: str) -> None:
-        """A cluster has gone back to its anchors, as it was told."""
-        member = self.roster.find(member_id)
+        """A cluster has gone back to its outer parameters, as it was told."""
+        member = self.membership.find(member_id)
         if member["orders"] == "reset":
-            self.roster.order(member["number"], "")
+            self.membership.order(member["number"], "")
 
     def leave(self, member_id: str, *, has_finished: bool = False) -> None:
         """A cluster ends: nobody waits for it."""
-        member = self.roster.find(member_id)
+        member = self.membership.find(member_id)
         why = "it has finished" if has_finished else "it pauses"
         with self.book.transaction():
-            self.roster.part(member, why)
+            self.membership.part(member, why)
             sql = "UPDATE members SET has_finished = ? WHERE number = ?"
             self.book.run(sql, int(has_finished), member["number"])
 
     def is_over(self) -> bool:
         """Whether all clusters that have ever taken part have finished, and left."""
-        members = self.roster.latest()
+        members = self.membership.latest()
         return bool(members) and all(m["state"] == "left" and m["has_finished"] for m in members)
 
     def is_left_alone(self) -> bool:
         """Whether some clusters have finished, and of the others none is heard."""
-        members = self.roster.latest()
+        members = self.membership.latest()
         is_any_done = any(m["has_finished"] for m in members)
         return is_any_done and all(m["state"] != "living" for m in members)
 
@@ -175,8 +177,8 @@ class Core:
 
     def heard(self, member_id: str) -> sqlite3.Row:
         """Who asks; whatever it asks is a sign of life."""
-        member = self.roster.find(member_id)
-        self.roster.touch(member["number"])
+        member = self.membership.find(member_id)
+        self.membership.touch(member["number"])
         return self._back(member) if member["state"] == "dropped" else member
 
     # Turns.
@@ -216,10 +218,10 @@ class Core:
         Returns:
             Whether an epoch has ended or begun.
         """
-        for row, silent_s in self.roster.silent():
-            self.roster.drop(row, f"not heard for {silent_s:.1f} s")
-        for row, silent_s in self.roster.gone():
-            self.roster.part(row, f"not heard for {silent_s:.0f} s")
+        for row, silent_s in self.membership.silent():
+            self.membership.drop(row, f"not heard for {silent_s:.1f} s")
+        for row, silent_s in self.membership.gone():
+            self.membership.part(row, f"not heard for {silent_s:.0f} s")
         has_ended = self.epochs.drop()
         if self.turns.next != self._tidy:  # an epoch has committed a turn
             self._collect_garbage()
@@ -249,17 +251,17 @@ class Core:
                 "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)",
                 turn,
                 member["number"],
-                applied.anchors,
+                applied.outer_params,
             )
-            self.roster.reached(member["number"], turn + 1)
-            if turn < self._oldest and self.turns.has_anchors(turn):
+            self.membership.reached(member["number"], turn + 1)
+            if turn < self._oldest and self.turns.has_outer_params(turn):
                 return  # what the others have reported is forgotten, and what was right is known
             rows = self.book.rows("SELECT * FROM applied WHERE turn = ?", turn)
-            right, wrong = divergence({row["member"]: row["anchors"] for row in rows})
-            self.book.run("UPDATE turns SET anchors = ? WHERE turn = ?", right, turn)
-            reason = f"its anchors after turn {turn} are not those of most"
+            right, wrong = divergence({row["member"]: row["outer_params"] for row in rows})
+            self.book.run("UPDATE turns SET outer_params = ? WHERE turn = ?", right, turn)
+            reason = f"its outer parameters after turn {turn} are not those of most"
             for row in rows:
-                other = self.roster.get(row["member"])
+                other = self.membership.get(row["member"])
                 is_told = other["order_reason"] == reason
                 if row["member"] in wrong and not is_told:
                     self.book.note(other["name"], "diverged", reason)
@@ -268,7 +270,7 @@ class Core:
                     self.book.run(
                         "UPDATE members SET is_behind = 0 WHERE number = ?", row["member"]
                     )
-                    self.roster.order(row["member"], "")
+                    self.membership.order(row["member"], "")
 
     def average_expected(self, member_id: str, turn: int) -> tuple[Path, int, str]:
         """Whether a member may upload the average of a turn: to where, how large, which digest."""
@@ -290,10 +292,12 @@ class Core:
         member = self.heard(offer.id)
         if member["is_behind"] or offer.version > self.turns.next:
             raise Refusal(409, "behind", f"the state of {member['name']} is not the run's")
-        for fragment, anchors in enumerate(offer.anchors):
-            right = self.turns.anchors(fragment, offer.version)
-            if right and anchors != right:
-                raise Refusal(409, "diverged", f"the anchors of {member['name']} are not the run's")
+        for fragment, outer_params in enumerate(offer.outer_params):
+            right = self.turns.outer_params(fragment, offer.version)
+            if right and outer_params != right:
+                raise Refusal(
+                    409, "diverged", f"the outer parameters of {member['name']} are not the run's"
+                )
         if not self.turns.is_kept_since(offer.version):
             raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
         state = self.states.offer(member["number"], offer, self.pieces)

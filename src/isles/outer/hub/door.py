@@ -1,4 +1,4 @@
-"""Who may come in: TLS, the token before anything else, and little patience with strangers."""
+"""Who may come in: TLS, the token before anything else, and little patience before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HANDSHAKE_S = 10.0
 _FIRST_REQUEST_S = 15.0
-_MOST_STRANGERS = 256
+_MOST_UNKNOWN = 256
 _TELL_EVERY_S = 10.0
 _FULL_S = 0.2
 _BACKLOG = 128
@@ -33,7 +33,7 @@ _DISK_FULL = 507
 
 
 @dataclass(slots=True, eq=False)
-class Stranger:
+class UnknownConnection:
     """A connection that has not shown the token."""
 
     address: str
@@ -56,8 +56,8 @@ class Door:
         self._refused = 0
         self._tell_at = 0.0
         # In the order in which they came.
-        self._strangers: dict[Stranger, None] = {}
-        self._by_protocol: dict[object, Stranger] = {}
+        self._unknown: dict[UnknownConnection, None] = {}
+        self._by_protocol: dict[object, UnknownConnection] = {}
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -83,7 +83,7 @@ class Door:
         return await handler(request)
 
     def _tell(self, text: str, *values: object) -> None:
-        """Log what strangers do, but not so often that they could fill the disk."""
+        """Log what unknown connections do, but not so often that they could fill the disk."""
         now = asyncio.get_running_loop().time()
         if now >= self._tell_at:
             self._tell_at = now + _TELL_EVERY_S
@@ -127,52 +127,52 @@ class Door:
                 self._tell("cannot take a connection: %s", error)
                 await asyncio.sleep(_FULL_S)
                 continue
-            stranger = Stranger(str(address[0]), connection)
-            if len(self._strangers) >= _MOST_STRANGERS:
+            unknown = UnknownConnection(str(address[0]), connection)
+            if len(self._unknown) >= _MOST_UNKNOWN:
                 self._push_out()
-            self._strangers[stranger] = None
-            stranger.task = loop.create_task(self._greet(stranger, make, tls))
-            stranger.task.add_done_callback(stranger.end)
+            self._unknown[unknown] = None
+            unknown.task = loop.create_task(self._greet(unknown, make, tls))
+            unknown.task.add_done_callback(unknown.end)
 
     def _push_out(self) -> None:
-        """Close the oldest stranger of the address that has most."""
-        crowd, _ = Counter(other.address for other in self._strangers).most_common(1)[0]
-        self._close(next(other for other in self._strangers if other.address == crowd))
+        """Close the oldest unknown connection of the address that has most."""
+        crowd, _ = Counter(other.address for other in self._unknown).most_common(1)[0]
+        self._close(next(other for other in self._unknown if other.address == crowd))
 
     async def _greet(
-        self, stranger: Stranger, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext
+        self, unknown: UnknownConnection, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext
     ) -> None:
         """Shake hands, and close the connection unless it shows the token in time."""
         loop = asyncio.get_running_loop()
-        stranger.protocol = protocol = make()
-        self._by_protocol[protocol] = stranger
+        unknown.protocol = protocol = make()
+        self._by_protocol[protocol] = unknown
         try:
-            stranger.transport, _ = await loop.connect_accepted_socket(
+            unknown.transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol,
-                stranger.connection,
+                unknown.connection,
                 ssl=tls,
                 ssl_handshake_timeout=_HANDSHAKE_S,
                 ssl_shutdown_timeout=_HANDSHAKE_S,
             )
-            loop.call_later(_FIRST_REQUEST_S, self._close, stranger)
+            loop.call_later(_FIRST_REQUEST_S, self._close, unknown)
         except (OSError, ssl.SSLError):  # who speaks no TLS, or has gone
-            self._close(stranger)
+            self._close(unknown)
 
     def _welcome(self, protocol: asyncio.BaseProtocol | None) -> None:
         """A connection has shown the token: it may stay."""
-        stranger = self._by_protocol.pop(protocol, None)
-        if stranger is not None:
-            self._strangers.pop(stranger, None)
+        unknown = self._by_protocol.pop(protocol, None)
+        if unknown is not None:
+            self._unknown.pop(unknown, None)
 
-    def _close(self, stranger: Stranger) -> None:
-        if stranger not in self._strangers:
+    def _close(self, unknown: UnknownConnection) -> None:
+        if unknown not in self._unknown:
             return
-        del self._strangers[stranger]
-        self._by_protocol.pop(stranger.protocol, None)
-        if isinstance(stranger.transport, asyncio.WriteTransport):
-            stranger.transport.abort()
-        if stranger.task is not None:
-            stranger.task.cancel()
+        del self._unknown[unknown]
+        self._by_protocol.pop(unknown.protocol, None)
+        if isinstance(unknown.transport, asyncio.WriteTransport):
+            unknown.transport.abort()
+        if unknown.task is not None:
+            unknown.task.cancel()
 
     async def close(self) -> None:
         """Take no more connections."""
@@ -181,8 +181,8 @@ class Door:
             await asyncio.gather(self._accepting, return_exceptions=True)
         if self._listening is not None:
             self._listening.close()
-        for stranger in list(self._strangers):
-            self._close(stranger)
+        for unknown in list(self._unknown):
+            self._close(unknown)
 
 
 @web.middleware

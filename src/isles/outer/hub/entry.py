@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from isles.outer.hub.book import Book
+from isles.outer.hub.membership import Membership
 from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.settings import Settings
 from isles.outer.hub.turns import Turns
@@ -23,10 +23,10 @@ class Entry:
     """The door for clusters that have the token."""
 
     def __init__(
-        self, book: Book, settings: Settings, roster: Roster, samples: Samples, turns: Turns
+        self, book: Book, settings: Settings, membership: Membership, samples: Samples, turns: Turns
     ) -> None:
         self._book, self._settings = book, settings
-        self._roster, self._samples, self._turns = roster, samples, turns
+        self._membership, self._samples, self._turns = membership, samples, turns
 
     def join(self, join: Join, sizes: Sequence[int]) -> JoinAnswer:
         """A cluster joins, or joins again.
@@ -47,7 +47,7 @@ class Entry:
             )
         known = self._book.get("identity")
         changes = {} if known is None else self._changes(join, known)
-        self._roster.check(join)
+        self._membership.check(join)
         with self._book.transaction():
             if known is None:
                 self._settle_first(join, sizes)
@@ -59,8 +59,8 @@ class Entry:
 
     def _let_in(self, join: Join, standing: Standing, why: str) -> JoinAnswer:
         book, turns = self._book, self._turns
-        number, was_living = self._roster.settle(join)
-        before = self._roster.get(number)
+        number, was_living = self._membership.settle(join)
+        before = self._membership.get(number)
         if standing == "first" or int(book.get("start") or 0):
             self._samples.take_over(number, join.holding)
         _, lost = self._samples.give_back(number, join.holding)
@@ -101,13 +101,13 @@ class Entry:
             for key in sorted({*identity, *mine})
             if identity.get(key) != mine.get(key)
         }
-        others = [row["name"] for row in self._roster.living() if row["id"] != join.id]
+        others = [row["name"] for row in self._membership.living() if row["id"] != join.id]
         refused = {key: both for key, both in found.items() if others or key in _FIXED}
         texts = [
             f"{key} is {here} in {join.name} and {there} in the run"
             for key, (there, here) in refused.items()
         ]
-        if not texts and (pieces != join.pieces or len(join.anchors) != len(pieces)):
+        if not texts and (pieces != join.pieces or len(join.outer_params) != len(pieces)):
             texts = ["the pieces into which the weights are cut differ"]
         if texts:
             raise Refusal(
@@ -119,14 +119,14 @@ class Entry:
         return found
 
     def _settle_first(self, join: Join, sizes: Sequence[int]) -> None:
-        if len(join.anchors) != len(join.pieces):
+        if len(join.outer_params) != len(join.pieces):
             raise Refusal(
                 422,
                 "malformed",
-                f"{len(join.anchors)} digests of anchors for {len(join.pieces)} fragments",
+                f"{len(join.outer_params)} digests for {len(join.pieces)} fragments",
             )
         self._book.put("start", str(join.version))
-        self._book.put("anchors", json.dumps(join.anchors))
+        self._book.put("outer_params", json.dumps(join.outer_params))
         self._book.put("sizes", json.dumps(list(sizes)))
         self._book.put("identity", json.dumps([identity_of(join), join.pieces]))
 
@@ -139,9 +139,9 @@ class Entry:
         self._book.put("identity", json.dumps([identity_of(join), pieces]))
         texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
         self._book.note(join.name, "settings", ", ".join(texts))
-        for row in self._roster.away():
+        for row in self._membership.away():
             if row["id"] != join.id:
-                self._roster.part(row, "it must join anew: the run's settings have changed")
+                self._membership.part(row, "it must join anew: the run's settings have changed")
 
     # Where it stands.
 
@@ -156,12 +156,12 @@ class Entry:
                 "it joins the wrong run, or the rendezvous was set back to an old copy: start a "
                 "rendezvous with an empty folder, and let the most advanced cluster join first",
             )
-        for fragment, anchors in enumerate(join.anchors):
-            right = self._turns.anchors(fragment, join.version)
-            if right and anchors != right:
+        for fragment, outer_params in enumerate(join.outer_params):
+            right = self._turns.outer_params(fragment, join.version)
+            if right and outer_params != right:
                 return "behind", (
-                    f"its anchors of fragment {fragment} after {join.version} turns are not those "
-                    "of the run"
+                    f"its outer parameters of fragment {fragment} after {join.version} turns are "
+                    "not those of the run"
                 )
         if join.version == following:
             return "current", ""

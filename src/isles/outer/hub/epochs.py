@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from isles.outer.hub.book import Book
+from isles.outer.hub.membership import Membership
 from isles.outer.hub.refusal import Refusal
 from isles.outer.hub.relays import Relays
-from isles.outer.hub.roster import Roster
-from isles.outer.hub.rules import TurnView, Verdict, judge_turn
+from isles.outer.hub.rules import Decision, TurnView, judge_turn
 from isles.outer.hub.settings import Settings
 from isles.outer.hub.turns import Turns
 from isles.outer.messages import EpochAnswer, Failed, OpenTurn, Prepared, Ready
@@ -50,13 +50,13 @@ class Epochs:
         self,
         book: Book,
         settings: Settings,
-        roster: Roster,
+        membership: Membership,
         turns: Turns,
         clock: Callable[[], float],
     ) -> None:
         self._book = book
         self._settings = settings
-        self._roster = roster
+        self._membership = membership
         self._turns = turns
         self._clock = clock
         self._ready: dict[int, dict[int, Ready]] = {}
@@ -82,7 +82,7 @@ class Epochs:
             if row is None or turn < self._turns.next - self._settings.keep_averages:
                 del self._wanted[turn]
                 continue
-            living = {other["number"] for other in self._roster.living()}
+            living = {other["number"] for other in self._membership.living()}
             able = [n for n in json.loads(row["participants"]) if n in living and n != asker]
             asked = int((self._clock() - since) / self._settings.donor_s)
             if able and member == able[asked % len(able)]:
@@ -96,7 +96,7 @@ class Epochs:
             Refusal: the turn is decided, or far off, or the member is behind.
         """
         if not self._took_part(member, turn):
-            self._turns.check(self._roster.get(member), turn)
+            self._turns.check(self._membership.get(member), turn)
             self._check_sound(member, turn)
         epoch = self._now
         is_in = epoch is not None and epoch.turn == turn and member in epoch.ranks
@@ -115,7 +115,7 @@ class Epochs:
     def _check_sound(self, member: int, turn: int) -> None:
         part = self._turns.parts.get(turn, member)
         if part is not None and part["state"] == "refused":
-            name = self._roster.get(member)["name"]
+            name = self._membership.get(member)["name"]
             raise Refusal(
                 422,
                 "refused",
@@ -138,23 +138,23 @@ class Epochs:
                 state="formed",
                 epoch=epoch.number,
                 rank=epoch.ranks.index(member),
-                members=[self._roster.get(number)["name"] for number in epoch.ranks],
+                members=[self._membership.get(number)["name"] for number in epoch.ranks],
                 tokens=[epoch.ready[number].tokens for number in epoch.ranks],
                 have_met=self._relays.have_met(epoch.ranks),
             )
         if (why := self._relays.reason(turn)) is not None:
             return EpochAnswer(state="relayed", why=why)
-        verdict = self._verdict(turn)
-        due_in_s = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+        decision = self._decision(turn)
+        due_in_s = None if decision.due_at is None else max(0.0, decision.due_at - self._clock())
         return EpochAnswer(
-            state="waiting", due_in_s=due_in_s, waits_for=self._roster.names(verdict.waits_for)
+            state="waiting", due_in_s=due_in_s, waits_for=self._membership.names(decision.waits_for)
         )
 
     def _is_relayed(self, turn: int) -> bool:
         """Whether a turn goes through the rendezvous; once it does, it goes on doing so."""
         if self._relays.reason(turn) is not None:
             return True
-        why = self._relays.find_reason(self._roster.expected(turn))
+        why = self._relays.find_reason(self._membership.expected(turn))
         if why is None and self._turns.parts.members(turn, "complete"):
             why = "others have done so before the rendezvous was started again"
         if why is not None:
@@ -162,9 +162,9 @@ class Epochs:
             self._book.note("", "relayed", f"turn {turn} goes through the rendezvous: {why}")
         return why is not None
 
-    def _verdict(self, turn: int) -> Verdict:
+    def _decision(self, turn: int) -> Decision:
         ready = frozenset(self._ready.get(turn, {}))
-        expected = self._roster.expected(turn)
+        expected = self._membership.expected(turn)
         if self._again:  # the survivors of an epoch that came to nothing wait for no others
             expected &= self._again
         view = TurnView(
@@ -173,7 +173,7 @@ class Epochs:
             refused=self._turns.parts.members(turn, "refused"),
             first_at=None if self._again else self._first.get(turn),
             quorum_at=None if self._again else self._quorum.get(turn),
-            least=self._roster.least,
+            least=self._membership.least,
         )
         return judge_turn(self._settings, view, self._clock())
 
@@ -183,14 +183,14 @@ class Epochs:
         for turn, ready in sorted(self._ready.items()):
             if turn < self._turns.next:
                 continue
-            verdict = self._verdict(turn)
-            due = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+            decision = self._decision(turn)
+            due = None if decision.due_at is None else max(0.0, decision.due_at - self._clock())
             found.append(
                 OpenTurn(
                     turn=turn,
                     due_in_s=due,
-                    contributed=self._roster.names(frozenset(ready)),
-                    waits_for=self._roster.names(verdict.waits_for),
+                    contributed=self._membership.names(frozenset(ready)),
+                    waits_for=self._membership.names(decision.waits_for),
                 )
             )
         return found
@@ -210,16 +210,16 @@ class Epochs:
         if ready and self._now is None and self._is_relayed(turn):
             del self._ready[turn]
             return True
-        if self._now is not None or not ready or not self._verdict(turn).is_closed:
+        if self._now is not None or not ready or not self._decision(turn).is_closed:
             return False
         norms = {number: (part.norm, part.tokens) for number, part in ready.items()}
         if found := self._turns.parts.outliers(turn, norms):
             for number, reason in found.items():
                 part = ready.pop(number)
-                self._turns.refuse_direct(self._roster.get(number), turn, part, reason)
+                self._turns.refuse_direct(self._membership.get(number), turn, part, reason)
             return True
-        living = {row["number"] for row in self._roster.living()}
-        ranks = sorted(living & set(ready), key=lambda n: (self._roster.get(n)["name"], n))
+        living = {row["number"] for row in self._membership.living()}
+        ranks = sorted(living & set(ready), key=lambda n: (self._membership.get(n)["name"], n))
         if not ranks:
             return False
         number = int(self._book.get("epoch") or 0) + 1
@@ -246,7 +246,7 @@ class Epochs:
         if len(epoch.prepared) == len(epoch.ranks):
             if len({(other.digest, other.size_bytes) for other in epoch.prepared.values()}) > 1:
                 names = ", ".join(
-                    f"{self._roster.get(n)['name']}: {p.digest[:12]}"
+                    f"{self._membership.get(n)['name']}: {p.digest[:12]}"
                     for n, p in sorted(epoch.prepared.items())
                 )
                 self.end(number, f"its members have different averages ({names})")
@@ -262,7 +262,7 @@ class Epochs:
         epoch = self._find(member, number)
         if epoch is None:
             return
-        why = f"{self._roster.get(member)['name']} says: {failed.why}"
+        why = f"{self._membership.get(member)['name']} says: {failed.why}"
         self.end(number, why)
         if failed.culprit is None or failed.culprit >= len(epoch.ranks):
             places = range(len(epoch.ranks))
@@ -273,7 +273,7 @@ class Epochs:
             return
         culprit = epoch.ranks[failed.culprit]
         if culprit != member:
-            row, ready = self._roster.get(culprit), epoch.ready[culprit]
+            row, ready = self._membership.get(culprit), epoch.ready[culprit]
             self._turns.refuse_direct(row, epoch.turn, ready, why)
 
     def drop(self) -> bool:
@@ -281,15 +281,15 @@ class Epochs:
         epoch = self._now
         if epoch is None:
             return False
-        living = {row["number"] for row in self._roster.living()}
+        living = {row["number"] for row in self._membership.living()}
         gone = [number for number in epoch.ranks if number not in living]
         if gone:
-            self.end(epoch.number, f"{', '.join(self._roster.names(gone))} is gone")
+            self.end(epoch.number, f"{', '.join(self._membership.names(gone))} is gone")
         return bool(gone) or self._end_still(epoch)
 
     def _end_still(self, epoch: Epoch) -> bool:
         """End the epoch if nothing has moved for long: a member hangs that gives signs of life."""
-        beats = [self._roster.beats.get(number) for number in epoch.ranks]
+        beats = [self._membership.beats.get(number) for number in epoch.ranks]
         sent = [beat.sent_bytes + beat.received_bytes for beat in beats if beat is not None]
         moved = (len(epoch.store), len(epoch.prepared), *sent)
         now = self._clock()
@@ -297,7 +297,9 @@ class Epochs:
             epoch.moved, epoch.moved_at = moved, now
         if now - epoch.moved_at <= _STILL_S:
             return False
-        late = ", ".join(self._roster.names([n for n in epoch.ranks if n not in epoch.prepared]))
+        late = ", ".join(
+            self._membership.names([n for n in epoch.ranks if n not in epoch.prepared])
+        )
         why = f"nothing has moved for {_STILL_S:g} s; it waited for {late}"
         self.end(epoch.number, why)
         self._relays.failed(epoch.turn, epoch.ranks, [], why)
@@ -356,7 +358,7 @@ class Epochs:
         """For people."""
         if self._now is None:
             return ""
-        names = ", ".join(self._roster.names(self._now.ranks))
+        names = ", ".join(self._membership.names(self._now.ranks))
         return f"epoch {self._now.number} of turn {self._now.turn}: {names}"
 
 

@@ -29,7 +29,7 @@ class TurnView:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What the rule says now."""
 
     is_closed: bool
@@ -39,15 +39,15 @@ class Verdict:
     waits_for: frozenset[int]
 
 
-def judge_turn(settings: Settings, view: TurnView, now: float) -> Verdict:
+def judge_turn(settings: Settings, view: TurnView, now: float) -> Decision:
     """Whether a turn is closed now."""
     answered = view.complete | view.refused
     missing = view.expected - answered
     due_at = _due_at(settings, view)
     if not answered or len(answered) < view.least:
-        return Verdict(False, due_at, missing)
+        return Decision(False, due_at, missing)
     is_due = due_at is not None and now >= due_at
-    return Verdict(not missing or is_due, due_at, missing)
+    return Decision(not missing or is_due, due_at, missing)
 
 
 def _due_at(settings: Settings, view: TurnView) -> float | None:
@@ -101,10 +101,12 @@ def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
     the lowest.
 
     Args:
-        reports: digest of the anchors of each member.
+        reports: digest of the outer parameters of each member.
     """
     holders: dict[str, list[int]] = {}
-    for member, anchors in reports.items():
-        holders.setdefault(anchors, []).append(member)
-    right = min(holders, key=lambda anchors: (-len(holders[anchors]), min(holders[anchors])))
+    for member, outer_params in reports.items():
+        holders.setdefault(outer_params, []).append(member)
+    right = min(
+        holders, key=lambda outer_params: (-len(holders[outer_params]), min(holders[outer_params]))
+    )
     return right, sorted(member for member in reports if reports[member] != right)

@@ -291,7 +291,7 @@ class Server:
                 raise damaged(self.folder / BOOK, str(error)) from error
             await asyncio.sleep(pause_s)
             if (still_s := time.monotonic() - started - pause_s) > _STILL_S:
-                await self.look(self.core.roster.forgive, still_s)
+                await self.look(self.core.membership.forgive, still_s)
 
     async def _try_average(self, job: Job) -> None:
         try:
@@ -349,7 +349,7 @@ def json_answer(text: str | dict[str, Any] | list[Any]) -> web.Response:
 
 
 def _quiet_logger() -> logging.Logger:
-    """For aiohttp: a stranger's garbage is no news, and our own faults are logged at the door."""
+    """For aiohttp: garbage of unknown senders is no news; our own faults are logged at the door."""
     logger = logging.getLogger("isles.rendezvous.http")
     logger.propagate = False
     if not logger.handlers:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isles.outer.hub.book import Book
+from isles.outer.hub.membership import Membership
 from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
 from isles.outer.hub.settings import Settings
 from isles.outer.messages import StateAnswer, StateOffer
 
@@ -25,13 +25,13 @@ class States:
         self,
         book: Book,
         settings: Settings,
-        roster: Roster,
+        membership: Membership,
         folder: Path,
         clock: Callable[[], float],
     ) -> None:
         self._book = book
         self._settings = settings
-        self._roster = roster
+        self._membership = membership
         self._folder = folder
         self._clock = clock
         self._wanted_at = -_WANTED_S
@@ -78,7 +78,7 @@ class States:
             if is_usable(row["version"]):
                 return self.answer(row["number"])
         self._choose(member, is_usable)
-        others = [row for row in self._roster.latest() if row["number"] != member]
+        others = [row for row in self._membership.latest() if row["number"] != member]
         have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
         if self._donor is None and others and all(have_gone):
             raise Refusal(
@@ -88,14 +88,14 @@ class States:
                 "here last are not kept",
                 "their model is the run's; with a larger max_steps on all clusters it goes on",
             )
-        donor = "" if self._donor is None else self._roster.get(self._donor)["name"]
+        donor = "" if self._donor is None else self._membership.get(self._donor)["name"]
         return StateAnswer(state=None, donor=donor)
 
     def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
         """Settle on a donor: the most advanced member; another one where it sends nothing."""
         able = {
             row["number"]: row["version"]
-            for row in self._roster.living()
+            for row in self._membership.living()
             if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
         }
         is_idle = self._clock() - self._progress_at > self._settings.donor_s
@@ -124,7 +124,8 @@ class States:
             pieces: of each fragment its pieces.
 
         Raises:
-            Refusal: it is larger than anchors and momentum are, or nobody has asked for it.
+            Refusal: it is larger than outer parameters and momentum are, or nobody has asked for
+                it.
         """
         size_bytes = sum(file.size_bytes for file in offer.files)
         limit = sum(8 * sum(of) + _HEAD_BYTES * len(of) + _SLACK_BYTES for of in pieces)
@@ -163,7 +164,7 @@ class States:
         row = self._row(state)
         with self._book.transaction():
             self._book.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
-            name = self._roster.get(row["member"])["name"]
+            name = self._membership.get(row["member"])["name"]
             self._book.note(name, "state", f"gave the state after turn {row['version'] - 1}")
         self._donor = None
         self._tried.clear()
@@ -175,8 +176,8 @@ class States:
         return StateAnswer(
             state=state,
             version=offer.version,
-            donor=self._roster.get(row["member"])["name"],
-            anchors=offer.anchors,
+            donor=self._membership.get(row["member"])["name"],
+            outer_params=offer.outer_params,
             files=offer.files,
         )
 

@@ -27,7 +27,7 @@ def status(core: Core) -> dict[str, Any]:
         "turn": core.turns.next,
         "fragments": len(core.pieces),
         "is_over": core.is_over(),
-        "members": [_member(core, row, commits, open_turns) for row in core.roster.latest()],
+        "members": [_member(core, row, commits, open_turns) for row in core.membership.latest()],
         "open": [_open(core, turn) for turn in open_turns],
         "commits": commits,
         "epoch": core.epochs.status(),
@@ -50,7 +50,7 @@ def _member(
 ) -> dict[str, Any]:
     """One cluster: what it has said of itself, its part in the last turn, and why it is slow."""
     name, number = row["name"], row["number"]
-    beat = core.roster.beats.get(number)
+    beat = core.membership.beats.get(number)
     said: dict[str, Any] = {} if beat is None else beat.model_dump(exclude={"id", "version"})
     weights = commits[0]["weights"] if commits else {}
     tokens = weights.get(name, 0)
@@ -62,7 +62,7 @@ def _member(
         "order": row["order_reason"],
         "version": row["version"],
         "from_turn": row["from_turn"],
-        "heard_s": round(core.roster.heard_s(number), 1),
+        "heard_s": round(core.membership.heard_s(number), 1),
         "step": said.get("step", 0),
         "since": said.get("since", 0),
         "loss": said.get("loss"),
@@ -82,7 +82,7 @@ def _member(
 
 def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
     """A turn that collects: who is missing and why, and since when it is open."""
-    rows = {row["name"]: row for row in core.roster.latest()}
+    rows = {row["name"]: row for row in core.membership.latest()}
     missing = {name: _why(core, rows[name], turn.turn) for name in turn.waits_for if name in rows}
     since_s = max(core.turns.open_for_s(turn.turn), core.epochs.open_for_s(turn.turn))
     return {**turn.model_dump(), "since_s": round(since_s, 1), "missing": missing}
@@ -91,8 +91,8 @@ def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
 def _why(core: Core, row: sqlite3.Row, turn: int) -> str:
     """Why a turn still waits for a cluster, in words."""
     number = row["number"]
-    silent_s, still_s = core.roster.heard_s(number), core.roster.still_s(number)
-    beat = core.roster.beats.get(number)
+    silent_s, still_s = core.membership.heard_s(number), core.membership.still_s(number)
+    beat = core.membership.beats.get(number)
     if row["is_behind"]:
         return f"takes the state of another: {row['order_reason']}"
     if silent_s > _QUIET_S:
@@ -131,7 +131,7 @@ def _commits(core: Core) -> list[dict[str, Any]]:
                 "fragment": row["turn"] % len(core.pieces),
                 "at": row["committed_at"],
                 "seconds": round(row["seconds"], 3),
-                "participants": core.roster.names(frozenset(json.loads(row["participants"]))),
+                "participants": core.membership.names(frozenset(json.loads(row["participants"]))),
                 "weights": answer.weights,
                 "refused": answer.refused,
                 "size_bytes": row["size"],

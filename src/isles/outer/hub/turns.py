@@ -11,10 +11,10 @@ from pathlib import Path
 
 from isles.outer.hub.averaging import Average, Job
 from isles.outer.hub.book import Book
+from isles.outer.hub.membership import Membership
 from isles.outer.hub.parts import Parts
 from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
-from isles.outer.hub.rules import TurnView, Verdict, judge_turn
+from isles.outer.hub.rules import Decision, TurnView, judge_turn
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.settings import Settings
 from isles.outer.messages import Contribution, OpenTurn, Prepared, Ready, TurnAnswer
@@ -30,14 +30,14 @@ class Turns:
         book: Book,
         settings: Settings,
         samples: Samples,
-        roster: Roster,
+        membership: Membership,
         folder: Path,
         clock: Callable[[], float],
     ) -> None:
         self._book = book
         self._settings = settings
         self._samples = samples
-        self._roster = roster
+        self._membership = membership
         self._folder = folder
         self._clock = clock
         self.parts = Parts(book, settings, samples)
@@ -64,19 +64,19 @@ class Turns:
         """Whether anybody has contributed to a turn."""
         return bool(self._book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
 
-    def anchors(self, fragment: int, version: int) -> str:
-        """The digest of a fragment's anchors after so many turns; empty if it is not known."""
+    def outer_params(self, fragment: int, version: int) -> str:
+        """The digest of a fragment's outer parameters after so many turns; empty: not known."""
         fragments = len(json.loads(self._book.get("identity") or "[{}, []]")[1])
         row = self._book.row(
-            "SELECT anchors FROM turns WHERE turn < ? AND turn % ? = ? AND state = 'committed' "
-            "ORDER BY turn DESC LIMIT 1",
+            "SELECT outer_params FROM turns WHERE turn < ? AND turn % ? = ? "
+            "AND state = 'committed' ORDER BY turn DESC LIMIT 1",
             version,
             fragments,
             fragment,
         )
         if row is not None:
-            return str(row["anchors"])
-        return str(json.loads(self._book.get("anchors") or "[]")[fragment])
+            return str(row["outer_params"])
+        return str(json.loads(self._book.get("outer_params") or "[]")[fragment])
 
     def is_kept_since(self, version: int) -> bool:
         """Whether the averages of all turns since so many were applied are on the disk.
@@ -97,10 +97,10 @@ class Turns:
         """Where a member's contribution lies."""
         return self._folder / f"{turn:08d}" / f"{number}.part"
 
-    def has_anchors(self, turn: int) -> bool:
-        """Whether a member has told which anchors a turn has led to."""
-        row = self._book.row("SELECT anchors FROM turns WHERE turn = ?", turn)
-        return row is not None and bool(row["anchors"])
+    def has_outer_params(self, turn: int) -> bool:
+        """Whether a member has told which outer parameters a turn has led to."""
+        row = self._book.row("SELECT outer_params FROM turns WHERE turn = ?", turn)
+        return row is not None and bool(row["outer_params"])
 
     def average_path(self, turn: int) -> Path:
         """Where a turn's average lies."""
@@ -187,7 +187,7 @@ class Turns:
                 422,
                 "refused",
                 f"the contribution of {member['name']} to turn {turn} is refused: {reason}",
-                "go back to the anchors; look for the step at which its loss became nan",
+                "go back to the outer parameters; look for the step at which its loss became nan",
             )
         self._note_times(turn)
         return repeated
@@ -209,7 +209,7 @@ class Turns:
         self._book.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
         if reset:
             why = f"the contribution to turn {turn} was refused: {reason}"
-            self._roster.order(member["number"], "reset", why)
+            self._membership.order(member["number"], "reset", why)
 
     def _note_times(self, turn: int) -> None:
         now = self._clock()
@@ -219,16 +219,16 @@ class Turns:
         if complete >= self._settings.quorum:
             self._quorum.setdefault(turn, now)
 
-    def verdict(self, turn: int) -> Verdict:
+    def decision(self, turn: int) -> Decision:
         """What the rule says of a turn now."""
         self._note_times(turn)
         view = TurnView(
-            expected=self._roster.expected(turn),
+            expected=self._membership.expected(turn),
             complete=self.parts.members(turn, "complete"),
             refused=self.parts.members(turn, "refused"),
             first_at=self._first.get(turn),
             quorum_at=self._quorum.get(turn),
-            least=self._roster.least,
+            least=self._membership.least,
         )
         return judge_turn(self._settings, view, self._clock())
 
@@ -241,13 +241,13 @@ class Turns:
         turn = self.next
         state = self.state(turn)
         if state == "collecting":
-            if not self.verdict(turn).is_closed:
+            if not self.decision(turn).is_closed:
                 return None
             with self._book.transaction():
                 self._judge_norms(turn)
                 taken = sorted(
                     self.parts.members(turn, "complete"),
-                    key=lambda n: (self._roster.get(n)["name"], n),
+                    key=lambda n: (self._membership.get(n)["name"], n),
                 )
                 self._book.run(
                     "UPDATE turns SET state = 'averaging', participants = ? WHERE turn = ?",
@@ -270,7 +270,7 @@ class Turns:
 
     def _judge_norms(self, turn: int) -> None:
         for number, reason in self.parts.outliers(turn, self.parts.norms(turn)).items():
-            member = self._roster.get(number)
+            member = self._membership.get(number)
             self.parts.refuse_complete(turn, number, reason)
             self._samples.withdraw(number, turn)
             if member["state"] != "living":
@@ -322,7 +322,7 @@ class Turns:
         with self._book.transaction():
             self.open(turn)
             for number, part in sorted(ready.items()):
-                self._take(self._roster.get(number), turn, part, part.norm)
+                self._take(self._membership.get(number), turn, part, part.norm)
             self._book.run(
                 "UPDATE turns SET state = 'averaging', participants = ?, is_direct = 1 "
                 "WHERE turn = ?",
@@ -341,14 +341,14 @@ class Turns:
         rows = self._book.rows("SELECT turn FROM turns WHERE state = 'collecting' ORDER BY turn")
         found = []
         for row in rows:
-            verdict = self.verdict(row["turn"])
-            due = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+            decision = self.decision(row["turn"])
+            due = None if decision.due_at is None else max(0.0, decision.due_at - self._clock())
             found.append(
                 OpenTurn(
                     turn=row["turn"],
                     due_in_s=due,
-                    contributed=self._roster.names(self.parts.members(row["turn"], "complete")),
-                    waits_for=self._roster.names(verdict.waits_for),
+                    contributed=self._membership.names(self.parts.members(row["turn"], "complete")),
+                    waits_for=self._membership.names(decision.waits_for),
                 )
             )
         return found
@@ -359,14 +359,14 @@ class Turns:
         if row is None:
             return TurnAnswer(turn=turn, state="committed" if turn < self.next else "future")
         named = {
-            self._roster.get(part["member"])["name"]: part for part in self.parts.of_turn(turn)
+            self._membership.get(part["member"])["name"]: part for part in self.parts.of_turn(turn)
         }
         due_in_s, waits_for = None, frozenset[int]()
         if row["state"] == "collecting":
-            verdict = self.verdict(turn)
-            waits_for = verdict.waits_for
-            if verdict.due_at is not None:
-                due_in_s = max(0.0, verdict.due_at - self._clock())
+            decision = self.decision(turn)
+            waits_for = decision.waits_for
+            if decision.due_at is not None:
+                due_in_s = max(0.0, decision.due_at - self._clock())
         complete = {name: part for name, part in named.items() if part["state"] == "complete"}
         is_committed = row["state"] == "committed"
         return TurnAnswer(
@@ -374,7 +374,7 @@ class Turns:
             state=row["state"],
             due_in_s=due_in_s,
             contributed=sorted(complete),
-            waits_for=self._roster.names(waits_for),
+            waits_for=self._membership.names(waits_for),
             weights={n: p["tokens"] for n, p in sorted(complete.items())} if is_committed else {},
             refused={n: p["reason"] for n, p in named.items() if p["state"] == "refused"},
             digest=row["digest"],

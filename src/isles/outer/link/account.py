@@ -33,12 +33,14 @@ class Account:
 
     Args:
         version: turns applied.
-        anchors: digest of each fragment's anchors.
+        outer_params: digest of each fragment's outer parameters.
         holding: samples that are in no average.
     """
 
-    def __init__(self, version: int, anchors: Sequence[str], holding: Sequence[Interval]) -> None:
-        self._version, self._anchors = version, list(anchors)
+    def __init__(
+        self, version: int, outer_params: Sequence[str], holding: Sequence[Interval]
+    ) -> None:
+        self._version, self._outer_params = version, list(outer_params)
         self._kept_since = version
         self.holding = joined(holding)
         """Samples of this cluster that no average has."""
@@ -66,7 +68,7 @@ class Account:
             spool=spool,
             version=self._version,
             kept_since=self._kept_since,
-            anchors=tuple(self._anchors),
+            outer_params=tuple(self._outer_params),
             holding=tuple(self.holding),
             contributions=tuple(self.contributions[turn] for turn in sorted(self.contributions)),
             claims=tuple(self._claims[number] for number in sorted(self._claims)),
@@ -81,7 +83,7 @@ class Account:
         """An average was applied."""
         self._version = turn + 1
         self.contributions.pop(turn, None)  # one that came after the turn was decided
-        self._anchors[turn % len(self._anchors)] = digest
+        self._outer_params[turn % len(self._outer_params)] = digest
 
     def claim(self, num_samples: int) -> ClaimSamples:
         """Samples are needed."""
@@ -90,12 +92,14 @@ class Account:
         self._claims[command.number] = command
         return command
 
-    def adopted(self, version: int, anchors: Sequence[str]) -> Adopted:
+    def adopted(self, version: int, outer_params: Sequence[str]) -> Adopted:
         """Another cluster's state was taken over; contributions under way are void."""
         self._version = self._delivered = version
-        self._anchors = list(anchors)
+        self._outer_params = list(outer_params)
         self.contributions.clear()
-        return Adopted(version=version, anchors=tuple(anchors), holding=tuple(self.holding))
+        return Adopted(
+            version=version, outer_params=tuple(outer_params), holding=tuple(self.holding)
+        )
 
     def keep_since(self, version: int) -> KeepSince:
         """A checkpoint is whole."""
@@ -103,7 +107,7 @@ class Account:
         return KeepSince(version=version)
 
     def obey(self) -> Obeyed:
-        """The weights are the anchors again."""
+        """The weights are the outer parameters again."""
         self._obeyed = self._reset
         return Obeyed(why=self._obeyed)
 
@@ -143,7 +147,7 @@ class Account:
         self._delivered = event.turn + 1
         own = self.contributions.pop(event.turn, None)
         if own is None:
-            # An earlier attempt has made it, or it was made of anchors since replaced.
+            # An earlier attempt has made it, or it was made of outer parameters since replaced.
             return replace(event, is_in=False)
         if event.is_in:
             self.holding = without(self.holding, own.samples)

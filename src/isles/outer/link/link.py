@@ -75,13 +75,13 @@ class Link:
         join_file: Path,
         spool: Path,
         version: int,
-        anchors: Sequence[str],
+        outer_params: Sequence[str],
         holding: Sequence[Interval],
         log_file: Path,
     ) -> None:
         self._member, self._settings = member, settings
         self._join_file, self._spool, self._log_file = join_file, spool, log_file
-        self._account = Account(version, anchors, holding)
+        self._account = Account(version, outer_params, holding)
         self._progress = Progress()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class Link:
         join_file: Path,
         spool: Path,
         version: int,
-        anchors: Sequence[str],
+        outer_params: Sequence[str],
         holding: Sequence[Interval] = (),
         log_file: Path,
     ) -> Link:
@@ -122,8 +122,8 @@ class Link:
                 time that it is started.
             spool: a folder of this cluster's own, kept over attempts; contributions and averages
                 lie in it for a while.
-            version: turns applied to the anchors (0, or what the checkpoint says).
-            anchors: the digest of each fragment's anchors (`Cluster.digest`).
+            version: turns applied to the outer parameters (0, or what the checkpoint says).
+            outer_params: the digest of each fragment's outer parameters (`Cluster.digest`).
             holding: samples claimed before this attempt that the cluster still means to train on,
                 or has trained on since its last contribution that is in an average. What it has
                 claimed and does not hold is dealt to others. From here on the link keeps account.
@@ -133,7 +133,7 @@ class Link:
             The link, at once.
         """
         spool.mkdir(mode=0o700, exist_ok=True)
-        link = cls(member, settings, join_file, spool, version, anchors, holding, log_file)
+        link = cls(member, settings, join_file, spool, version, outer_params, holding, log_file)
         link._attendant.start()
         return link
 
@@ -186,7 +186,7 @@ class Link:
 
         Args:
             turn: of the average.
-            digest: `Applied.digest`, of the fragment's anchors thereafter.
+            digest: `Applied.digest`, of the fragment's outer parameters thereafter.
         """
         with self._lock:
             self._account.applied(turn, digest)
@@ -203,26 +203,28 @@ class Link:
             self._send(command)
             return command.number
 
-    def give_state(self, version: int, paths: Sequence[Path], anchors: Sequence[str]) -> None:
+    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
         """The answer to `Donate`: safetensors, one for each fragment; they must not change.
 
         Args:
             version: turns applied to all of them.
             paths: see `state_paths`.
-            anchors: digest of each fragment's anchors.
+            outer_params: digest of each fragment's outer parameters.
         """
         with self._lock:
-            self._send(GiveState(version=version, anchors=tuple(anchors), paths=tuple(paths)))
+            self._send(
+                GiveState(version=version, outer_params=tuple(outer_params), paths=tuple(paths))
+            )
 
-    def adopted(self, version: int, anchors: Sequence[str]) -> None:
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
         """The answer to `StateReady`: the state was imported; contributions under way are void.
 
         Args:
             version: turns applied to it.
-            anchors: `Cluster.digest` of each fragment.
+            outer_params: `Cluster.digest` of each fragment.
         """
         with self._lock:
-            self._send(self._account.adopted(version, anchors))
+            self._send(self._account.adopted(version, outer_params))
 
     def keep_since(self, version: int) -> None:
         """The cluster may have to go on from a checkpoint with so many turns applied.
@@ -233,7 +235,7 @@ class Link:
             self._send(self._account.keep_since(version))
 
     def obeyed(self) -> None:
-        """The answer to `Reset`: the weights are the anchors again."""
+        """The answer to `Reset`: the weights are the outer parameters again."""
         with self._lock:
             self._send(self._account.obey())
 

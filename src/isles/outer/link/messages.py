@@ -114,7 +114,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """The anchors here are not the run's; contribute nothing until `StateReady`, which follows."""
+    """The outer parameters here are not the run's; contribute nothing until `StateReady`."""
 
     why: str
     kind: Literal["behind"] = "behind"
@@ -122,18 +122,19 @@ class Behind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateReady:
-    """Another cluster's anchors and momentum are here: import them, then call `Link.adopted`.
+    """Another cluster's outer state is here: import it, then call `Link.adopted`.
 
     Args:
         version: turns applied to them.
         paths: a file for each fragment, for `Cluster.import_state`.
-        anchors: the digest of each fragment's anchors, to be compared with `Cluster.digest`.
+        outer_params: the digest of each fragment's outer parameters, to be compared with
+            `Cluster.digest`.
         donor: who gave them.
     """
 
     version: int
     paths: tuple[Path, ...]
-    anchors: tuple[str, ...]
+    outer_params: tuple[str, ...]
     donor: str
     kind: Literal["state_ready"] = "state_ready"
 
@@ -147,7 +148,7 @@ class Donate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reset:
-    """Go back to the anchors: the steps since were refused. Then call `Link.obeyed`."""
+    """Go back to the outer parameters: the steps since were refused. Then call `Link.obeyed`."""
 
     why: str
     kind: Literal["reset"] = "reset"
@@ -287,7 +288,7 @@ class ClaimSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedTurn:
-    """An average has been applied; the digest of the fragment's anchors since."""
+    """An average has been applied; the digest of the fragment's outer parameters since."""
 
     turn: int
     digest: str
@@ -299,7 +300,7 @@ class GiveState:
     """The state for a cluster that asked for it."""
 
     version: int
-    anchors: tuple[str, ...]
+    outer_params: tuple[str, ...]
     paths: tuple[Path, ...]
     kind: Literal["give_state"] = "give_state"
 
@@ -309,7 +310,7 @@ class Adopted:
     """Another cluster's state has been taken over."""
 
     version: int
-    anchors: tuple[str, ...]
+    outer_params: tuple[str, ...]
     holding: tuple[Interval, ...]
     kind: Literal["adopted"] = "adopted"
 
@@ -324,7 +325,7 @@ class KeepSince:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obeyed:
-    """The weights are the anchors again, as `Reset` has told."""
+    """The weights are the outer parameters again, as `Reset` has told."""
 
     why: str
     kind: Literal["obeyed"] = "obeyed"
@@ -368,7 +369,7 @@ class Begin:
     spool: Path
     version: int
     kept_since: int
-    anchors: tuple[str, ...]
+    outer_params: tuple[str, ...]
     holding: tuple[Interval, ...]
     contributions: tuple[Contribute, ...] = ()
     claims: tuple[ClaimSamples, ...] = ()

@@ -198,7 +198,7 @@ class Side:
                     self._turns.forget()
                     self._states.forget_pulled()
                     self._group.create_task(
-                        self._join(adopted.version, adopted.anchors, adopted.holding)
+                        self._join(adopted.version, adopted.outer_params, adopted.holding)
                     )
                 case KeepSince() as keep:
                     self._spool.since = keep.version
@@ -228,14 +228,14 @@ class Side:
         begin = self._begin
         for part in begin.contributions:
             self._turns.contribute(part)
-        await self._join(begin.version, begin.anchors, begin.holding)
+        await self._join(begin.version, begin.outer_params, begin.holding)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
             group.create_task(self._claim())
             group.create_task(self._report())
 
     async def _join(
-        self, version: int, anchors: Sequence[str], holding: Sequence[Interval]
+        self, version: int, outer_params: Sequence[str], holding: Sequence[Interval]
     ) -> None:
         join = Join(
             id=self._member.member_id,
@@ -245,7 +245,7 @@ class Side:
             pieces=self._member.pieces,
             version=version,
             has=self._spool.has(version),
-            anchors=list(anchors),
+            outer_params=list(outer_params),
             holding=list(holding),
         )
         async with self._claiming, self._joining:

@@ -62,7 +62,7 @@ class States:
         try:
             await patiently(
                 lambda: self._client.give_state(
-                    state.version, list(state.anchors), list(state.paths), _WHOLE_S
+                    state.version, list(state.outer_params), list(state.paths), _WHOLE_S
                 )
             )
         except RendezvousRefusal as error:
@@ -116,7 +116,7 @@ class States:
         return StateReady(
             version=answer.version,
             paths=tuple(self._spool.pulled / file.name for file in answer.files),
-            anchors=tuple(answer.anchors),
+            outer_params=tuple(answer.outer_params),
             donor=answer.donor,
         )
 

@@ -73,7 +73,7 @@ class Turns:
             self._begin(self._parts[turn])
 
     def stop(self) -> None:
-        """Follow no turn, as long as the anchors are not the run's."""
+        """Follow no turn, as long as the outer parameters are not the run's."""
         for task in (self._follower, *self._tasks.values()):
             if task is not None:
                 task.cancel()
@@ -81,7 +81,7 @@ class Turns:
         self._follower = None
 
     def forget(self) -> None:
-        """Contributions that were made of other anchors are void."""
+        """Contributions that were made of other outer parameters are void."""
         for part in self._parts.values():
             part.path.unlink(missing_ok=True)
         self._parts.clear()

@@ -1,4 +1,4 @@
-"""Carries stacks and verdicts of hosts without a common disk to the head, and questions to them."""
+"""Carries stacks and decisions of hosts without a common disk to the head, and questions back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.lobby import say
+from isles.train.rendezvous import say
 
 ASKED = "asked.json"
 """In `stalls/`: the number of the last question for stacks."""
@@ -26,7 +26,7 @@ _RECENT_S = 20.0
 _LONGEST = 200_000
 _PRINTED_EVERY_S = 2
 _NAME = re.compile(r"rank-\d+\.json|step-\d+(-rank-\d+)?\.(txt|json|nccl\.json)")
-_VERDICT = re.compile(r"step-\d+\.json")
+_DECISION = re.compile(r"step-\d+\.json")
 
 
 class StallsHere:
@@ -126,7 +126,7 @@ class StallsThere:
             return
         self._attempt.stalls.mkdir(exist_ok=True)
         write_text_atomic(path, text, durable=False)
-        if is_new and _VERDICT.fullmatch(name):
+        if is_new and _DECISION.fullmatch(name):
             self._tell((read_record(path) or {}).get("text"))
 
     def _tell(self, text: Any) -> None:

@@ -27,8 +27,8 @@ from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.hang.clock import Frozen, Moment, StepClock
+from isles.train.hang.decision import Stall, Standing, find_stall
 from isles.train.hang.place import Place, flight_record, place_now
-from isles.train.hang.verdict import Stall, Standing, find_stall
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class Watchdog:
     def _compare(
         self, moment: Moment, living: list[int], silent: dict[int, float], unknown: list[int]
     ) -> Stall:
-        """The verdict, from what the living ranks have posted."""
+        """The decision, from what the living ranks have posted."""
         standings: dict[int, Standing] = {}
         for rank in (*living, *silent):
             view = self._beats.heard[rank].view if rank in self._beats.heard else {}

@@ -39,9 +39,11 @@ class OuterLine(Protocol):
 
     def claim(self, num_samples: int) -> int: ...
 
-    def give_state(self, version: int, paths: Sequence[Path], anchors: Sequence[str]) -> None: ...
+    def give_state(
+        self, version: int, paths: Sequence[Path], outer_params: Sequence[str]
+    ) -> None: ...
 
-    def adopted(self, version: int, anchors: Sequence[str]) -> None: ...
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None: ...
 
     def keep_since(self, version: int) -> None: ...
 
@@ -131,10 +133,10 @@ class Alone:
         self._events.append(Claimed(number=self._claims, samples=((start, self._next_sample),)))
         return self._claims
 
-    def give_state(self, version: int, paths: Sequence[Path], anchors: Sequence[str]) -> None:
+    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
         """Nobody asks for the state."""
 
-    def adopted(self, version: int, anchors: Sequence[str]) -> None:
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
         """Nobody gives a state."""
 
     def keep_since(self, version: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
-from isles.dist.parcels import raise_first
+from isles.dist.transfers import raise_first
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
@@ -31,7 +31,7 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine
 from isles.train.outer.alone import Alone, OuterLine
-from isles.train.outer.chief import Chief
+from isles.train.outer.coordinator import OuterCoordinator
 from isles.train.outer.loop import Outer
 from isles.train.outer.samples import OwnSamples
 from isles.train.outer.turns import Turns
@@ -50,7 +50,7 @@ class Between:
         config: the section of the run file.
         name: of the cluster.
         member_id: of the cluster, for the whole run.
-        cluster: anchors and outer optimizer.
+        cluster: outer parameters and outer optimizer.
         layout: of the run.
         manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
     """
@@ -119,28 +119,28 @@ def make_between(
     return Between(outer, config.clusters[0].name, member_id, cluster, layout, manifest)
 
 
-def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Outer:
+def join_clusters(parts: Parts, between: Between, requested: Callable[[], int]) -> Outer:
     """Join the other clusters, with rank 0's line to them. All ranks must call this.
 
     Args:
         parts: all others of the loop.
         between: see there.
-        wish: what this rank wants at the end of a step: an exit code, or 0.
+        requested: what this rank wants at the end of a step: an exit code, or 0.
 
     Raises:
         UserError: this cluster is not let in, or does not reach the rendezvous.
     """
     turns, world, config = between.turns, parts.world, parts.config
     assert turns is not None
-    anchors = turns.anchors()
-    chief = None
+    outer_params = turns.outer_params()
+    coordinator = None
     fault: UserError | None = None
     if world.is_main:
         try:
             identity = _identity(parts)
             run = config.name.removesuffix(f"-{between.name}")
-            turns.line = _start_line(between, turns, parts.run_dir, anchors, identity, run)
-            chief = Chief(
+            turns.line = _start_line(between, turns, parts.run_dir, outer_params, identity, run)
+            coordinator = OuterCoordinator(
                 between.config,
                 turns.line,
                 num_fragments=turns.num_fragments,
@@ -155,13 +155,13 @@ def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Ou
         between.config,
         world,
         turns,
-        chief,
+        coordinator,
         loader=parts.loader,
         progress=parts.progress,
         meter=parts.meter,
         recorder=parts.recorder,
         total_steps=parts.total_steps,
-        wish=wish,
+        requested=requested,
     )
     outer.begin(is_new=between.manifest is None)
     return outer
@@ -182,7 +182,7 @@ def _start_line(
     between: Between,
     turns: Turns,
     run_dir: RunDir,
-    anchors: list[str],
+    outer_params: list[str],
     identity: dict[str, str],
     run: str,
 ) -> OuterLine:
@@ -224,7 +224,7 @@ def _start_line(
         join_file=run_dir.join_line,
         spool=spool,
         version=turns.version,
-        anchors=anchors,
+        outer_params=outer_params,
         holding=turns.holding,
         log_file=run_dir.outer / "side.log",
     )

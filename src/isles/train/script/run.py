@@ -207,7 +207,7 @@ def run_script(rank: ScriptRank) -> int:
 
 
 class _Stop:
-    """Hands a wish to stop to the script: SIGTERM, and SIGKILL when it has had time enough."""
+    """Hands a stop request to the script: SIGTERM, and SIGKILL when it has had time enough."""
 
     def __init__(self, rank: ScriptRank) -> None:
         """Take over the signals. Main thread only."""
@@ -272,7 +272,7 @@ class _Stop:
         self._ask(ExitCode.HANDOVER)
 
     def _ask(self, code: ExitCode) -> None:
-        """The first wish counts, unless it was only to begin again."""
+        """The first request counts, unless it was only to begin again."""
         if self.code in (None, ExitCode.HANDOVER):
             self.code = code
 

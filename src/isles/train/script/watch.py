@@ -24,8 +24,8 @@ from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.run.restarts import read_last_step
+from isles.train.hang.decision import Stall, Standing, find_stall
 from isles.train.hang.relay import ASKED, CARRIED_S, PRINTED
-from isles.train.hang.verdict import Stall, Standing, find_stall
 from isles.train.script.stacks import ScriptStacks
 
 _LOOK_S = 0.5
@@ -140,9 +140,9 @@ class ScriptWatch:
         if self._question is not None:
             self._gather(self._question, now)
             return
-        wish = self._attempt.path / "stacks"
-        if wish.exists():
-            wish.unlink()
+        request = self._attempt.path / "stacks"
+        if request.exists():
+            request.unlink()
             self._ask("somebody asked for the stacks", now, by_hand=True)
             return
         if self._told is not None:

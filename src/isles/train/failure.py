@@ -12,8 +12,8 @@ from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import (
+    Decision,
     Restart,
-    Verdict,
     list_restarts,
     newest_step,
     read_last_step,
@@ -88,28 +88,28 @@ def judge(
     before = [entry for entry in list_restarts(attempt) if entry.is_counted]
     reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
     last = before[-1] if before else None
-    note, verdict = "", _first_verdict(stop)
+    note, decision = "", _first_decision(stop)
     # A script on another host cannot see there that it has reported steps.
     is_new = culprit.get("kind") == "ScriptFailed" and reached is not None
     if culprit.get("will_recur") and not is_new:
-        verdict = "fail"  # a wrong run file, a loss that is not finite: it would come again
+        decision = "fail"  # a wrong run file, a loss that is not finite: it would come again
     elif (
         last is not None
         and _furthest(reached, saved) <= _furthest(last.reached, last.saved)
         and not (culprit.get("is_script") and reached is None)  # it tells nobody how far it is
     ):
-        verdict = "fail"
+        decision = "fail"
         note = (
             f"it is the second loss of a rank without progress: {_at(last.reached)} before, "
             f"{_at(reached)} now; starting once more would change nothing"
         )
-    elif verdict == "restart" and len(before) >= max_restarts:
-        verdict = "fail"
+    elif decision == "restart" and len(before) >= max_restarts:
+        decision = "fail"
         note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
     found = Restart(
         number=restart + 1,
         at=time.time(),
-        verdict=verdict,
+        decision=decision,
         culprit={**culprit, "note": note},
         why=_why(culprit),
         reached=reached,
@@ -119,9 +119,9 @@ def judge(
         is_counted=True,
     )
     settled = write_restart(attempt, found)
-    if settled.verdict == "fail" and settled.culprit is not None:
+    if settled.decision == "fail" and settled.culprit is not None:
         write_failure(attempt, settled.culprit, step=reached)
-    elif settled.verdict == "stop" and stop is not None:
+    elif settled.decision == "stop" and stop is not None:
         lost = f"; {settled.why} before it could save" if settled.reached != saved else ""
         write_stop(attempt, stop, saved, lost)
     return settled
@@ -177,7 +177,7 @@ def _write_outcome(
     write_record(attempt.outcome, {**record, "at": time.time(), "error": error})
 
 
-def _first_verdict(stop: ExitCode | None) -> Verdict:
+def _first_decision(stop: ExitCode | None) -> Decision:
     return "restart" if stop is None else "stop"
 
 

@@ -26,11 +26,11 @@ from isles.run.restarts import (
 from isles.run.stop_request import read_stop_request
 from isles.run.wire import free_port
 from isles.train.ending import Ending
+from isles.train.failure import judge, trouble
 from isles.train.hang.relay import StallsThere
-from isles.train.lobby import Lobby, say
 from isles.train.members import Members, Terms
+from isles.train.rendezvous import RendezvousServer, say
 from isles.train.reports import keep_errors, own_time
-from isles.train.verdict import judge, trouble
 
 Phase = Literal["wait", "run", "settle", "halt", "over"]
 
@@ -42,7 +42,7 @@ _HALT_S = END_GRACE_S + 45.0
 """A node that has not ended its ranks by then is given up."""
 
 
-class Conductor:
+class Coordinator:
     """Decides, from the reports of the nodes, what each of them is to do.
 
     Args:
@@ -50,7 +50,7 @@ class Conductor:
         attempt: this start of it.
         fleet: its nodes.
         terms: of the run file.
-        lobby: who is there.
+        rendezvous: who is there.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Conductor:
         attempt: Attempt,
         fleet: Fleet,
         terms: Terms,
-        lobby: Lobby,
+        rendezvous: RendezvousServer,
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._fleet = fleet
         self._terms = terms
-        self._lobby = lobby
-        self._clock = lobby.clock
+        self._rendezvous = rendezvous
+        self._clock = rendezvous.clock
         self._phase: Phase = "wait"
         self._since = self._waits_since = self._clock()
         self._said_at = self._clock()
         self._waiting = ""
-        self._members = Members(run_dir, attempt, fleet, lobby, terms.max_restarts)
+        self._members = Members(run_dir, attempt, fleet, rendezvous, terms.max_restarts)
         self._ending = Ending(attempt, say)
         self._stalls = StallsThere(run_dir, attempt)
         self._common: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class Conductor:
 
     def look(self) -> None:
         """One look at everything; called ten times a second or so."""
-        self._lobby.look(self._clock())
+        self._rendezvous.look(self._clock())
         if not self.is_over and (gone := deleted(self._attempt)) is not None:
             self._is_now = True
             self.fail(trouble(gone.what, gone.fix, gone.exit_code, id=gone.id))
@@ -108,12 +108,12 @@ class Conductor:
             if self._ending.is_hopeless(error, self._clock()):
                 what, fix = self._ending.words(error), f"look at {self._attempt.path}"
                 self.fail(trouble(what, fix, id="files.output"))
-        for node in self._lobby.there():
-            self._lobby.order(node, self._order(node), self._clock())
+        for node in self._rendezvous.there():
+            self._rendezvous.order(node, self._order(node), self._clock())
 
     def _decide(self) -> None:
         if not self.is_over:
-            self._hear_wishes()
+            self._receive_stop_requests()
         match self._phase:
             case "wait":
                 self._gather()
@@ -128,9 +128,9 @@ class Conductor:
 
     def has_ended(self) -> bool:
         """Whether all nodes have gone, or have had their time to."""
-        seats = self._lobby.seats().values()
+        peers = self._rendezvous.peers().values()
         is_late = self._clock() - self._since > CLOSING_S
-        return self.is_over and (is_late or all(seat.is_done or seat.lost for seat in seats))
+        return self.is_over and (is_late or all(peer.is_done or peer.lost for peer in peers))
 
     def fail(self, culprit: dict[str, Any]) -> None:
         """The run ends because of this, unless it has its outcome."""
@@ -147,7 +147,7 @@ class Conductor:
 
     # What the user wants.
 
-    def _hear_wishes(self) -> None:
+    def _receive_stop_requests(self) -> None:
         request = read_stop_request(self._attempt)
         if request is not None:
             self._is_now = self._is_now or request.kind == "now"
@@ -156,13 +156,13 @@ class Conductor:
             if self._told_stop != len(request.kind):
                 self._told_stop = len(request.kind)
                 say(f"asked to stop ({request.kind}) by {request.by}")
-        for node, seat in self._lobby.seats().items():
-            wish = 0 if seat.lost else int(seat.report.get("wish", 0))
-            if wish == signal.SIGKILL:
+        for node, peer in self._rendezvous.peers().items():
+            number = 0 if peer.lost else int(peer.report.get("stop", 0))
+            if number == signal.SIGKILL:
                 self._is_now = True
-            elif wish and not self._signal:
-                say(f"{self._lobby.label(node)} was asked to stop: all nodes save and stop")
-                self._signal = wish
+            elif number and not self._signal:
+                say(f"{self._rendezvous.label(node)} was asked to stop: all nodes save and stop")
+                self._signal = number
         if self._is_now:
             self._stop("asked to stop at once", ExitCode.INTERRUPTED)
 
@@ -185,14 +185,14 @@ class Conductor:
         if self._stop_code is not None:
             self._stop("asked to stop while no rank was there", self._stop_code)
             return
-        if (refusal := self._lobby.fatal) is not None:
+        if (refusal := self._rendezvous.fatal) is not None:
             self.fail(trouble(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
             return
         lost = self._members.lost()
         if lost and not self._fleet.is_elastic:
             self.fail(self._members.lost_culprit(lost[0]))
             return
-        there = self._lobby.there()
+        there = self._rendezvous.there()
         is_first = not self._members.nodes
         has_head = 0 in there or not self._terms.needs_head
         waited_s = self._clock() - self._waits_since
@@ -244,7 +244,7 @@ class Conductor:
         self._common = {
             "world_size": members.world_size,
             "script": self._terms.is_script,
-            "store": [address, self._lobby.seats()[there[0]].store],
+            "store": [address, self._rendezvous.peers()[there[0]].store],
             "master": [address, free_port(address)],
             "resume_from": str(checkpoint) if checkpoint is not None else None,
         }
@@ -284,7 +284,7 @@ class Conductor:
         if ExitCode.HANDOVER in codes:
             self._enter("wait")
         elif codes <= {ExitCode.OK}:
-            # A user's script leaves no outcome; one that a wish to stop has reached ends not so.
+            # A user's script leaves no outcome; one that a stop request has reached ends not so.
             self._ending.finish()
             self._enter("over")
         elif self._stop_code is not None:
@@ -337,9 +337,9 @@ class Conductor:
 
     def _judge(self, culprit: dict[str, Any]) -> None:
         attempt, restart, terms = self._attempt, self._members.restart, self._terms
-        with suppress(OSError):  # the reserve is kept for the verdict
+        with suppress(OSError):  # the reserve is kept for the decision
             keep_errors(attempt, restart, self._members.said())
-        verdict = lambda: judge(  # noqa: E731
+        decision = lambda: judge(  # noqa: E731
             self._run_dir,
             attempt,
             restart,
@@ -347,7 +347,7 @@ class Conductor:
             max_restarts=terms.max_restarts,
             stop=self._stop_code,
         )
-        if self._ending.tries(verdict):
+        if self._ending.tries(decision):
             self._enter("halt")
         else:
             # Where nothing can be put on record, nothing could be saved: no reason to go on.
@@ -361,8 +361,8 @@ class Conductor:
         elif not busy:
             self._enter("wait")
         elif self._clock() - self._since > _HALT_S:
-            for seat in busy:
-                self._lobby.drop(seat, f"it has not ended its ranks within {_HALT_S:.0f} s")
+            for peer in busy:
+                self._rendezvous.drop(peer, f"it has not ended its ranks within {_HALT_S:.0f} s")
 
     # What the nodes are told.
 

@@ -18,7 +18,7 @@ from isles.run.fleet import Fleet, FleetNode
 from isles.run.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
 from isles.run.process import ProcessId
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
-from isles.train.strangers import Strangers
+from isles.train.connection_limit import ConnectionLimit
 
 _ENOUGH = 12
 """So many digits of the digest are taken for the whole of it."""
@@ -30,7 +30,7 @@ _PAUSE_S = 0.2
 
 
 @dataclass(slots=True)
-class Seat:
+class NodeConnection:
     """One node that has come.
 
     Args:
@@ -90,7 +90,7 @@ class Identity:
     versions: dict[str, str]
 
 
-class Lobby:
+class RendezvousServer:
     """Takes in the nodes of one start and hears their reports.
 
     Args:
@@ -98,7 +98,7 @@ class Lobby:
         fleet: who is to come.
         identity: of this start.
         files: what a node that has nothing yet is given: its name and content.
-        clock: seconds that only ever grow, for the conductor as well.
+        clock: seconds that only ever grow, for the coordinator as well.
     """
 
     def __init__(
@@ -115,66 +115,66 @@ class Lobby:
         self._identity = identity
         self._files = files
         self._lock = threading.Lock()
-        self._seats: dict[int, Seat] = {}
+        self._peers: dict[int, NodeConnection] = {}
         self._dropped: set[str] = set()
         self.refused: Refusal | None = None
         """The last one."""
         self.fatal: Refusal | None = None
         """One of a node without which the run cannot begin."""
-        self._strangers = Strangers(say)
+        self._unknown = ConnectionLimit(say)
         self._is_closed = threading.Event()
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
-    def seats(self) -> dict[int, Seat]:
+    def peers(self) -> dict[int, NodeConnection]:
         """Who has come, by node; also those that are lost."""
         with self._lock:
-            return dict(self._seats)
+            return dict(self._peers)
 
     def there(self) -> list[int]:
         """The nodes that are here now."""
-        return sorted(node for node, seat in self.seats().items() if not seat.lost)
+        return sorted(node for node, peer in self.peers().items() if not peer.lost)
 
     def label(self, node: int) -> str:
         """A node as messages call it."""
-        seat = self.seats().get(node)
-        if self._fleet.launcher == "local" and seat is not None:
-            return f"node {node} ({seat.process.host}, agent {seat.process.pid})"
+        peer = self.peers().get(node)
+        if self._fleet.launcher == "local" and peer is not None:
+            return f"node {node} ({peer.process.host}, agent {peer.process.pid})"
         return self._node(node).label
 
     def look(self, now_s: float) -> None:
         """Take for lost whoever has been silent for too long."""
-        for seat in self.seats().values():
-            silent_s = seat.silence.look(now_s)
-            if seat.lost or seat.is_done:
+        for peer in self.peers().values():
+            silent_s = peer.silence.look(now_s)
+            if peer.lost or peer.is_done:
                 continue
-            if seat.wire is None and silent_s > GONE_AFTER_S:
-                self.drop(seat, "its agent has ended without a word")
+            if peer.wire is None and silent_s > GONE_AFTER_S:
+                self.drop(peer, "its agent has ended without a word")
             elif silent_s > LOST_AFTER_S:
-                self.drop(seat, f"it has not been heard of for {silent_s:.0f} s")
+                self.drop(peer, f"it has not been heard of for {silent_s:.0f} s")
 
-    def drop(self, seat: Seat, why: str) -> None:
+    def drop(self, peer: NodeConnection, why: str) -> None:
         """This node is lost; its agent is told so, should it still be there."""
         with self._lock:
-            seat.lost = why
-            self._dropped.add(seat.token)
-        say(f"{self.label(seat.node)} is lost: {why}")
-        self._part(seat, seat.wire)
+            peer.lost = why
+            self._dropped.add(peer.token)
+        say(f"{self.label(peer.node)} is lost: {why}")
+        self._part(peer, peer.wire)
 
     def order(self, node: int, order: dict[str, Any], now_s: float) -> None:
         """Tell a node what it is to do; said again every second, as a sign of life."""
-        seat = self.seats().get(node)
+        peer = self.peers().get(node)
         # Once: the thread that hears this node may take it away at any time.
-        wire = seat.wire if seat is not None else None
-        if seat is None or wire is None:
+        wire = peer.wire if peer is not None else None
+        if peer is None or wire is None:
             return
-        if order == seat.sent and now_s - seat.sent_at < SIGN_EVERY_S:
+        if order == peer.sent and now_s - peer.sent_at < SIGN_EVERY_S:
             return
         try:
             wire.send({"order": order})
         except OSError:
-            self._part(seat, wire)
+            self._part(peer, wire)
             return
-        seat.sent, seat.sent_at = order, now_s
+        peer.sent, peer.sent_at = order, now_s
 
     def close(self) -> None:
         """Take in nobody more, and end all connections."""
@@ -182,8 +182,8 @@ class Lobby:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for seat in self.seats().values():
-            self._part(seat, seat.wire)
+        for peer in self.peers().values():
+            self._part(peer, peer.wire)
 
     def _node(self, number: int) -> FleetNode:
         return self._fleet.nodes[number]
@@ -199,17 +199,17 @@ class Lobby:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         wire = Wire(connection)
-        self._strangers.come(wire)
+        self._unknown.come(wire)
         try:
             first = wire.receive(HELLO_S, GREETING_BYTES) or {}
-            self._strangers.greeted(wire)
+            self._unknown.greeted(wire)
             if "fetch" in first:
                 self._check_digest(str(first["fetch"]))
                 wire.send({"files": self._files()})
             elif "hello" in first:
                 self._hear(self._take_in(first["hello"], wire), wire)
         except Refusal as refusal:
-            self._strangers.tell(f"refused {address}: {refusal.what}")
+            self._unknown.tell(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
             with suppress(OSError):
@@ -220,41 +220,41 @@ class Lobby:
             pass  # it has gone, or knocks at every port
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             found = f"{type(error).__name__}: {error!r:.200}"
-            self._strangers.tell(f"{address} has sent what no node sends: {found}")
+            self._unknown.tell(f"{address} has sent what no node sends: {found}")
         finally:
-            self._strangers.greeted(wire)
+            self._unknown.greeted(wire)
             wire.close()
 
-    def _hear(self, seat: Seat, wire: Wire) -> None:
+    def _hear(self, peer: NodeConnection, wire: Wire) -> None:
         try:
             while True:
                 message = wire.receive(LOST_AFTER_S)
-                if seat.wire is not wire:
+                if peer.wire is not wire:
                     return
                 if message is None:
                     continue  # how long a silence may last, is for `look` to say
-                seat.silence.heard()
-                report = message.get("report", seat.report)
+                peer.silence.heard()
+                report = message.get("report", peer.report)
                 if not isinstance(report, dict):
                     raise NotOurs("no report")
-                seat.report = report
-                seat.skew_s = time.time() - float(message.get("clock", time.time()))
+                peer.report = report
+                peer.skew_s = time.time() - float(message.get("clock", time.time()))
                 if message.get("bye"):
-                    seat.is_done = True
+                    peer.is_done = True
                     return
         finally:
-            self._part(seat, wire)
+            self._part(peer, wire)
 
-    def _part(self, seat: Seat, wire: Wire | None) -> None:
+    def _part(self, peer: NodeConnection, wire: Wire | None) -> None:
         if wire is not None:
             wire.close()
         with self._lock:
-            if seat.wire is wire and wire is not None:
-                seat.wire = None
+            if peer.wire is wire and wire is not None:
+                peer.wire = None
                 # A process that has ended closes its connection: its silence begins here.
-                seat.silence.heard()
+                peer.silence.heard()
 
-    def _take_in(self, hello: dict[str, Any], wire: Wire) -> Seat:
+    def _take_in(self, hello: dict[str, Any], wire: Wire) -> NodeConnection:
         self._check(hello)
         process = ProcessId.from_record(hello["process"])
         if process is None:
@@ -263,26 +263,26 @@ class Lobby:
         with self._lock:
             if token in self._dropped:
                 raise Refusal("this node was taken for lost", "it can join again as a new one")
-            seat = self._seats.get(node)
-            if seat is not None and seat.token != token and not seat.lost:
-                if seat.wire is not None:
+            peer = self._peers.get(node)
+            if peer is not None and peer.token != token and not peer.lost:
+                if peer.wire is not None:
                     raise Refusal(
-                        f"node {node} is there already: {seat.process.host}, process "
-                        f"{seat.process.pid}",
+                        f"node {node} is there already: {peer.process.host}, process "
+                        f"{peer.process.pid}",
                         "start each node once, each with its own number",
                     )
-                seat.lost = "another agent has taken its place"
-            if seat is None or seat.token != token:
+                peer.lost = "another agent has taken its place"
+            if peer is None or peer.token != token:
                 store = int(hello.get("store", 0))
-                seat = Seat(node, token, process, Silence(self.clock()), None, store)
-                self._seats[node] = seat
+                peer = NodeConnection(node, token, process, Silence(self.clock()), None, store)
+                self._peers[node] = peer
             # Before anybody can send an order here: it is the first word that the agent expects.
             wire.send({"welcome": {"pid": os.getpid()}})
-            old, seat.wire, seat.sent = seat.wire, wire, {}
-            seat.silence.heard()
+            old, peer.wire, peer.sent = peer.wire, wire, {}
+            peer.silence.heard()
         if old is not None and old is not wire:
             old.close()
-        return seat
+        return peer
 
     def _check(self, hello: dict[str, Any]) -> None:
         mine, node = self._identity, int(hello["node"])

@@ -65,7 +65,7 @@ class Part:
     is_script: bool
 
 
-class Crew:
+class WorkerGroup:
     """The ranks of one node.
 
     Which ranks they are and with whom, and whether they are started again, is for others to say.

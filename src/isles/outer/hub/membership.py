@@ -12,13 +12,13 @@ from isles.outer.hub.settings import Settings
 from isles.outer.messages import Beat, Join
 
 _LONGEST_ROUND = 100_000
-"""Inner steps that a cluster may wish for in a round."""
+"""Inner steps that a cluster may ask for in a round."""
 _GONE = 20
 """A member that is not heard for so many times `dead_after` has gone: its samples are dealt to
 others, and it joins anew when it comes back. Until then it may go on with them."""
 
 
-class Roster:
+class Membership:
     """Members by number, in the order in which they first joined."""
 
     def __init__(
@@ -165,8 +165,8 @@ class Roster:
     def pace(self) -> int:
         """Inner steps in a round such that no living member's link is too slow for it."""
         living = {row["number"] for row in self.living()}
-        wishes = [beat.pace for n, beat in self.beats.items() if n in living]
-        return min(max(wishes, default=0), _LONGEST_ROUND)
+        paces = [beat.pace for n, beat in self.beats.items() if n in living]
+        return min(max(paces, default=0), _LONGEST_ROUND)
 
     def touch(self, number: int) -> None:
         """Something came from a member: as good as a beat."""

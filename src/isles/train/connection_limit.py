@@ -18,7 +18,7 @@ _LINES, _LINE_EVERY_S = 20, 10.0
 _LONGEST = 400
 
 
-class Strangers:
+class ConnectionLimit:
     """Keeps their number small and their words harmless.
 
     Args:

@@ -48,7 +48,7 @@ _SLOW_START_S = 180.0
 
 
 @dataclass(slots=True)
-class Outlook:
+class SyncState:
     """How the outer steps stand, as all ranks know it; what decisions rest on.
 
     Args:
@@ -99,7 +99,7 @@ class Pace:
             self.round_bytes = all_moved * num_fragments // len(self._turns)
 
 
-class Chief:
+class OuterCoordinator:
     """Rank 0's half of the outer steps.
 
     Args:
@@ -136,7 +136,7 @@ class Chief:
         self._recorder, self._clock = recorder, clock
         self._began = clock()
         self._orders: list[Order] = []
-        self._asked = self._wish = 0
+        self._asked = self._wanted_pace = 0
         self._due: TurnDue | None = None
         self._refusal: Refused | None = None
         self._lost_at: float | None = None
@@ -156,13 +156,13 @@ class Chief:
         """Inner steps in which all fragments have a turn, around this one."""
         if self._schedule is not None:
             return self._schedule.round_steps(turn)
-        return max(self.line.pace, self._wish, LEAST)
+        return max(self.line.pace, self._wanted_pace, LEAST)
 
-    def _settle_wish(self) -> None:
+    def _choose_pace(self) -> None:
         """With `auto`: how long a round should be for this cluster's link."""
         pace = self.pace
         if self._config.sync_every == "auto" and pace.bytes_per_s and pace.step_s:
-            self._wish = auto_sync_every(
+            self._wanted_pace = auto_sync_every(
                 size_bytes=pace.round_bytes,
                 link_bytes_per_s=pace.bytes_per_s,
                 step_s=pace.step_s,
@@ -180,32 +180,32 @@ class Chief:
         for event in self.line.poll():
             self._hear(event)
 
-    def plan(self, outlook: Outlook) -> bool:
+    def plan(self, sync_state: SyncState) -> bool:
         """Decide what is to be done after the step that begins now; whether there is anything."""
         self.listen()
-        self._claim(outlook)
+        self._claim(sync_state)
         changes = any(isinstance(order, Take | Adopt | Reset) for order in self._orders)
-        if not changes and self._is_due(outlook):
-            self._orders.append(Contribute(self.next_turn(outlook)))
-        self.report(outlook)
+        if not changes and self._is_due(sync_state):
+            self._orders.append(Contribute(self.next_turn(sync_state)))
+        self.report(sync_state)
         return bool(self._orders)
 
-    def report(self, outlook: Outlook, *, ends: bool = False) -> None:
+    def report(self, sync_state: SyncState, *, ends: bool = False) -> None:
         """What the others are told of this cluster.
 
         Args:
-            outlook: how it stands.
+            sync_state: how it stands.
             ends: nothing of it is left that is in no average, nor will be.
         """
         self._ends = self._ends or ends
         status = self._recorder.status
         between = status.get("outer") or {}
         progress = Progress(
-            step=outlook.step,
-            since=outlook.steps - outlook.contributed_at,
+            step=sync_state.step,
+            since=sync_state.steps - sync_state.contributed_at,
             tokens_per_s=_finite(status.get("tokens_per_second")) or 0.0,
             phase=str(status["phase"]),
-            pace=self._wish,
+            pace=self._wanted_pace,
             loss=_finite(status.get("loss")),
             exposed_s=between.get("exposed_s", 0.0),
             hidden_s=between.get("hidden_s", 0.0),
@@ -219,16 +219,16 @@ class Chief:
         self._asked -= sum(b - a for o in found if isinstance(o, Claimed) for a, b in o.samples)
         return found
 
-    def next_turn(self, outlook: Outlook) -> int:
+    def next_turn(self, sync_state: SyncState) -> int:
         """The turn to which this cluster contributes next."""
-        return max(outlook.version, max(outlook.sent, default=-1) + 1)
+        return max(sync_state.version, max(sync_state.sent, default=-1) + 1)
 
-    def restock(self, outlook: Outlook, *, is_late: bool) -> None:
+    def restock(self, sync_state: SyncState, *, is_late: bool) -> None:
         """The samples are used up: ask for more, or go on without."""
-        self._claim(outlook)
+        self._claim(sync_state)
         has_news = any(isinstance(order, Claimed) for order in self._orders)
-        if is_late and not has_news and outlook.samples_left < self._batch:
-            self._orders.append(UseReserve(self._wanted(outlook)))
+        if is_late and not has_news and sync_state.samples_left < self._batch:
+            self._orders.append(UseReserve(self._wanted(sync_state)))
             if not self.uses_reserve:
                 self._recorder.note(
                     f"no samples are dealt: until {self._they_are} back this cluster reads samples "
@@ -269,38 +269,38 @@ class Chief:
             id="rendezvous.silent",
         )
 
-    def _claim(self, outlook: Outlook) -> None:
+    def _claim(self, sync_state: SyncState) -> None:
         """Have samples for at least a round ahead: claims travel while steps go on."""
-        wanted = self._wanted(outlook)
-        if outlook.samples_left + self._asked < wanted:
+        wanted = self._wanted(sync_state)
+        if sync_state.samples_left + self._asked < wanted:
             self._asked += wanted
             self.line.claim(wanted)
 
-    def _wanted(self, outlook: Outlook) -> int:
+    def _wanted(self, sync_state: SyncState) -> int:
         """Samples for a round, or for the steps that are left."""
-        steps = self.round_steps(self.next_turn(outlook))
+        steps = self.round_steps(self.next_turn(sync_state))
         steps = min(max(steps, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
         if self._total_steps is not None:
-            steps = min(steps, self._total_steps - outlook.step)
+            steps = min(steps, self._total_steps - sync_state.step)
         return steps * self._batch
 
-    def _is_due(self, outlook: Outlook) -> bool:
+    def _is_due(self, sync_state: SyncState) -> bool:
         """Whether this cluster contributes after the step that begins now."""
-        turn = self.next_turn(outlook)
+        turn = self.next_turn(sync_state)
         fragment = turn % self._num_fragments
-        if self.is_behind or not self.decided <= turn < outlook.version + _OPEN_TURNS:
+        if self.is_behind or not self.decided <= turn < sync_state.version + _OPEN_TURNS:
             return False
-        if any(other % self._num_fragments == fragment for other in outlook.sent):
+        if any(other % self._num_fragments == fragment for other in sync_state.sent):
             return False
-        if self._due is not None and self._due.turn == turn and outlook.has_learnt:
+        if self._due is not None and self._due.turn == turn and sync_state.has_learnt:
             log.info(
                 "outer turn=%d closes in seconds=%.1f: contributing what there is",
                 turn,
                 self._due.due_in_s,
             )
             return True
-        since = outlook.steps + 1 - outlook.contributed_at
-        return since >= self.interval(turn) and outlook.step + 1 >= self.step_of(turn)
+        since = sync_state.steps + 1 - sync_state.contributed_at
+        return since >= self.interval(turn) and sync_state.step + 1 >= self.step_of(turn)
 
     def _hear(self, event: Event) -> None:
         """What follows from an event."""
@@ -314,7 +314,7 @@ class Chief:
                 self._due = event
             case Committed():
                 self.pace.turn_done(event, self._num_fragments)
-                self._settle_wish()
+                self._choose_pace()
                 self._orders.append(Take(event, self._capped(self.step_of(event.turn))))
             case Behind():
                 self.is_behind = True

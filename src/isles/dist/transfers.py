@@ -35,7 +35,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Transfer:
     """One file, or some of its parts, on the way.
 
     Args:
@@ -75,8 +75,8 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def send_parcels(
-    parcels: Sequence[Parcel],
+def send_files(
+    transfers: Sequence[Transfer],
     folder: Path,
     world: World,
     group: dist.ProcessGroup,
@@ -89,7 +89,7 @@ def send_parcels(
     all hear of it a few pieces later.
 
     Args:
-        parcels: the same on every rank.
+        transfers: the same on every rank.
         folder: where this rank reads what it sends, and writes what it takes.
         world: the ranks.
         group: a CPU group of all of them, over which nothing else is sent meanwhile.
@@ -99,27 +99,27 @@ def send_parcels(
         TrainingError: a file could not be read or written, a disk is too small, or what has come
             is not what was sent; the same error on every rank.
     """
-    if not parcels:
+    if not transfers:
         return
     ends = _Ends(folder, world, group)
     try:
-        ends.check_space(parcels)
+        ends.check_space(transfers)
         ends.hear_faults()
         at_once = PIECE_BYTES * _PIECES_TOGETHER
-        done, heard, total = 0, 0, sum(parcel.size_bytes for parcel in parcels)
-        for parcel in parcels:
-            ends.begin(parcel)
-            for start in range(0, parcel.size_bytes, at_once):
-                stop = min(parcel.size_bytes, start + at_once)
+        done, heard, total = 0, 0, sum(transfer.size_bytes for transfer in transfers)
+        for transfer in transfers:
+            ends.begin(transfer)
+            for start in range(0, transfer.size_bytes, at_once):
+                stop = min(transfer.size_bytes, start + at_once)
                 sizes = [min(PIECE_BYTES, stop - at) for at in range(start, stop, PIECE_BYTES)]
-                ends.exchange(parcel, sizes)
+                ends.exchange(transfer, sizes)
                 done += stop - start
                 if done - heard >= at_once:
                     ends.hear_faults()
                     heard = done
                 progress(done, total)
-            ends.end(parcel)
-        ends.compare(parcels)
+            ends.end(transfer)
+        ends.compare(transfers)
     finally:
         ends.close()
 
@@ -210,18 +210,18 @@ class _Places:
 
 
 class _Ends:
-    """One rank's ends of all parcels: sends, takes, or only hears how it goes."""
+    """One rank's ends of all transfers: sends, takes, or only hears how it goes."""
 
     def __init__(self, folder: Path, world: World, group: dist.ProcessGroup) -> None:
         self._folder, self._world, self._group = folder, world, group
         self._file: _Outgoing | Incoming | None = None
         self._fault: UserError | None = None
-        self._digests: list[str] = []  # of each parcel; empty where this rank has no part in it
+        self._digests: list[str] = []  # of each transfer; empty where this rank has no part in it
         # Two: one is read or written while the other is on its way.
         self._buffers: list[torch.Tensor] = []
 
-    def check_space(self, parcels: Sequence[Parcel]) -> None:
-        wanted = sum(p.size_bytes for p in parcels if self._world.rank in p.takers)
+    def check_space(self, transfers: Sequence[Transfer]) -> None:
+        wanted = sum(p.size_bytes for p in transfers if self._world.rank in p.takers)
         if wanted:
             self._guard("", lambda: self._check_space(wanted))
 
@@ -229,46 +229,46 @@ class _Ends:
         """Raise what has befallen any rank, on all of them."""
         raise_first(self._world.gather(self._fault, group=self._group))
 
-    def begin(self, parcel: Parcel) -> None:
-        path = self._folder / _plain(parcel.name)
-        if self._world.rank == parcel.sender:
-            self._guard(parcel.name, lambda: self._use(_Outgoing(path, parcel.spans)))
-        elif self._world.rank in parcel.takers:
-            self._guard(parcel.name, lambda: self._use(Incoming(path, parcel.spans)))
+    def begin(self, transfer: Transfer) -> None:
+        path = self._folder / _plain(transfer.name)
+        if self._world.rank == transfer.sender:
+            self._guard(transfer.name, lambda: self._use(_Outgoing(path, transfer.spans)))
+        elif self._world.rank in transfer.takers:
+            self._guard(transfer.name, lambda: self._use(Incoming(path, transfer.spans)))
 
-    def exchange(self, parcel: Parcel, sizes: Sequence[int]) -> None:
+    def exchange(self, transfer: Transfer, sizes: Sequence[int]) -> None:
         """Send or take pieces of these sizes."""
         if not self._buffers:
             self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(2)]
-        if self._world.rank == parcel.sender:
-            self._send(parcel, sizes)
-        elif self._world.rank in parcel.takers:
-            self._take(parcel, sizes)
+        if self._world.rank == transfer.sender:
+            self._send(transfer, sizes)
+        elif self._world.rank in transfer.takers:
+            self._take(transfer, sizes)
 
-    def end(self, parcel: Parcel) -> None:
+    def end(self, transfer: Transfer) -> None:
         self._digests.append("")
         if self._file is not None:
             file, self._file = self._file, None
-            self._guard(parcel.name, lambda: self._note(file.end()))
+            self._guard(transfer.name, lambda: self._note(file.end()))
             file.close()
 
-    def compare(self, parcels: Sequence[Parcel]) -> None:
+    def compare(self, transfers: Sequence[Transfer]) -> None:
         """Everything has come: compare what was read with what was written."""
         found = self._world.gather((self._fault, self._digests), group=self._group)
         raise_first([fault for fault, _ in found])
-        for number, parcel in enumerate(parcels):
-            if self._world.rank in parcel.takers:
-                sent = found[parcel.sender][1][number]
-                wanted = parcel.sha256 or sent
+        for number, transfer in enumerate(transfers):
+            if self._world.rank in transfer.takers:
+                sent = found[transfer.sender][1][number]
+                wanted = transfer.sha256 or sent
                 if self._digests[number] != wanted:
-                    self._fault = self._fault or self._changed(parcel, sent == wanted)
+                    self._fault = self._fault or self._changed(transfer, sent == wanted)
         self.hear_faults()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _send(self, parcel: Parcel, sizes: Sequence[int]) -> None:
+    def _send(self, transfer: Transfer, sizes: Sequence[int]) -> None:
         file = self._file
         sent: list[list[Any]] = []
         for number, size in enumerate(sizes):
@@ -276,25 +276,25 @@ class _Ends:
             while len(sent) > 1:
                 self._wait(sent.pop(0))
             if isinstance(file, _Outgoing):
-                self._guard(parcel.name, lambda f=file, p=piece: f.read(p.numpy().data))  # type: ignore[misc]
-            sent.append([dist.isend(piece, rank, self._group) for rank in parcel.takers])
+                self._guard(transfer.name, lambda f=file, p=piece: f.read(p.numpy().data))  # type: ignore[misc]
+            sent.append([dist.isend(piece, rank, self._group) for rank in transfer.takers])
         for works in sent:
             self._wait(works)
 
-    def _take(self, parcel: Parcel, sizes: Sequence[int]) -> None:
+    def _take(self, transfer: Transfer, sizes: Sequence[int]) -> None:
         file = self._file
-        coming = [self._receive(parcel, 0, sizes)]
+        coming = [self._receive(transfer, 0, sizes)]
         for number, size in enumerate(sizes):
             if number + 1 < len(sizes):
-                coming.append(self._receive(parcel, number + 1, sizes))
+                coming.append(self._receive(transfer, number + 1, sizes))
             self._wait([coming.pop(0)])
             piece = self._buffers[number % 2][:size]
             if isinstance(file, Incoming):
-                self._guard(parcel.name, lambda f=file, p=piece: f.write(p.numpy().data))  # type: ignore[misc]
+                self._guard(transfer.name, lambda f=file, p=piece: f.write(p.numpy().data))  # type: ignore[misc]
 
-    def _receive(self, parcel: Parcel, number: int, sizes: Sequence[int]) -> Any:
+    def _receive(self, transfer: Transfer, number: int, sizes: Sequence[int]) -> Any:
         piece = self._buffers[number % 2][: sizes[number]]
-        return dist.irecv(piece, parcel.sender, self._group)
+        return dist.irecv(piece, transfer.sender, self._group)
 
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:
@@ -336,11 +336,11 @@ class _Ends:
                 id="checkpoint.unsaved",
             )
 
-    def _changed(self, parcel: Parcel, sent_right: bool) -> TrainingError:
+    def _changed(self, transfer: Transfer, sent_right: bool) -> TrainingError:
         when = "on its way" if sent_right else "on the disk that it was read from"
         return TrainingError(
-            f"{parcel.name} has changed {when}: its SHA-256 is not that of what was to be sent",
-            where=f"{self._where()}, sent by rank {parcel.sender}",
+            f"{transfer.name} has changed {when}: its SHA-256 is not that of what was to be sent",
+            where=f"{self._where()}, sent by rank {transfer.sender}",
             fix="start again; if it comes again, look after the network card, the memory and the "
             "disk of both machines",
             id="checkpoint.broken",
