@@ -182,9 +182,10 @@ def test_a_rank_that_becomes_slow_gets_fewer_rows(run_file: Path) -> None:
 
 
 @contextlib.contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Other work on the machine, inside a `with`."""
-    command = [sys.executable, "-c", "while True: pass"]
+def busy(processes: int, core: int | None = None) -> Iterator[None]:
+    """Other work on the machine, on any core or on one, inside a `with`."""
+    only = "" if core is None else f"import os; os.sched_setaffinity(0, {{{core}}})\n"
+    command = [sys.executable, "-c", f"{only}while True: pass"]
     others = [subprocess.Popen(command) for _ in range(processes)]
     try:
         yield
@@ -195,8 +196,8 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_file: Path) -> None:
-    """One run alone, and one with other work and a rank that is slow for seconds, again and again,
-    from before its first step on."""
+    """One run alone, and one with other work on all cores, and on one of them again and again, from
+    before its first step on."""
     options = ("balance=auto", "training.global_batch_size=32", "data.seq_length=128")
     length = ("training.max_steps=120", f"output_dir={run_file.parent / 'runs'}")
     alone, code = train_to_end(run_file, 2, *options, *length)
@@ -204,7 +205,7 @@ def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_fil
     disturbed, _, gang = start_training(run_file, 2, *options, *length, resume="no")
     with busy(2):
         while not gang.wait_or_timeout(3.0):
-            with slowed({gang.processes[1].pid or 0: 4.0}):
+            with busy(3, core=min(os.sched_getaffinity(0))):
                 if gang.wait_or_timeout(3.0):
                     break
     assert gang.wait() == [0, 0]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from isles.launch.meeting import end_rendezvous, rendezvous_process
 from isles.monitor.stop import end_here, wait_for_end
 from isles.run.find import find_any, find_cluster
 from isles.run.paths import RunDir
-from isles.run.records import read_rows
+from isles.run.records import read_record, read_rows
 from isles.run.several import SeveralRun
 from isles.run.signals import kill_now
 from tests.deadline import DEADLINE_S
+from tests.slowdown import slowed
 
 CLUSTERS = [{"name": "a"}, {"name": "b", "gpus_per_node": 2, "strategy": {"kind": "fsdp"}}]
 OUTER = {"kind": "diloco", "sync_every": 4, "fragments": 2, "codec": "int8", "deadline": "120s"}
@@ -97,6 +98,17 @@ def averaged(command: Command) -> set[str]:
     return {line.partition(" ")[0] for line in lines}
 
 
+@contextmanager
+def unhurried(run: object) -> Iterator[None]:
+    """The first cluster takes its time inside a `with`: the run will not be over before its end."""
+    assert isinstance(run, SeveralRun)
+    attempt = RunDir(Path(run.clusters[0].path)).last_attempt()
+    assert attempt is not None
+    pid = int((read_record(attempt.rank_record(0)) or {})["pid"])
+    with slowed({pid: 50.0}, period_s=0.5):
+        yield
+
+
 def kill_all(run: SeveralRun, command: Command) -> None:
     """As a power cut."""
     command.process.kill()
@@ -116,18 +128,19 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
     try:
         command.until(lambda: {"a", "b"} <= averaged(command), "a turn of both")
         run = find_any("t", output_dir)
-        assert isinstance(run, SeveralRun) and run.name == "t-1"
-        secret = run.join_file.read_text().strip().rpartition("#")[2].partition(".")[0]
-        shown: dict[str, Any] = {}
+        with unhurried(run):
+            assert isinstance(run, SeveralRun) and run.name == "t-1"
+            secret = run.join_file.read_text().strip().rpartition("#")[2].partition(".")[0]
+            shown: dict[str, Any] = {}
 
-        def shows_both() -> bool:
-            shown.update(json.loads(isles("status", "t", "--json", here)))
-            return all(entry["report"]["outer"] for entry in shown["clusters"])
+            def shows_both() -> bool:
+                shown.update(json.loads(isles("status", "t", "--json", here)))
+                return all(entry["report"]["outer"] for entry in shown["clusters"])
 
-        command.until(shows_both, "a status of both, which is written now and then")
-        assert shown["state"] == "running" and not shown["rendezvous_fault"]
-        assert {member["name"] for member in shown["rendezvous"]["members"]} == {"a", "b"}
-        command.process.send_signal(signal.SIGINT)
+            command.until(shows_both, "a status of both, which is written now and then")
+            assert shown["state"] == "running" and not shown["rendezvous_fault"]
+            assert {member["name"] for member in shown["rendezvous"]["members"]} == {"a", "b"}
+            command.process.send_signal(signal.SIGINT)
         assert command.ended() == 130, command.text
         assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
         assert rendezvous_process(run.state) is None
@@ -135,11 +148,12 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
         command = Command(two, "second.log")
         command.until(lambda: {"a", "b"} <= averaged(command), "turns after a stop")
         assert "going on with t-1" in command.text
-        process = rendezvous_process(run.state)
-        assert process is not None
-        kill_now(process)
-        command.until(lambda: "and is started again" in command.text, "a new rendezvous")
-        kill_all(run, command)
+        with unhurried(run):
+            process = rendezvous_process(run.state)
+            assert process is not None
+            kill_now(process)
+            command.until(lambda: "and is started again" in command.text, "a new rendezvous")
+            kill_all(run, command)
 
         command = Command(two, "third.log")
         assert command.ended() == 0, command.text
@@ -231,9 +245,10 @@ def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_
         command.until(lambda: {"a", "b"} <= averaged(command), "a turn of both")
         run = find_any("t", output_dir)
         assert isinstance(run, SeveralRun) and not run.meets and not run.state.exists()
-        shown = isles("status", "t", here)
-        assert "without a rendezvous" in shown and "does not reach" not in shown
-        command.process.send_signal(signal.SIGINT)
+        with unhurried(run):
+            shown = isles("status", "t", here)
+            assert "without a rendezvous" in shown and "does not reach" not in shown
+            command.process.send_signal(signal.SIGINT)
         assert command.ended() == 130, command.text
         assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
         command = Command(two, "peers-again.log")
