@@ -444,7 +444,7 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
         id=member_id("b"),
         version=3,
         outer_params=[f"{3:064x}"],
-        files=[StateFile(name="outer_params.safetensors", size_bytes=10, digest=ZERO)],
+        files=[StateFile(name="outer-params.safetensors", size_bytes=10, digest=ZERO)],
     )
     number = world.core.offer_state(offer)
     assert world.core.offer_state(offer) == number  # it goes on
