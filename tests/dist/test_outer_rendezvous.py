@@ -334,7 +334,7 @@ async def _straggler(folder: Path) -> None:
             assert not pulling.done()
         header = json.dumps({"__metadata__": {"version": "6"}}).encode()
         body = len(header).to_bytes(8, "little") + header + os.urandom(3 * CHUNK_BYTES)
-        state = folder / "outer_params.safetensors"
+        state = folder / "outer-params.safetensors"
         state.write_bytes(body)
         at_six = list(outer_params)
         a.channel.up.bytes_per_s = 4e6
