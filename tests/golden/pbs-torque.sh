@@ -187,7 +187,7 @@ terminated=''
 trap 'terminated=--terminated' TERM
 
 decide() {
-  (setting >/dev/null && exec python -m isles.train.conclude "$ISLES_RUN_DIR" --attempt 1 \
+  (setting >/dev/null && exec python -m isles.agent.conclude "$ISLES_RUN_DIR" --attempt 1 \
     --job "PBS job $PBS_JOBID" --output "$attempt_dir/pbs.log" "$@")
 }
 

@@ -106,7 +106,7 @@ trap before_the_limit USR1
 trap 'signalled=1 terminated=--terminated' TERM
 
 decide() {
-  python -m isles.train.conclude "$ISLES_RUN_DIR" --attempt 1 \
+  python -m isles.agent.conclude "$ISLES_RUN_DIR" --attempt 1 \
     --job "Slurm job $SLURM_JOB_ID" --output "$attempt_dir/slurm-$SLURM_JOB_ID.out" "$@"
 }
 

@@ -9,8 +9,8 @@ import pytest
 
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
-from isles.train.conclude import begin, conclude
-from isles.train.requeue import go_on
+from isles.agent.conclude import begin, conclude
+from isles.agent.requeue import go_on
 from tests.unit.test_slurm import Job
 
 

@@ -111,7 +111,7 @@ def test_without_torchrun_it_is_isles_train(tmp_path: Path) -> None:
 
     done = run("--dry-run", "name=alone")
     assert done.returncode == 0, done.stderr
-    assert f"isles.train.agent {tmp_path}/logs/runs/alone-1" in done.stdout
+    assert f"isles.agent {tmp_path}/logs/runs/alone-1" in done.stdout
     assert re.search(r"global_batch_size: 8 +# command line", done.stdout)
     done = run("training.max_stepz=4")
     assert done.returncode == ExitCode.USER and "did you mean max_steps?" in done.stderr

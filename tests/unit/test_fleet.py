@@ -26,11 +26,11 @@ from isles.run.records import read_record
 from isles.run.restarts import list_restarts
 from isles.run.stop_request import StopKind, request_stop
 from isles.run.wire import Wire
-from isles.train.contact import Contact, Head
-from isles.train.coordinator import Coordinator
-from isles.train.members import Terms
-from isles.train.presence import Presence
-from isles.train.rendezvous import Identity, RendezvousServer
+from isles.agent.connection import Contact, Head
+from isles.agent.coordinator import Coordinator
+from isles.agent.members import Terms
+from isles.agent.presence import Presence
+from isles.agent.server import Identity, RendezvousServer
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run

@@ -17,9 +17,9 @@ from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.join import join
 from isles.run.records import read_record
 from isles.run.wire import Wire
-from isles.train.agent import kill_all
-from isles.train.contact import Contact, Head
-from isles.train.failure import judge
+from isles.agent.__main__ import kill_all
+from isles.agent.connection import Contact, Head
+from isles.agent.failure import judge
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.unit.test_fleet import Table, error, table

@@ -21,7 +21,7 @@ from isles.check import link
 from isles.errors import PreflightError
 from isles.launch.join import join
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
-from isles.train.contact import Contact, Head
+from isles.agent.connection import Contact, Head
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.unit.test_fleet import table

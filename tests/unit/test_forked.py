@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ExitCode
-from isles.train.forked import Ranks
+from isles.agent.forked import Ranks
 from tests.deadline import DEADLINE_S
 
 

@@ -113,7 +113,7 @@ def test_render_is_the_exact_command(tmp_path: Path) -> None:
         "NCCL_SOCKET_IFNAME=lo",
         sys.executable,
         "-m",
-        "isles.train.agent",
+        "isles.agent",
         str(tmp_path / "runs" / "a-1"),
         "--attempt",
         "3",
@@ -128,7 +128,7 @@ def test_several_nodes_have_a_supervisor(tmp_path: Path) -> None:
     job = local_job(run_dir, run_dir.attempt(1), world_size=6, device="cpu", cluster=cluster)
     assert job.command[1:] == (
         "-m",
-        "isles.train.supervisor",
+        "isles.agent.supervisor",
         str(tmp_path / "a-1"),
         "--attempt",
         "1",

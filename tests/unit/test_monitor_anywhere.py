@@ -29,7 +29,7 @@ from isles.run.records import read_record, write_record
 from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remote
 from isles.run.state import FRESH_S, attempt_state
 from isles.run.stop_request import read_stop_request, request_stop
-from isles.train.node_log import NodeLog
+from isles.agent.node_log import NodeLog
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
 from tests.deadline import DEADLINE_S

@@ -100,7 +100,7 @@ def test_job_scripts_of_a_run_file_without_a_queue(tmp_path: Path) -> None:
     assert "the run file's launcher is local" in pbs
     for text in (sbatch, pbs):
         bash_reads(tmp_path, text)
-        assert "isles.train.conclude" not in text  # nothing of isles but its trainer
+        assert "isles.agent.conclude" not in text  # nothing of isles but its trainer
 
 
 def test_what_the_one_queue_says_is_taken_over_for_the_other(tmp_path: Path) -> None:

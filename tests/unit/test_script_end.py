@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from isles.run.paths import Attempt
-from isles.train.script.end import Ended, error_record
+from isles.agent.script.end import Ended, error_record
 from tests.each import each
 from tests.ranks import rank_env
 

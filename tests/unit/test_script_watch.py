@@ -15,11 +15,11 @@ from isles.config.sections.watchdog import WatchdogConfig
 from isles.errors import ExitCode
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
-from isles.train.ending import Ending
-from isles.train.failure import trouble
-from isles.train.hang.relay import ASKED, PRINTED, StallsHere, StallsThere
-from isles.train.script.stacks import ScriptStacks
-from isles.train.script.watch import ScriptWatch, Signs, overdue, script_stall
+from isles.agent.ending import Ending
+from isles.agent.failure import trouble
+from isles.agent.hang import ASKED, PRINTED, StallsHere, StallsThere
+from isles.agent.script.stacks import ScriptStacks
+from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_stall
 from tests.deadline import DEADLINE_S
 from tests.ranks import rank_env
 from tests.runs import bare_run

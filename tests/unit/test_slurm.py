@@ -24,7 +24,7 @@ from isles.run.begin import write_job_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
-from isles.train.requeue import Gang
+from isles.agent.requeue import Gang
 from tests.deadline import DEADLINE_S
 from tests.each import each
 
@@ -120,7 +120,7 @@ def test_a_script_of_the_users_own_is_started_by_the_same_text(tmp_path: Path) -
     config = load_run_file(path, ()).config
     assert rank_command(config, "/runs/mine-1", 2)[:3] == [
         "-m",
-        "isles.train.script.run",
+        "isles.agent.script.run",
         "/runs/mine-1",
     ]
 

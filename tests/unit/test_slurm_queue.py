@@ -18,7 +18,7 @@ from isles.run.begin import Begun
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
-from isles.train.conclude import begin, conclude
+from isles.agent.conclude import begin, conclude
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_slurm import OWN, PENDING, Job, leave, make_script
 

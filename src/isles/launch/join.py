@@ -85,7 +85,7 @@ def join(
     with clear_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     make_place(run_dir, attempt, files)
-    command = [sys.executable, "-m", "isles.train.agent", str(run_dir.path)]
+    command = [sys.executable, "-m", "isles.agent", str(run_dir.path)]
     command += ["--attempt", str(attempt.number), "--node", str(node)]
     log = attempt.node_log(node)
     with clear_errors(log), log.open("ab") as stream:

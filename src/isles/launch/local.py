@@ -49,7 +49,7 @@ def local_job(
     command = (
         sys.executable,
         "-m",
-        "isles.train.supervisor" if several else "isles.train.agent",
+        "isles.agent.supervisor" if several else "isles.agent",
         str(run_dir.path.absolute()),
         "--attempt",
         str(attempt.number),

@@ -121,7 +121,7 @@ def _refuse_second(run_dir: RunDir, attempt: Attempt) -> None:
 
 
 def _start_supervisor(run_dir: RunDir, attempt: Attempt, fleet: Fleet, log: IO[bytes]) -> ProcessId:
-    words = [sys.executable, "-m", "isles.train.supervisor", str(run_dir.path.absolute())]
+    words = [sys.executable, "-m", "isles.agent.supervisor", str(run_dir.path.absolute())]
     command = (*words, "--attempt", str(attempt.number))
     child = start_detached(command, node_environ(run_dir, fleet, 0), log, attempt.path)
     process = ProcessId.of(child.pid)

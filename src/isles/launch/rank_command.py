@@ -17,7 +17,7 @@ def rank_command(
         resume_from: a checkpoint that was asked for by name; a script looks for its own.
     """
     is_script = config.training.script is not None
-    command = ["-m", "isles.train.script.run" if is_script else "isles.train", run_dir]
+    command = ["-m", "isles.agent.script.run" if is_script else "isles.train", run_dir]
     command += ["--attempt", str(attempt)]
     if resume_from is not None and not is_script:
         command += ["--resume-from", resume_from]

@@ -125,7 +125,7 @@ def claim_node(attempt: Attempt, meeting: Meeting, wanted: int | None) -> int:
 
 def start_node(run_dir: RunDir, attempt: Attempt, node: int | None) -> subprocess.Popen[bytes]:
     """Start the agent of one node on this machine, in a session of its own."""
-    command = [sys.executable, "-m", "isles.train.agent", str(run_dir.path.absolute())]
+    command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
     command += ["--attempt", str(attempt.number)]
     command += ["--node", str(node)] if node is not None else []
     log = attempt.node_log(node) if node is not None else attempt.agent_log

@@ -16,8 +16,8 @@ from isles.run.paths import RunDir
 from isles.run.restarts import checkpoint_to_load
 from isles.train.by_hand import leave, train_by_hand
 from isles.train.job import die_with_torchrun, exit_status
-from isles.train.node_log import job_node_log
-from isles.train.rank_edges import log_to_file
+from isles.agent.node_log import job_node_log
+from isles.agent.rank_edges import log_to_file
 from isles.train.worker import run_rank
 
 

@@ -21,7 +21,7 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.restarts import has_saved, newest_step, read_last_step
-from isles.train.failure import trouble, write_failure
+from isles.agent.failure import trouble, write_failure
 from isles.train.hosts import own_run_dir
 from isles.train.worker import run_rank
 

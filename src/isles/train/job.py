@@ -11,7 +11,7 @@ from pathlib import Path
 from isles.errors import ExitCode
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
-from isles.train.rank_edges import let_cause_end_first
+from isles.agent.rank_edges import let_cause_end_first
 
 _LOOK_S = 0.5
 

@@ -132,10 +132,10 @@ class NodeStart:
             if self._is_given_up:
                 raise UserError("the start was given up")
             if self._is_head:
-                lead = (sys.executable, "-m", "isles.train.supervisor", *where)
+                lead = (sys.executable, "-m", "isles.agent.supervisor", *where)
                 process = self._spawn("supervisor", lead, attempt.agent_log, environ)
                 self._write_launch(process, fleet, lead)
-            command = (sys.executable, "-m", "isles.train.agent", *where, "--node", str(node))
+            command = (sys.executable, "-m", "isles.agent", *where, "--node", str(node))
             agent = self._spawn("agent", command, attempt.node_log(node), environ)
             if not is_shared:
                 self._write_launch(agent, fleet, command)

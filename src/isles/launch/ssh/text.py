@@ -53,12 +53,12 @@ def dry_run_text(
     ]
     for node, added in zip(fleet.nodes, variables, strict=True):
         there = run_dir if node.node == 0 else str(begun["elsewhere"])
-        tail = ["-m", "isles.train.agent", there, "--attempt", str(attempt)]
+        tail = ["-m", "isles.agent", there, "--attempt", str(attempt)]
         tail += ["--node", str(node.node)]
         env = ["env", *(f"{k}={v}" for k, v in added.items())] if added else []
         commands = [[*env, python, *tail]]
         if node.node == 0:
-            lead = ["-m", "isles.train.supervisor", run_dir, "--attempt", str(attempt)]
+            lead = ["-m", "isles.agent.supervisor", run_dir, "--attempt", str(attempt)]
             commands.insert(0, [*env, python, *lead])
         text = "\n".join(f"    {shlex.join(command)}" for command in commands)
         parts.append(f"then on {_place(node)}:\n{text}")

@@ -27,7 +27,7 @@ from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.hang.clock import Frozen, Moment, StepClock
-from isles.train.hang.decision import Stall, Standing, find_stall
+from isles.run.hang import Stall, Standing, find_stall
 from isles.train.hang.place import Place, flight_record, place_now
 from isles.train.record import Recorder
 

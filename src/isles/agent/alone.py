@@ -15,11 +15,11 @@ from isles.run.restarts import (
     update_restart,
 )
 from isles.run.wire import free_port
-from isles.train.contact import say
-from isles.train.ending import Ending
-from isles.train.failure import judge, trouble
-from isles.train.relay import SignalRelay, StopBetween
-from isles.train.worker_group import Gang, Part, WorkerGroup
+from isles.agent.connection import say
+from isles.agent.ending import Ending
+from isles.agent.failure import judge, trouble
+from isles.agent.relay import SignalRelay, StopBetween
+from isles.agent.workers import Gang, Part, WorkerGroup
 
 _LOOK_S = 0.1
 

@@ -24,9 +24,9 @@ from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.run.restarts import read_last_step
-from isles.train.hang.decision import Stall, Standing, find_stall
-from isles.train.hang.relay import ASKED, CARRIED_S, PRINTED
-from isles.train.script.stacks import ScriptStacks
+from isles.run.hang import Stall, Standing, find_stall
+from isles.agent.hang import ASKED, CARRIED_S, PRINTED
+from isles.agent.script.stacks import ScriptStacks
 
 _LOOK_S = 0.5
 _ANSWER_S = 15.0

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from isles.errors import ExitCode, UserError
-from isles.train.rank import die_with_agent
+from isles.agent.rank import die_with_agent
 
 _PR_SET_PDEATHSIG = 1
 

@@ -18,7 +18,7 @@ from isles.run.fleet import Fleet, FleetNode
 from isles.run.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
 from isles.run.process import ProcessId
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
-from isles.train.connection_limit import ConnectionLimit
+from isles.agent.connection_limit import ConnectionLimit
 
 _ENOUGH = 12
 """So many digits of the digest are taken for the whole of it."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.failure import find_culprit
-from isles.train.rendezvous import NodeConnection
+from isles.agent.failure import find_culprit
+from isles.agent.server import NodeConnection
 
 _TAIL_BYTES = 16_384
 

@@ -1,4 +1,4 @@
-"""Holds a run of several nodes together: `python -m isles.train.supervisor RUN_DIR …`.
+"""Holds a run of several nodes together: `python -m isles.agent.supervisor RUN_DIR …`.
 
 It is the process that `isles status` and `isles stop` know. The nodes meet at it; it decides what
 they do, and keeps the records of the run. On one machine, and for the first node of a run that is
@@ -29,12 +29,12 @@ from isles.run.nodes import Meeting, start_node
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.train.agent import versions
-from isles.train.coordinator import Coordinator
-from isles.train.failure import trouble, write_failure
-from isles.train.members import Terms
-from isles.train.presence import Presence
-from isles.train.rendezvous import Identity, RendezvousServer, say
+from isles.agent.__main__ import versions
+from isles.agent.coordinator import Coordinator
+from isles.agent.failure import trouble, write_failure
+from isles.agent.members import Terms
+from isles.agent.presence import Presence
+from isles.agent.server import Identity, RendezvousServer, say
 
 _LOOK_S = 0.05
 _END_S = 10.0
@@ -42,7 +42,7 @@ _END_S = 10.0
 
 def main() -> int:
     """Supervise a run to its end; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m isles.train.supervisor")
+    parser = argparse.ArgumentParser(prog="python -m isles.agent.supervisor")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--nodes", help="MIN:MAX, where all are processes of this machine")

@@ -1,4 +1,4 @@
-"""What follows when the ranks of a job have ended: `python -m isles.train.conclude RUN_DIR …`.
+"""What follows when the ranks of a job have ended: `python -m isles.agent.conclude RUN_DIR …`.
 
 The script of a Slurm or PBS job calls it before its ranks are started (`--begin`) and after they
 have ended, and does what it prints: `start` the ranks (again), `requeue` the job, or end with the
@@ -22,8 +22,8 @@ from isles.run.restarts import (
     newest_step,
 )
 from isles.run.stop_request import read_stop_request
-from isles.train.failure import find_culprit, judge, trouble, write_failure
-from isles.train.requeue import (
+from isles.agent.failure import find_culprit, judge, trouble, write_failure
+from isles.agent.requeue import (
     IN_VAIN_LIMIT,
     IN_VAIN_TAKEN,
     REQUEUE,
@@ -49,7 +49,7 @@ _SIGTERM = 15
 
 def main() -> int:
     """Print what the job's script is to do next."""
-    parser = argparse.ArgumentParser(prog="python -m isles.train.conclude")
+    parser = argparse.ArgumentParser(prog="python -m isles.agent.conclude")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--job", default="the job")

@@ -11,10 +11,10 @@ from typing import Any
 
 from isles.run.pace import END_GRACE_S
 from isles.run.paths import Attempt, RunDir
-from isles.train.forked import MeetingPlace, Ranks
-from isles.train.rank import RankStart, rank_process
-from isles.train.relay import SignalRelay
-from isles.train.reports import failure_report
+from isles.agent.forked import MeetingPlace, Ranks
+from isles.agent.rank import RankStart, rank_process
+from isles.agent.relay import SignalRelay
+from isles.agent.reports import failure_report
 
 _END_OTHERS_S = 30.0
 """How long ranks may take to end after another one of this node has failed."""
@@ -197,7 +197,7 @@ class WorkerGroup:
 
 def _entry(part: Part) -> Callable[..., int]:
     if part.is_script:
-        from isles.train.script.run import script_process  # its run file takes long to import
+        from isles.agent.script.run import script_process  # its run file takes long to import
 
         return script_process
     return rank_process

@@ -9,7 +9,7 @@ from typing import Any
 from isles.run.fleet import Fleet
 from isles.run.paths import Attempt
 from isles.run.records import write_record
-from isles.train.rendezvous import RendezvousServer
+from isles.agent.server import RendezvousServer
 
 _EVERY_S = 5.0
 

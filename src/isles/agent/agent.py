@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode
-from isles.train.contact import Contact, say
-from isles.train.hang.relay import StallsHere
-from isles.train.relay import SignalRelay
-from isles.train.worker_group import Part, WorkerGroup
+from isles.agent.connection import Contact, say
+from isles.agent.hang import StallsHere
+from isles.agent.relay import SignalRelay
+from isles.agent.workers import Part, WorkerGroup
 
 _LOOK_S = 0.05
 

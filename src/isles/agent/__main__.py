@@ -1,4 +1,4 @@
-"""Starts the ranks of one node: `python -m isles.train.agent RUN_DIR …`.
+"""Starts the ranks of one node: `python -m isles.agent RUN_DIR …`.
 
 On one machine the local launcher runs it, with `--nproc-per-node`. Where a run has several nodes,
 one agent on each of them meets the others at the supervisor; `RUN_DIR` is enough to bring back a
@@ -32,10 +32,10 @@ from isles.run.nodes import Meeting, claim_node, read_meeting
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.stop_request import read_stop_request
-from isles.train.contact import Contact, Head
-from isles.train.forked import MeetingPlace
-from isles.train.node_log import NodeLog
-from isles.train.relay import SignalRelay
+from isles.agent.connection import Contact, Head
+from isles.agent.forked import MeetingPlace
+from isles.agent.node_log import NodeLog
+from isles.agent.relay import SignalRelay
 
 _LOOK_S = 0.5
 
@@ -45,7 +45,7 @@ _LONGEST_FOLDER = 70
 
 def main() -> int:
     """Run the ranks to their end; returns the run's exit code."""
-    parser = argparse.ArgumentParser(prog="python -m isles.train.agent")
+    parser = argparse.ArgumentParser(prog="python -m isles.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, help="left out: the newest")
     parser.add_argument("--nproc-per-node", type=int, help="for a run of one node")
@@ -71,8 +71,8 @@ def _run_alone(run_dir: RunDir, attempt: Attempt, nproc: int, resume_from: Path 
     log = NodeLog(run_dir, attempt, 0, lambda: relay.ranks, attempt.agent_log)
     with log, _ready_to_fork(run_dir, attempt) as scratch:
         from isles.config.resolve import load_resolved
-        from isles.train.alone import Alone
-        from isles.train.worker_group import Gang
+        from isles.agent.alone import Alone
+        from isles.agent.workers import Gang
 
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         gang = Gang(run_dir, attempt, nproc, "127.0.0.1", scratch)
@@ -104,9 +104,9 @@ def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
     node_log = attempt.node_log(place.node)
     log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, node_log)
     with log, _ready_to_fork(run_dir, attempt) as scratch:
-        from isles.train.hang.relay import StallsHere
-        from isles.train.member import Member
-        from isles.train.worker_group import Gang, WorkerGroup
+        from isles.agent.hang import StallsHere
+        from isles.agent.agent import Member
+        from isles.agent.workers import Gang, WorkerGroup
 
         gang = Gang(run_dir, attempt, place.nproc, place.address, scratch)
         worker_group = WorkerGroup(gang, relay, meeting_place)
@@ -144,7 +144,7 @@ def _ready_to_fork(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
         # The fork server imports torch and the model's code once for all ranks, of all restarts;
         # this process never does.
-        forkserver.set_forkserver_preload(["isles.train.preload"])
+        forkserver.set_forkserver_preload(["isles.agent.preload"])
         forkserver.ensure_running()
         yield Path(scratch)
 
@@ -262,7 +262,7 @@ def _obey_requests(attempt: Attempt, relay: SignalRelay) -> None:
 def _end_at_once(attempt: Attempt) -> None:
     """End the ranks without saving; this process, whose end they follow, too."""
     from isles.run.restarts import newest_step
-    from isles.train.failure import write_stop
+    from isles.agent.failure import write_stop
 
     with suppress(OSError):  # a full disk must not keep anybody from stopping
         write_stop(attempt, ExitCode.INTERRUPTED, newest_step(RunDir(attempt.path.parent.parent)))
@@ -279,7 +279,7 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 
 def _conclude(attempt: Attempt, contact: Contact) -> None:
     """The supervisor is gone and cannot say how the run ended: the head's own node does."""
-    from isles.train.failure import trouble, write_failure
+    from isles.agent.failure import trouble, write_failure
 
     if not attempt.outcome.exists():
         fix = "it was killed, or the machine ran out of memory: see `dmesg | tail`"

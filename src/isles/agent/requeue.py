@@ -19,7 +19,7 @@ from isles.run.restarts import (
     update_restart,
     write_restart,
 )
-from isles.train.failure import trouble, write_failure
+from isles.agent.failure import trouble, write_failure
 
 REQUEUE = "requeue"
 

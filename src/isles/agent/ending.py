@@ -15,8 +15,8 @@ from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_bytes_atomic
 from isles.run.restarts import newest_step
-from isles.train.failure import write_failure, write_stop
-from isles.train.script.end import write_end
+from isles.agent.failure import write_failure, write_stop
+from isles.agent.script.end import write_end
 
 _RESERVE_BYTES = 32 * 1024
 """Enough for the records of an end, given back when the disk is full."""

@@ -17,8 +17,8 @@ from isles.run.restarts import (
     read_last_step,
     write_restart,
 )
-from isles.train.failure import trouble
-from isles.train.rendezvous import NodeConnection, RendezvousServer, say
+from isles.agent.failure import trouble
+from isles.agent.server import NodeConnection, RendezvousServer, say
 
 Reports = dict[int, dict[str, Any]]
 

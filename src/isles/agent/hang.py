@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.rendezvous import say
+from isles.agent.server import say
 
 ASKED = "asked.json"
 """In `stalls/`: the number of the last question for stacks."""

@@ -1,7 +1,7 @@
 """One rank of a user's own script: starts it, hands it signals, and records how it ended.
 
 An agent of isles calls `script_process` in place of the built-in trainer. Under a torchrun it is
-`python -m isles.train.script.run RUN_DIR --attempt N`. This file needs no torch.
+`python -m isles.agent.script.run RUN_DIR --attempt N`. This file needs no torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from isles.run.process import ProcessId
 from isles.run.records import write_record
 from isles.run.stop_request import read_stop_request
 from isles.train.job import ending_record, exit_status
-from isles.train.node_log import job_node_log
-from isles.train.rank_edges import let_cause_end_first, log_to_file
-from isles.train.script.end import (
+from isles.agent.node_log import job_node_log
+from isles.agent.rank_edges import let_cause_end_first, log_to_file
+from isles.agent.script.end import (
     Ended,
     error_record,
     missing_record,
@@ -45,9 +45,9 @@ from isles.train.script.end import (
     write_end,
     write_error,
 )
-from isles.train.script.stacks import ScriptStacks
-from isles.train.script.status import ScriptStatus
-from isles.train.script.watch import ScriptWatch, print_note
+from isles.agent.script.stacks import ScriptStacks
+from isles.agent.script.status import ScriptStatus
+from isles.agent.script.watch import ScriptWatch, print_note
 
 _LOOK_S = 0.2
 
@@ -109,7 +109,7 @@ def script_process(
     run_path: Path, attempt_number: int, _resume_from: Path | None, start: Any
 ) -> int:
     """Run the script as the rank that the environment names, under an agent; the exit code."""
-    from isles.train.rank import die_with_agent
+    from isles.agent.rank import die_with_agent
 
     die_with_agent()
     env = replace(read_rank_env(), restart=start.restart)
@@ -128,7 +128,7 @@ def script_process(
 
 def main() -> int:
     """Run the script as a rank of a torchrun; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m isles.train.script.run")
+    parser = argparse.ArgumentParser(prog="python -m isles.agent.script.run")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()

@@ -14,7 +14,7 @@ from pathlib import Path
 from isles.errors import ExitCode
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir
-from isles.train.rank_edges import let_cause_end_first, log_to_file
+from isles.agent.rank_edges import let_cause_end_first, log_to_file
 
 
 @dataclass(frozen=True, slots=True)

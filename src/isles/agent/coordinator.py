@@ -25,12 +25,12 @@ from isles.run.restarts import (
 )
 from isles.run.stop_request import read_stop_request
 from isles.run.wire import free_port
-from isles.train.ending import Ending
-from isles.train.failure import judge, trouble
-from isles.train.hang.relay import StallsThere
-from isles.train.members import Members, Terms
-from isles.train.rendezvous import RendezvousServer, say
-from isles.train.reports import keep_errors, own_time
+from isles.agent.ending import Ending
+from isles.agent.failure import judge, trouble
+from isles.agent.hang import StallsThere
+from isles.agent.members import Members, Terms
+from isles.agent.server import RendezvousServer, say
+from isles.agent.reports import keep_errors, own_time
 
 Phase = Literal["wait", "run", "settle", "halt", "over"]
 

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from isles.train.stack_words import Frame, collective_in, place_in_words
+from isles.run.stack_words import Frame, collective_in, place_in_words
 
 RUNNER = Path(__file__).with_name("main.py")
 
