@@ -25,7 +25,6 @@ from isles.launch.remote.command import setup_app
 from isles.launch.render.command import render
 from isles.monitor import verbs as run_verbs
 from isles.monitor.join_cluster_verb import join_cluster_app
-from isles.monitor.join_verb import join_app
 from isles.monitor.meeting.command import rendezvous_app
 
 app = App(
@@ -40,7 +39,6 @@ app.command(data)
 app.command(render)
 app.command(setup_app)
 app.command(check_app)
-app.command(join_app)
 app.command(rendezvous_app)
 app.command(join_cluster_app)
 run_verbs.register(app)

@@ -1,134 +1,153 @@
-"""Starts the ranks of one node: `python -m isles.agent RUN_DIR …`.
+"""Agent of one node, and coordinator of the run where it is the first: `python -m isles.agent`.
 
-On one machine the local launcher runs it, with `--nproc-per-node`. Where a run has several nodes,
-one agent on each of them meets the others at the supervisor; `RUN_DIR` is enough to bring back a
-node of one machine, also typed by hand. SIGINT and SIGTERM let the ranks save and stop.
+    python -m isles.agent RUN_DIR              the coordinator: the first node, or a job's script
+    python -m isles.agent RUN_DIR --node K     the agent of a node that has the run's files
+    python -m isles.agent HOST:PORT --node K   one that gets them from the coordinator
+
+Launchers start it. The first node's process is the coordinator as well; in a job of a queue, and
+where several nodes are processes of one machine, the coordinator is a process of its own, which
+places the agents. SIGINT and SIGTERM save and stop on all nodes, whichever of them they reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from isles import __version__
-from isles.errors import ExitCode, UserError
-from isles.run.env import ATTEMPT, RUN_DIR, rank_defaults, visible_devices
-from isles.run.fleet import Fleet, FleetNode, read_fleet
-from isles.run.nodes import Meeting, claim_node, read_meeting
-from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
-from isles.run.stop_request import read_stop_request
-from isles.agent.connection import Contact, Head
-from isles.agent.forked import MeetingPlace
+from isles.agent.agent import Agent
+from isles.agent.connection import Connection, Head, OwnConnection, versions
+from isles.agent.hang import StallsHere
+from isles.agent.lead import Lead
 from isles.agent.node_log import NodeLog
 from isles.agent.relay import SignalRelay
-
-_LOOK_S = 0.5
+from isles.agent.workers import MeetingPlace, Node, WorkerGroup
+from isles.errors import UserError
+from isles.run.env import ATTEMPT, RUN_DIR, job_node, rank_defaults
+from isles.run.fleet import Fleet, FleetNode, known_fleet
+from isles.run.outcome import agent_error, end_failed
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
 
 _LONGEST_FOLDER = 70
 """Letters of a folder in which a Unix socket still has room: its whole path has 107 at most."""
 
 
 def main() -> int:
-    """Run the ranks to their end; returns the run's exit code."""
+    """Run to the end of the attempt; returns the run's exit code."""
     parser = argparse.ArgumentParser(prog="python -m isles.agent")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("target", help="RUN_DIR, or HOST:PORT of the coordinator")
     parser.add_argument("--attempt", type=int, help="left out: the newest")
-    parser.add_argument("--nproc-per-node", type=int, help="for a run of one node")
-    parser.add_argument("--node", type=int, help="for a run of several; left out: a free one")
-    parser.add_argument("--resume-from", type=Path)
+    parser.add_argument("--node", type=int, help="left out: the first, or as the job says")
+    parser.add_argument("--fleet", type=Path, help="the nodes, where a job's coordinator has them")
+    parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
+    parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
+    parser.add_argument("--only-check", type=float, metavar="SECONDS", help="and start nothing")
+    parser.add_argument("--output-dir", type=Path, help="where a run that comes from there is put")
     options = parser.parse_args()
     try:
-        run_dir = RunDir(options.run_dir.absolute())
-        attempt = _attempt(run_dir, options.attempt)
-        if options.nproc_per_node is not None:
-            return _run_alone(run_dir, attempt, options.nproc_per_node, options.resume_from)
-        return _run_member(run_dir, attempt, options.node)
+        if ":" in options.target and not Path(options.target).exists():
+            from isles.agent.fetch import fetch_run
+
+            run_dir, attempt = fetch_run(options.target, options.node, options.output_dir)
+        else:
+            run_dir = RunDir(Path(options.target).absolute())
+            attempt = _attempt(run_dir, options.attempt)
+        if options.fleet is None and options.node is None:
+            return _lead(run_dir, attempt, options.only_check)
+        fleet = known_fleet(attempt, options.fleet)
+        place = _place(fleet, options.node, attempt)
+        if options.log:
+            _print_to(options.log.replace("%n", str(place.node)))
+        if options.check:
+            _become_check(run_dir, attempt, fleet, place, options.check, options.only_check)
+        return _run(run_dir, attempt, fleet, place)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return int(error.exit_code)
 
 
-def _run_alone(run_dir: RunDir, attempt: Attempt, nproc: int, resume_from: Path | None) -> int:
-    """The one node of a run."""
+def _lead(run_dir: RunDir, attempt: Attempt, only_check: float | None) -> int:
+    """Coordinate the run, with the agent of the first node in this process where it has one."""
     relay = SignalRelay(attempt)
     relay.install()
-    threading.Thread(target=_obey_requests, args=(attempt, relay), daemon=True).start()
-    log = NodeLog(run_dir, attempt, 0, lambda: relay.ranks, attempt.agent_log)
-    with log, _ready_to_fork(run_dir, attempt) as scratch:
-        from isles.config.resolve import load_resolved
-        from isles.agent.alone import Alone
-        from isles.agent.workers import Gang
-
-        config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-        gang = Gang(run_dir, attempt, nproc, "127.0.0.1", scratch)
-        is_script = config.training.script is not None
-        alone = Alone(gang, is_script, config.clusters[0].max_restarts, resume_from)
-        return alone.run(relay)
-
-
-def _run_member(run_dir: RunDir, attempt: Attempt, wanted: int | None) -> int:
-    """One of several nodes."""
-    relay = SignalRelay(attempt)
-    relay.install(is_member=True)
-    fleet = read_fleet(attempt)
-    if fleet is not None:
-        place = _place_in_fleet(attempt, fleet, wanted)
+    lead = Lead(run_dir, attempt, relay)
+    code = lead.open(only_check_s=only_check)
+    if code is not None:
+        return code
+    if lead.fleet.has_own_node:
+        place = lead.fleet.nodes[0]
+        store = None if len(lead.fleet.nodes) == 1 else _store(lead.fleet, place)
+        own = lead.rendezvous.add_own(0, store.port if store else 0)
+        lead.start()
+        _serve(run_dir, attempt, lead.fleet, place, relay, OwnConnection(own), store)
     else:
-        fleet, place = _place_here(attempt, wanted)
-    head = Head(fleet.head.name, fleet.head.address, fleet.port)
-    meeting_place = _meeting_place(fleet, place)
-    # First of all: the others wait for this node, and not for what it must import.
-    contact = Contact(
-        head,
-        {**_hello(run_dir, attempt, place), "store": meeting_place.port if meeting_place else 0},
-        start_timeout_s=fleet.start_timeout_s,
-        may_return=fleet.is_elastic and (place.node > 0 or fleet.launcher == "local"),
-    )
-    added = rank_defaults(device=fleet.device, nproc=place.nproc, interface=_interface(place))
-    os.environ.update(added)
-    node_log = attempt.node_log(place.node)
-    log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, node_log)
-    with log, _ready_to_fork(run_dir, attempt) as scratch:
-        from isles.agent.hang import StallsHere
-        from isles.agent.agent import Member
-        from isles.agent.workers import Gang, WorkerGroup
+        lead.start()
+    return lead.join()
 
-        gang = Gang(run_dir, attempt, place.nproc, place.address, scratch)
-        worker_group = WorkerGroup(gang, relay, meeting_place)
-        member = Member(contact, worker_group, relay, StallsHere(attempt))
-        try:
-            code = member.run()
-        finally:
-            if meeting_place is not None:
-                meeting_place.close()
-    if contact.state == "cut off" and place.node == 0 and fleet.launcher != "local":
-        _conclude(attempt, contact)
+
+def _run(run_dir: RunDir, attempt: Attempt, fleet: Fleet, place: FleetNode) -> int:
+    """The agent of a node whose coordinator is another process."""
+    relay = SignalRelay(attempt)
+    relay.install()
+    store = _store(fleet, place) if fleet.may_be_first(place.node) else None
+    # First of all: the others wait for this node, and not for what it must import.
+    connection = Connection(
+        Head(fleet.head.name, fleet.head.address, fleet.port),
+        {**_hello(run_dir, attempt, place), "store": store.port if store else 0},
+        attempt.token.read_text(encoding="utf-8").strip(),
+        start_timeout_s=fleet.start_timeout_s,
+        may_return=fleet.is_elastic,
+    )
+    code = _serve(run_dir, attempt, fleet, place, relay, connection, store)
+    if connection.state == "cut off" and fleet.is_shared and not attempt.outcome.exists():
+        # The coordinator is gone, and cannot say how the run has ended.
+        fix = "it was killed, or the machine ran out of memory: see `dmesg | tail` there"
+        end_failed(attempt, agent_error(connection.why, fix, id="run.coordinator"))
     return code
 
 
-def _meeting_place(fleet: Fleet, place: FleetNode) -> MeetingPlace | None:
-    """Where the ranks meet if this node is the first of those that begin; None: it never is."""
-    if place.node > 0 and fleet.launcher != "local":
-        return None
+def _serve(
+    run_dir: RunDir,
+    attempt: Attempt,
+    fleet: Fleet,
+    place: FleetNode,
+    relay: SignalRelay,
+    connection: Connection | OwnConnection,
+    store: MeetingPlace | None,
+) -> int:
+    """Do what the coordinator orders, to the end of the run."""
+    interface = place.interface or _interface(place.address)
+    os.environ.update(rank_defaults(nproc=place.nproc, interface=interface))
+    is_own = isinstance(connection, OwnConnection)
+    agent_log = attempt.agent_log if is_own else attempt.node_log(place.node)
+    log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, agent_log)
+    with log, _ready_to_fork(run_dir, attempt) as scratch:
+        node = Node(run_dir, attempt, place.nproc, scratch, in_job=fleet.in_job)
+        workers = WorkerGroup(node, relay, store)
+        try:
+            return Agent(connection, workers, relay, StallsHere(attempt)).run()
+        finally:
+            if store is not None:
+                store.close()
+
+
+def _store(fleet: Fleet, place: FleetNode) -> MeetingPlace | None:
+    """Where the ranks of all nodes meet if this node is the first of those that train."""
     try:
         return MeetingPlace(place.address)
     except OSError:
-        return None  # this machine has no such address: the supervisor, which is here, says so
+        return None  # this machine has no such address: the coordinator says so
 
 
 @contextmanager
@@ -155,64 +174,55 @@ def _attempt(run_dir: RunDir, number: int | None) -> Attempt:
         raise UserError(
             "this run was never started", where=str(run_dir.path), fix="`isles train` starts it"
         )
+    if not run_dir.resolved.exists():
+        raise UserError(
+            f"{os.uname().nodename} does not see the run directory {run_dir.path}",
+            where=f"host {os.uname().nodename}",
+            fix="set output_dir to a folder that all nodes share",
+            id="files.output",
+        )
     return attempt
 
 
-def _place_in_fleet(attempt: Attempt, fleet: Fleet, wanted: int | None) -> FleetNode:
-    if wanted is None or not 0 <= wanted < len(fleet.nodes):
+def _place(fleet: Fleet, wanted: int | None, attempt: Attempt) -> FleetNode:
+    node = wanted if wanted is not None else job_node([node.name for node in fleet.nodes])
+    if node is None or not 0 <= node < len(fleet.nodes):
         raise UserError(
-            f"this run has {len(fleet.nodes)} nodes, and none of them is {wanted}",
+            f"this run has {len(fleet.nodes)} nodes, and none of them is "
+            f"{os.uname().nodename if node is None else node}",
             where=str(attempt.fleet),
             fix=f"give --node, 0 to {len(fleet.nodes) - 1}",
             id="start.refused",
         )
-    return fleet.nodes[wanted]
+    return fleet.nodes[node]
 
 
-def _place_here(attempt: Attempt, wanted: int | None) -> tuple[Fleet, FleetNode]:
-    """Take a place among the nodes of a run that is on its way on this machine."""
-    meeting = read_meeting(attempt)
-    if meeting is None or attempt.outcome.exists():
-        is_over = "is over" if meeting else "has one node only"
-        raise UserError(
-            f"this start of the run {is_over}: no node can join it",
-            where=str(attempt.path),
-            fix="`isles train` with its run file starts it again; clusters[0].nodes: MIN:MAX "
-            "makes room for more nodes",
-            id="start.refused",
-        )
-    supervisor = meeting.supervisor_process
-    if supervisor.is_here() and not supervisor.is_alive():
-        raise UserError(
-            f"the supervisor of this run (pid {supervisor.pid}) is gone: no node can join it",
-            where=f"host {supervisor.host}",
-            fix="`isles train` with its run file starts the run again",
-            id="run.supervisor",
-        )
-    node = claim_node(attempt, meeting, wanted)
-    if meeting.device == "cuda":
-        _take_gpus(node, meeting)
-    fleet = meeting.fleet()
-    return fleet, fleet.nodes[node]
+def _print_to(path: str) -> None:
+    """From now on all that this process prints goes to a file."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
 
 
-def _take_gpus(node: int, meeting: Meeting) -> None:
-    """Each node of one machine has GPUs of its own."""
-    last = (node + 1) * meeting.nproc_per_node
-    visible = visible_devices() or [str(gpu) for gpu in range(last)]
-    mine = visible[last - meeting.nproc_per_node : last]
-    if len(mine) < meeting.nproc_per_node:
-        raise UserError(
-            f"node {node} needs {meeting.nproc_per_node} GPUs of its own, {len(mine)} are left",
-            where=f"host {os.uname().nodename}, CUDA_VISIBLE_DEVICES={','.join(visible)}",
-            fix="make all GPUs of the run visible, or lower clusters[0].nodes",
-            id="gpu.count",
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+def _become_check(
+    run_dir: RunDir,
+    attempt: Attempt,
+    fleet: Fleet,
+    place: FleetNode,
+    master: str,
+    timeout_s: float | None,
+) -> None:
+    """Let the check of this node take the place of this process."""
+    words = [sys.executable, "-m", "isles.check.step", str(run_dir.path)]
+    words += ["--attempt", str(attempt.number), "--node", str(place.node)]
+    words += ["--hosts", ",".join(node.name for node in fleet.nodes), "--master", master]
+    words += ["--timeout", f"{timeout_s:.0f}"] if timeout_s is not None else []
+    os.execv(sys.executable, words)
 
 
 def _hello(run_dir: RunDir, attempt: Attempt, place: FleetNode) -> dict[str, Any]:
-    """Who this node is, for the supervisor to compare."""
+    """Who this node is, for the coordinator to compare."""
     return {
         "run": run_dir.name,
         "attempt": attempt.number,
@@ -224,66 +234,12 @@ def _hello(run_dir: RunDir, attempt: Attempt, place: FleetNode) -> dict[str, Any
     }
 
 
-def versions() -> dict[str, str]:
-    """What must be the same on all nodes; found out without importing it."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = "none"
-    return {"isles": __version__, "torch": torch}
-
-
-def _interface(place: FleetNode) -> str | None:
-    """The network interface that has this node's address."""
-    if place.interface is not None:
-        return place.interface
+def _interface(address: str) -> str | None:
+    """The network interface that has an address of this machine."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == place.address for address in addresses):
+        if any(entry.address == address for entry in addresses):
             return name
     return None
-
-
-def _obey_requests(attempt: Attempt, relay: SignalRelay) -> None:
-    """A stop request that was left in the attempt is as good as a signal."""
-    pause = threading.Event()
-    told = 0
-    while not pause.wait(_LOOK_S):
-        request = read_stop_request(attempt)
-        if request is None:
-            continue
-        if request.kind == "now":
-            _end_at_once(attempt)
-        number = signal.SIGINT if request.kind == "interrupt" else signal.SIGTERM
-        if number != told:
-            told = number
-            os.kill(os.getpid(), number)
-
-
-def _end_at_once(attempt: Attempt) -> None:
-    """End the ranks without saving; this process, whose end they follow, too."""
-    from isles.run.restarts import newest_step
-    from isles.agent.failure import write_stop
-
-    with suppress(OSError):  # a full disk must not keep anybody from stopping
-        write_stop(attempt, ExitCode.INTERRUPTED, newest_step(RunDir(attempt.path.parent.parent)))
-    kill_all(psutil.Process().children(recursive=True))
-    os._exit(ExitCode.INTERRUPTED)
-
-
-def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """Kill these; some may be gone with the others already."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-def _conclude(attempt: Attempt, contact: Contact) -> None:
-    """The supervisor is gone and cannot say how the run ended: the head's own node does."""
-    from isles.agent.failure import trouble, write_failure
-
-    if not attempt.outcome.exists():
-        fix = "it was killed, or the machine ran out of memory: see `dmesg | tail`"
-        write_failure(attempt, trouble(contact.why, fix, id="run.supervisor"))
 
 
 if __name__ == "__main__":

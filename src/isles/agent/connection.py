@@ -1,7 +1,8 @@
-"""An agent's line to the supervisor: what it is to do, and what it has to report."""
+"""Connection of an agent to the coordinator: orders come, reports go."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import socket
 import sys
@@ -12,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from isles import __version__
+from isles.agent.server import DirectLink, NodeConnection
 from isles.errors import CommunicationError, UserError
 from isles.run.pace import (
     GONE_AFTER_S,
@@ -22,7 +25,15 @@ from isles.run.pace import (
     WAITING_EVERY_S,
     Silence,
 )
-from isles.run.wire import GREETING_BYTES, NotOurs, Wire, refusal
+from isles.run.wire import (
+    GREETING_BYTES,
+    NotOurs,
+    Wire,
+    is_proof,
+    new_challenge,
+    proof,
+    refusal,
+)
 
 _CONNECT_S = 2.0
 _LOOK_S = 0.05
@@ -30,14 +41,14 @@ _UNKNOWN_S = 4.0
 """How long something else on the port is tried again."""
 
 _MUTE = "somebody there takes the connection, and says nothing"
-"""Another program does, and a supervisor that is frozen for a while: no reason to go."""
+"""Another program does, and a coordinator that is frozen for a while: no reason to go."""
 
 State = Literal["seeking", "there", "cut off", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where the supervisor listens."""
+    """Where the coordinator listens."""
 
     name: str
     address: str
@@ -48,35 +59,106 @@ class Head:
         return at if self.name in ("", self.address) else f"{self.name} ({at})"
 
 
-class Contact:
-    """Keeps the line to the supervisor, and opens it again where it breaks.
+def authenticate(wire: Wire, message: dict[str, Any], token: str, timeout_s: float) -> Any:
+    """Send the first message of an agent, with proof that it knows the token.
 
     Args:
-        head: where the supervisor listens.
+        wire: a new connection.
+        message: `hello` or `fetch`.
+        token: the secret of the attempt.
+        timeout_s: longest wait for the coordinator's challenge, and again for its answer.
+
+    Returns:
+        The answer, with the coordinator's own proof verified; None where none came in time.
+
+    Raises:
+        UserError: the coordinator refuses this agent.
+        NotOurs: it is not the coordinator of this attempt.
+        OSError: the connection ended.
+    """
+    challenge = wire.receive(timeout_s, GREETING_BYTES)
+    if challenge is None:
+        return None
+    if "challenge" not in challenge:
+        raise NotOurs(f"it says {challenge!r:.200}")
+    mine = new_challenge()
+    given = proof(token, str(challenge["challenge"]), "agent")
+    wire.send({**message, "proof": given, "challenge": mine})
+    answer = wire.receive(timeout_s)
+    if answer is None:
+        return None
+    if "refused" in answer:
+        raise refusal(answer["refused"])
+    if not is_proof(answer.get("proof"), token, mine, "coordinator"):
+        raise NotOurs("it does not know the token of this start of the run")
+    return answer
+
+
+class OwnConnection:
+    """In place of `Connection` for the agent in the coordinator's own process."""
+
+    state: State = "there"
+    fault = None
+    why = ""
+    may_return = False
+
+    def __init__(self, peer: NodeConnection) -> None:
+        self._peer = peer
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """See Connection."""
+        return self._peer.wire.order if isinstance(self._peer.wire, DirectLink) else {}
+
+    def report(self, report: dict[str, Any]) -> None:
+        """See Connection."""
+        self._peer.report = report
+
+    def come_anew(self) -> None:
+        """Never called: this connection does not break."""
+
+    def leave(self) -> None:
+        """See Connection."""
+        self._peer.is_done = True
+
+
+class Connection:
+    """Keeps the connection to the coordinator, and opens it again where it breaks.
+
+    Args:
+        head: where the coordinator listens.
         hello: who this node is.
-        start_timeout_s: longest wait for the supervisor at the start, and, where `may_return`,
-            once more after the line was lost.
+        token: the secret of the attempt.
+        start_timeout_s: longest wait for the coordinator at the start, and, where `may_return`,
+            once more after the connection was lost.
         may_return: whether the run goes on without this node, which may then come back.
     """
 
     def __init__(
-        self, head: Head, hello: dict[str, Any], *, start_timeout_s: float, may_return: bool
+        self,
+        head: Head,
+        hello: dict[str, Any],
+        token: str,
+        *,
+        start_timeout_s: float,
+        may_return: bool,
     ) -> None:
         self.head = head
         self._hello = hello
+        self._token = token
         self._start_timeout_s = start_timeout_s
         self.may_return = may_return
         self._lock = threading.Lock()
-        self._token = uuid.uuid4().hex
+        self._agent = uuid.uuid4().hex
         self._report: dict[str, Any] = {}
         self._order: dict[str, Any] = {}
         self._state: State = "seeking"
         self._why = ""
-        self._told = ""
+        self._logged = ""
         self._is_mute = False
         self._fault: UserError | None = None
         self._is_leaving = False
-        self._thread = threading.Thread(target=self._run, name="contact", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
 
     may_return: bool
@@ -89,7 +171,7 @@ class Contact:
 
     @property
     def order(self) -> dict[str, Any]:
-        """The last word of the supervisor; empty before the first."""
+        """The last word of the coordinator; empty before the first."""
         return self._order
 
     @property
@@ -103,17 +185,17 @@ class Contact:
         return self._fault
 
     def report(self, report: dict[str, Any]) -> None:
-        """Tell the supervisor how the ranks stand; said again every second."""
+        """Tell the coordinator how the ranks stand; said again every second."""
         self._report = report
 
     def come_anew(self) -> None:
-        """After the line was cut off and the ranks were ended: seek the supervisor again."""
+        """After the line was cut off and the ranks were ended: seek the coordinator again."""
         self._thread.join(_CONNECT_S)  # it has seen the cut; two of them would take turns
         with self._lock:
-            self._token = uuid.uuid4().hex
+            self._agent = uuid.uuid4().hex
             self._order = {}
             self._state = "seeking"
-        self._thread = threading.Thread(target=self._run, name="contact", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
@@ -146,24 +228,24 @@ class Contact:
                 time.sleep(_LOOK_S)
             self._look(silence, refused_s)
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         """Whom this node waits for; its ranks may still be importing what they need."""
-        if line and line != self._told:
+        if line and line != self._logged:
             say(line)
-        self._told = line
+        self._logged = line
 
     def _look(self, silence: Silence, refused_s: float) -> None:
         silent_s = silence.look(time.monotonic())
         waits = int(silent_s // WAITING_EVERY_S)
         if self._state == "seeking" and waits:
             mute = f": {_MUTE}" if self._is_mute else ""
-            self._tell(
-                f"waiting for the supervisor at {self.head} ({waits * WAITING_EVERY_S:.0f} s){mute}"
+            self._log(
+                f"waiting for the coordinator at {self.head} ({waits * WAITING_EVERY_S:.0f} s){mute}"
             )
         if self._state == "there" and refused_s > GONE_AFTER_S:
             # Not for a while: the run is over, and there is nothing to return to.
             self.may_return = False
-            self._cut_off(f"the supervisor on {self.head}, through which the nodes meet, is gone")
+            self._cut_off(f"the coordinator on {self.head}, through which the nodes meet, is gone")
         elif self._state == "there" and silent_s > LOST_AFTER_S:
             self._cut_off(f"{self.head} has not been heard of for {silent_s:.0f} s")
         elif self._state == "seeking" and silent_s > self._start_timeout_s:
@@ -173,8 +255,7 @@ class Contact:
         address = (self.head.address, self.head.port)
         wire = Wire(socket.create_connection(address, timeout=_CONNECT_S))
         try:
-            wire.send({"hello": {**self._hello, "token": self._token}})
-            answer = self._first_word(wire, silence)
+            answer = self._greet(wire, silence)
         except OSError as error:
             wire.close()
             if self._state == "seeking" and isinstance(error, ConnectionResetError):
@@ -188,25 +269,18 @@ class Contact:
         if answer is None:
             wire.close()
             raise TimeoutError(_MUTE)
-        if "refused" in answer:
-            wire.close()
-            raise refusal(answer["refused"])
-        if "welcome" not in answer:
-            wire.close()
-            raise NotOurs(f"it says {answer!r:.200}")
         return wire
 
-    def _first_word(self, wire: Wire, silence: Silence) -> dict[str, Any] | None:
-        """The answer to a greeting; the time until it comes is not that of a frozen process."""
+    def _greet(self, wire: Wire, silence: Silence) -> Any:
+        """The coordinator's welcome; a silence while this process was frozen does not count."""
         deadline = time.monotonic() + HELLO_S
-        while time.monotonic() < deadline:
-            answer = wire.receive(_CONNECT_S / 4, GREETING_BYTES)
-            if answer is not None:
-                return answer
+        while time.monotonic() < deadline and not wire.has_message(_CONNECT_S / 4):
             silent_s = silence.look(time.monotonic())
             if self._is_leaving or (self._state == "seeking" and silent_s > self._start_timeout_s):
                 return None
-        return None
+        hello = {"hello": {**self._hello, "agent": self._agent}}
+        left_s = max(_CONNECT_S, deadline - time.monotonic())
+        return authenticate(wire, hello, self._token, left_s)
 
     def _talk(self, wire: Wire, silence: Silence) -> None:
         """Hear and report until the connection ends."""
@@ -221,7 +295,7 @@ class Contact:
                 if message is not None:
                     silence.heard()
                     self._order = message.get("order", self._order)
-                    self._tell(str(self._order.get("waiting", "")))
+                    self._log(str(self._order.get("waiting", "")))
                 if self._is_leaving:
                     wire.send({"report": self._report, "clock": time.time(), "bye": True})
                     return
@@ -252,7 +326,7 @@ class Contact:
         if self._is_mute:
             fix = f"is it frozen, or has another program its port? there: ss -ltnp | grep {port}"
         return CommunicationError(
-            f"no supervisor has answered at {self.head} within {self._start_timeout_s:.0f} s"
+            f"no coordinator has answered at {self.head} within {self._start_timeout_s:.0f} s"
             + (f": {_MUTE}" if self._is_mute else ""),
             where=f"host {socket.gethostname()}",
             fix=fix,
@@ -261,7 +335,7 @@ class Contact:
 
     def _unknown(self, error: Exception) -> UserError:
         return CommunicationError(
-            f"what listens at {self.head} is not the supervisor of this run: {error}",
+            f"what listens at {self.head} is not the coordinator of this run: {error}",
             where=f"host {socket.gethostname()}",
             fix="another program has this port: see `ss -ltnp` there, and set "
             "clusters[0].network.port",
@@ -274,3 +348,12 @@ def say(line: str) -> None:
     with suppress(OSError):  # its log may be on a disk that is full
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} agent: {line}\n")
         sys.stderr.flush()
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes; found out without importing it."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return {"isles": __version__, "torch": torch}

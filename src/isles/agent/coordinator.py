@@ -1,4 +1,4 @@
-"""What the nodes of a run do, decided at one place: start, restart, end. The supervisor's part."""
+"""Decides for all nodes of a run: when ranks start, restart and end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from isles.agent.ending import Ending
+from isles.agent.failure import judge, keep_errors, own_time
+from isles.agent.hang import StallsThere
+from isles.agent.members import Members, Terms
+from isles.agent.requeue import QueuedRun
+from isles.agent.server import RendezvousServer, say
 from isles.errors import ExitCode
 from isles.run.fleet import Fleet
+from isles.run.outcome import ErrorRecord, agent_error
 from isles.run.pace import CLOSING_S, END_GRACE_S, LOST_AFTER_S, WAITING_EVERY_S
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
@@ -25,12 +32,6 @@ from isles.run.restarts import (
 )
 from isles.run.stop_request import read_stop_request
 from isles.run.wire import free_port
-from isles.agent.ending import Ending
-from isles.agent.failure import judge, trouble
-from isles.agent.hang import StallsThere
-from isles.agent.members import Members, Terms
-from isles.agent.server import RendezvousServer, say
-from isles.agent.reports import keep_errors, own_time
 
 Phase = Literal["wait", "run", "settle", "halt", "over"]
 
@@ -51,6 +52,7 @@ class Coordinator:
         fleet: its nodes.
         terms: of the run file.
         rendezvous: who is there.
+        job: the run in the job of a queue; None: it is in none.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Coordinator:
         fleet: Fleet,
         terms: Terms,
         rendezvous: RendezvousServer,
+        job: QueuedRun | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._fleet = fleet
         self._terms = terms
         self._rendezvous = rendezvous
+        self._job = job
         self._clock = rendezvous.clock
         self._phase: Phase = "wait"
         self._since = self._waits_since = self._clock()
@@ -92,22 +96,25 @@ class Coordinator:
         return int(self._ending.read()["exit_code"])
 
     def ask_to_stop(self, number: int) -> None:
-        """A signal has come: save and stop."""
-        self._signal = number
+        """A signal has come: save and stop; SIGKILL: at once."""
+        if number == signal.SIGKILL:
+            self._is_now = True
+        else:
+            self._signal = self._signal or number
 
     def look(self) -> None:
         """One look at everything; called ten times a second or so."""
         self._rendezvous.look(self._clock())
         if not self.is_over and (gone := deleted(self._attempt)) is not None:
             self._is_now = True
-            self.fail(trouble(gone.what, gone.fix, gone.exit_code, id=gone.id))
+            self.fail(agent_error(gone.what, gone.fix, gone.exit_code, id=gone.id))
         try:
             self._decide()
             self._ending.is_well()
         except OSError as error:  # of records: every connection takes care of its own
             if self._ending.is_hopeless(error, self._clock()):
                 what, fix = self._ending.words(error), f"look at {self._attempt.path}"
-                self.fail(trouble(what, fix, id="files.output"))
+                self.fail(agent_error(what, fix, id="files.output"))
         for node in self._rendezvous.there():
             self._rendezvous.order(node, self._order(node), self._clock())
 
@@ -132,7 +139,7 @@ class Coordinator:
         is_late = self._clock() - self._since > CLOSING_S
         return self.is_over and (is_late or all(peer.is_done or peer.lost for peer in peers))
 
-    def fail(self, culprit: dict[str, Any]) -> None:
+    def fail(self, culprit: ErrorRecord) -> None:
         """The run ends because of this, unless it has its outcome."""
         self._ending.fail(culprit, read_last_step(self._attempt, self._members.restart))
         self._enter("over")
@@ -173,9 +180,18 @@ class Coordinator:
         return ExitCode.INTERRUPTED if self._signal == signal.SIGINT else ExitCode.REQUEUE
 
     def _stop(self, why: str, code: ExitCode) -> None:
-        """No rank is there to save: the run is stopped."""
+        """No rank is left: the run is stopped, or its job goes on later."""
         say(why)
-        self._ending.stop(code, why, self._run_dir)
+        if self._job is None:
+            self._ending.stop(code, why, self._run_dir)
+            self._enter("over")
+        else:
+            self._end_job(self._job)
+
+    def _end_job(self, job: QueuedRun) -> None:
+        self._ending.tries(job.stopped)
+        if job.is_requeued:
+            self._ending.keep("requeued", ExitCode.REQUEUE, "the job is queued again, to go on")
         self._enter("over")
 
     # Before the ranks.
@@ -186,7 +202,7 @@ class Coordinator:
             self._stop("asked to stop while no rank was there", self._stop_code)
             return
         if (refusal := self._rendezvous.fatal) is not None:
-            self.fail(trouble(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
+            self.fail(agent_error(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
             return
         lost = self._members.lost()
         if lost and not self._fleet.is_elastic:
@@ -219,7 +235,7 @@ class Coordinator:
             "are they switched on, and can they reach the first node? try there: "
             f"nc -vz {head.address} {self._fleet.port}; clusters[0].start_timeout waits longer"
         )
-        self.fail(trouble(self._members.late_text(there), fix, id="start.timeout"))
+        self.fail(agent_error(self._members.late_text(there), fix, id="start.timeout"))
 
     def _begin(self, there: list[int]) -> None:
         """Start the ranks on these nodes."""
@@ -289,26 +305,29 @@ class Coordinator:
             self._enter("over")
         elif self._stop_code is not None:
             self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
+        elif self._job is not None and codes <= {ExitCode.OK, ExitCode.REQUEUE}:
+            self._end_job(self._job)  # a script of the user's own asks to be started again
         else:
             what = f"the ranks ended with {sorted(codes)}, and nobody has asked them to"
             fix = "their logs may say why: `isles logs`"
-            self.fail(trouble(what, fix, ExitCode.TRAINING, id="rank.died"))
+            self.fail(agent_error(what, fix, ExitCode.TRAINING, id="rank.died"))
 
     def _settle(self) -> None:
         """A rank or a node was lost: find out what came first, then judge."""
         waited_s = self._clock() - self._since
+        settle_s = _SETTLE_S if len(self._members.nodes) > 1 else 0.0
         reports = self._members.reports()
         culprits = [own_time(r["culprit"], s) for r, s in self._members.said() if r.get("culprit")]
         if self._members.lost():
             # Its death is the cause of what the others say of their connections.
-            if waited_s >= _SETTLE_S:
+            if waited_s >= settle_s:
                 self._judge_lost(culprits)
             return
         codes = {c for r in reports.values() if r["state"] == "failed" for c in r["codes"].values()}
         if self._stop_code is not None and codes <= {ExitCode.REQUEUE, ExitCode.INTERRUPTED}:
             self._stop("stopped while ranks were stuck before the first step", self._stop_code)
             return
-        if culprits and waited_s >= _SETTLE_S:
+        if culprits and waited_s >= settle_s:
             self._judge(min(culprits, key=lambda error: float(error["at"])))
             return
         has_all = len(reports) == len(self._members.nodes)
@@ -320,7 +339,7 @@ class Coordinator:
         if waited_s > LOST_AFTER_S + 5.0 or (are_done and not self._members.is_anybody_quiet()):
             errors = [own_time(e, s) for r, s in self._members.said() for e in r.get("errors", ())]
             fix = "look at the logs of the ranks that are missing: `isles logs`"
-            unknown = trouble("the ranks have lost one another", fix, id="rank.others")
+            unknown = agent_error("the ranks have lost one another", fix, id="rank.others")
             self._judge(min(errors, key=lambda error: float(error["at"]), default=unknown))
 
     def _judge_lost(self, culprits: list[dict[str, Any]]) -> None:
@@ -333,9 +352,14 @@ class Coordinator:
             self._members.changed(remaining)
             self._enter("halt")
             return
-        self._judge({**self._members.lost_culprit(lost[0]), "will_recur": True})
+        culprit = self._members.lost_culprit(lost[0])
+        if self._job is not None and self._job.lost(str(culprit["what"])):
+            say(f"{culprit['what']}: the job is queued again, to go on with other nodes")
+            self._end_job(self._job)
+        else:
+            self._judge({**culprit, "will_recur": True})
 
-    def _judge(self, culprit: dict[str, Any]) -> None:
+    def _judge(self, culprit: ErrorRecord) -> None:
         attempt, restart, terms = self._attempt, self._members.restart, self._terms
         with suppress(OSError):  # the reserve is kept for the decision
             keep_errors(attempt, restart, self._members.said())

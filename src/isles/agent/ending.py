@@ -12,11 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from isles.errors import ExitCode
+from isles.run.outcome import end, end_failed, end_stopped
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_bytes_atomic
-from isles.run.restarts import newest_step
-from isles.agent.failure import write_failure, write_stop
-from isles.agent.script.end import write_end
+from isles.run.restarts import newest_step, noted_step
 
 _RESERVE_BYTES = 32 * 1024
 """Enough for the records of an end, given back when the disk is full."""
@@ -72,21 +71,26 @@ class Ending:
         attempt, what = self._attempt, str(culprit["what"])
         if self._kept is None and not self._is_on_record():
             self._say(what)
-            write = lambda: write_failure(attempt, culprit, step=reached)  # noqa: E731
+            write = lambda: end_failed(attempt, culprit, step=reached)  # noqa: E731
             self._put(write, "failed", int(culprit["exit_code"]), what)
 
     def stop(self, code: ExitCode, why: str, run_dir: RunDir) -> None:
         """The run is stopped while no rank can save."""
         attempt = self._attempt
         self._put(
-            lambda: write_stop(attempt, code, newest_step(run_dir)), "stopped", int(code), why
+            lambda: end_stopped(attempt, code, newest_step(run_dir)), "stopped", int(code), why
         )
 
+    def keep(self, state: str, code: ExitCode, reason: str) -> None:
+        """How this process ends, where the run has no outcome because it goes on later."""
+        outcome = {"state": state, "exit_code": int(code), "step": None, "reason": reason}
+        self._kept = {**outcome, "at": time.time(), "error": None}
+
     def finish(self) -> None:
-        """All ranks have ended well; some leave no word of it."""
-        attempt, code = self._attempt, ExitCode.OK
+        """All ranks have ended well; those of a user's own script leave no outcome."""
+        attempt, code, word = self._attempt, ExitCode.OK, "finished"
         self._put(
-            lambda: write_end(attempt, "finished", code, "finished"), "finished", code, "finished"
+            lambda: end(attempt, "finished", code, word, step=noted_step(attempt)), word, code, word
         )
 
     def _is_on_record(self) -> bool:

@@ -1,16 +1,19 @@
-"""After a rank was lost: who caused it, and whether the ranks are started again."""
+"""Why ranks have failed, and what follows: a restart, the end of the run, or a stop."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from isles.agent.server import NodeConnection
 from isles.errors import ExitCode
+from isles.run.outcome import AGAIN, ErrorRecord, end_failed, end_stopped, error_record
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import read_record, write_record, write_text_atomic
 from isles.run.restarts import (
     Decision,
     Restart,
@@ -19,9 +22,8 @@ from isles.run.restarts import (
     read_last_step,
     write_restart,
 )
-from isles.run.state import script_of
 
-_END = "`isles train` again goes on from the last checkpoint"
+_TAIL_BYTES = 16_384
 
 
 def find_culprit(
@@ -88,7 +90,8 @@ def judge(
     before = [entry for entry in list_restarts(attempt) if entry.is_counted]
     reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
     last = before[-1] if before else None
-    note, decision = "", _first_decision(stop)
+    note = ""
+    decision: Decision = "restart" if stop is None else "stop"
     # A script on another host cannot see there that it has reported steps.
     is_new = culprit.get("kind") == "ScriptFailed" and reached is not None
     if culprit.get("will_recur") and not is_new:
@@ -120,65 +123,111 @@ def judge(
     )
     settled = write_restart(attempt, found)
     if settled.decision == "fail" and settled.culprit is not None:
-        write_failure(attempt, settled.culprit, step=reached)
+        end_failed(attempt, settled.culprit, step=reached)
     elif settled.decision == "stop" and stop is not None:
         lost = f"; {settled.why} before it could save" if settled.reached != saved else ""
-        write_stop(attempt, stop, saved, lost)
+        end_stopped(attempt, stop, saved, lost)
     return settled
 
 
-def write_failure(attempt: Attempt, culprit: dict[str, Any], *, step: int | None = None) -> None:
-    """The run has failed because of this."""
-    _write_outcome(
-        attempt, "failed", int(culprit["exit_code"]), step, str(culprit["what"]), culprit
-    )
-
-
-def write_stop(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = "") -> None:
-    """The run was stopped while no rank could save; unless it has ended otherwise before."""
-    if read_record(attempt.outcome) is None:
-        kept = "nothing" if saved is None else f"everything up to step {saved}"
-        is_script = script_of(RunDir(attempt.path.parent.parent)) is not None
-        reason = f"asked to stop{lost}" + ("" if is_script else f"; {kept} is saved")
-        # A script of the user's own saves by itself; its starter says how it took the stop.
-        reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
-        _write_outcome(attempt, "stopped", int(code), saved, reason, None)
-
-
-def trouble(
-    what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION, *, id: str
-) -> dict[str, Any]:
-    """An error record of this node's agent itself."""
-    host = os.uname().nodename
-    return {
-        "rank": None,
-        "host": host,
-        "at": time.time(),
-        "kind": "CommunicationError",
-        "what": what,
-        "where": f"host {host}",
-        "fix": f"{fix}; {_END}",
-        "id": id,
-        "exit_code": int(code),
-        "is_communication": code is ExitCode.COMMUNICATION,
-        "traceback": None,
-    }
-
-
-def _write_outcome(
+def failure_report(
     attempt: Attempt,
-    state: str,
-    exit_code: int,
-    step: int | None,
-    reason: str,
-    error: dict[str, Any] | None,
+    restart: int,
+    ranks: list[int],
+    world_size: int,
+    failures: dict[int, int],
+    *,
+    has_no_memory: bool = False,
+) -> dict[str, Any]:
+    """The part of a report that says why ranks have failed.
+
+    Args:
+        attempt: this start, as this host sees it.
+        restart: how often the ranks were started again before.
+        ranks: those of this node.
+        world_size: those of all nodes.
+        failures: exit codes of those that were seen to end first.
+        has_no_memory: whether the kernel has killed processes here for their memory; see
+            `oom_kills`.
+
+    Returns:
+        errors: the records that these ranks have left. culprit: the one that the others may be
+        consequences of; None where these ranks have only lost one of another node. tail: the end
+        of its log.
+    """
+    paths = [attempt.rank_error(rank, restart) for rank in ranks]
+    errors = [error for path in paths if (error := read_record(path))]
+    culprit = find_culprit(errors, failures, ranks, are_all=len(ranks) == world_size)
+    if has_no_memory and culprit is not None and culprit.get("id") == "memory.killed":
+        culprit |= {
+            "kind": "OutOfMemoryError",
+            "what": f"{culprit['what']}: this host, or the job's share of it, has no memory left",
+            "fix": "lower training.micro_batch_size or data.workers, or give it more memory: "
+            "clusters[0].launcher.memory_per_node where a queue has set the limit",
+            "exit_code": int(ExitCode.OUT_OF_MEMORY),
+            "will_recur": True,
+        }
+    tail = ""
+    if culprit is not None and culprit.get("rank") is not None:
+        tail = _end_of(attempt, int(culprit["rank"]))
+    return {"errors": errors, "culprit": culprit, "tail": tail}
+
+
+def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """How many processes of this one's cgroup the kernel has killed for their memory, ever.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (memory.events) and
+    cgroup-v1/memory.rst (memory.oom_control). 0 where neither can be read.
+    """
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            inside = path.lstrip("/")
+            if number == "0" and not controllers:
+                events = cgroups / inside / "memory.events"
+            elif "memory" in controllers.split(","):
+                events = cgroups / "memory" / inside / "memory.oom_control"
+            else:
+                continue
+            if not events.exists():
+                continue
+            words = dict(entry.split(maxsplit=1) for entry in events.read_text().splitlines())
+            return int(words.get("oom_kill", 0))
+    return 0
+
+
+def own_time(error: dict[str, Any], peer: NodeConnection) -> dict[str, Any]:
+    """An error of another host by the clock of this one."""
+    return {**error, "at": float(error["at"]) + peer.skew_s}
+
+
+def keep_errors(
+    attempt: Attempt, restart: int, said: list[tuple[dict[str, Any], NodeConnection]]
 ) -> None:
-    record = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
-    write_record(attempt.outcome, {**record, "at": time.time(), "error": error})
+    """Put on record here what ranks of other hosts have left there."""
+    for report, peer in said:
+        for error in report.get("errors", ()):
+            path = attempt.rank_error(int(error["rank"]), restart)
+            if not path.exists():
+                write_record(path, own_time(error, peer))
+        culprit = report.get("culprit") or {}
+        if culprit.get("rank") is None or not report.get("tail"):
+            continue
+        log = attempt.rank_log(int(culprit["rank"]))
+        if not log.exists():
+            head = f"---- the end of this log on {culprit['host']} ----\n"
+            with suppress(OSError):
+                write_text_atomic(log, head + report["tail"], durable=False)
 
 
-def _first_decision(stop: ExitCode | None) -> Decision:
-    return "restart" if stop is None else "stop"
+def _end_of(attempt: Attempt, rank: int) -> str:
+    try:
+        with attempt.rank_log(rank).open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _furthest(*steps: int | None) -> int:
@@ -199,36 +248,32 @@ def _why(culprit: dict[str, Any]) -> str:
     return f"{who} on {culprit['host']} failed: {what}"
 
 
-def _death(rank: int, exit_code: int) -> dict[str, Any]:
+def _death(rank: int, exit_code: int) -> ErrorRecord:
     """A record for a rank that could not write one."""
-    name, how, fix = (
-        "",
-        f"ended with exit code {exit_code}",
+    how, fix, id = (
+        "died without a word",
         "the end of its log may say why: `isles logs`",
+        "rank.died",
     )
-    if exit_code == 0:
-        how = "died without a word"
+    if exit_code > 0:
+        how = f"ended with exit code {exit_code}"
     elif exit_code < 0:
         name = signal.Signals(-exit_code).name
         how = f"was killed by {name}"
         if name == "SIGKILL":
             fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+            id = "memory.killed"
         if name == "SIGABRT":
             fix = (
                 "on GPUs NCCL ends so the ranks that waited longer than comm_timeout for another: "
                 "the end of its log says for what, and the rank that has no such line is the one "
                 "that hung"
             )
-    return {
-        "rank": rank,
-        "host": os.uname().nodename,
-        "at": time.time(),
-        "kind": "ProcessDied",
-        "what": f"rank {rank} {how}",
-        "where": f"rank {rank} on {os.uname().nodename}",
-        "fix": f"{fix}; {_END}",
-        "id": "memory.killed" if name == "SIGKILL" else "rank.died",
-        "exit_code": int(ExitCode.TRAINING),
-        "is_communication": False,
-        "traceback": None,
-    }
+    return error_record(
+        f"rank {rank} {how}",
+        id=id,
+        kind="ProcessDied",
+        code=ExitCode.TRAINING,
+        fix=f"{fix}; {AGAIN}",
+        rank=rank,
+    )

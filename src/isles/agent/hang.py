@@ -8,9 +8,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from isles.agent.server import say
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.agent.server import say
 
 ASKED = "asked.json"
 """In `stalls/`: the number of the last question for stacks."""

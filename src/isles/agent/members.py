@@ -1,4 +1,4 @@
-"""The nodes that train together now: their ranks, their reports, and who of them is lost."""
+"""The nodes that train together now: their ranks, their reports, and which of them are lost."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from isles.agent.server import NodeConnection, RendezvousServer, say
 from isles.run.fleet import Fleet
+from isles.run.outcome import ErrorRecord, agent_error
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record
 from isles.run.restarts import (
     Restart,
+    current_restart,
     list_restarts,
     newest_step,
     read_last_step,
     write_restart,
 )
-from isles.agent.failure import trouble
-from isles.agent.server import NodeConnection, RendezvousServer, say
 
 Reports = dict[int, dict[str, Any]]
 
@@ -33,7 +34,7 @@ class Terms:
     Args:
         max_restarts: how often ranks that were lost are started again.
         save_timeout_s: longest wait for ranks that save before they hand over.
-        needs_head: whether the run directory is only on the first node.
+        needs_head: whether the run cannot go on without the first node, where the coordinator is.
         is_script: whether the ranks are those of a user's own script.
     """
 
@@ -67,15 +68,15 @@ class Members:
         self._attempt = attempt
         self._fleet = fleet
         self._rendezvous = rendezvous
-        self._tokens: dict[int, str] = {}
-        self.restart = 0
+        self._agents: dict[int, str] = {}
+        self.restart = current_restart(attempt)  # a job that was queued again goes on counting
         self.ranks: dict[int, tuple[int, int]] = {}
         """First rank and number of ranks of each."""
 
     @property
     def nodes(self) -> list[int]:
         """Their numbers, which are in the order of their ranks; none before the first start."""
-        return sorted(self._tokens)
+        return sorted(self._agents)
 
     @property
     def world_size(self) -> int:
@@ -84,9 +85,9 @@ class Members:
 
     def begin(self, nodes: list[int]) -> None:
         """These are the members from now on."""
-        self.restart += bool(self._tokens)
+        self.restart += bool(self._agents)
         peers = self._rendezvous.peers()
-        self._tokens = {node: peers[node].token for node in nodes}
+        self._agents = {node: peers[node].agent for node in nodes}
         self.ranks, first = {}, 0
         for node in nodes:
             nproc = self._fleet.nodes[node].nproc
@@ -101,16 +102,16 @@ class Members:
     def is_there(self, node: int) -> bool:
         """Whether a member is the one that has begun, and not lost."""
         peer = self._rendezvous.peers().get(node)
-        return peer is not None and not peer.lost and peer.token == self._tokens[node]
+        return peer is not None and not peer.lost and peer.agent == self._agents[node]
 
     def lost(self) -> list[int]:
         """Members that are gone."""
-        return [node for node in self._tokens if not self.is_there(node)]
+        return [node for node in self._agents if not self.is_there(node)]
 
     def newcomers(self) -> list[int]:
         """Nodes that are there, no members, and ready to start ranks at once."""
         peers = self._rendezvous.peers()
-        there = (node for node in self._rendezvous.there() if node not in self._tokens)
+        there = (node for node in self._rendezvous.there() if node not in self._agents)
         return [node for node in there if peers[node].report.get("state") == "idle"]
 
     def reports(self) -> Reports:
@@ -157,7 +158,7 @@ class Members:
         refused = self._rendezvous.refused
         return f"{text}; refused: {refused.what}" if refused is not None else text
 
-    def lost_culprit(self, node: int) -> dict[str, Any]:
+    def lost_culprit(self, node: int) -> ErrorRecord:
         """The error record of a node that is lost."""
         peer, place = self._rendezvous.peers().get(node), self._fleet.nodes[node]
         why = (peer.lost if peer is not None else "") or "it is gone"
@@ -165,7 +166,7 @@ class Members:
             f"see whether {place.name} is switched on and its network is up, and the last words "
             f"of its agent there: attempts/{self._attempt.path.name}/node-{node}.log"
         )
-        found = trouble(f"{self._rendezvous.label(node)} is lost: {why}", fix, id="host.lost")
+        found = agent_error(f"{self._rendezvous.label(node)} is lost: {why}", fix, id="host.lost")
         return {**found, "host": place.name, "where": f"host {place.name}"}
 
     def changed(self, now: Iterable[int]) -> Restart:
@@ -174,7 +175,7 @@ class Members:
         Args:
             now: who goes on.
         """
-        before, after = set(self._tokens), set(now)
+        before, after = set(self._agents), set(now)
         # A node that was lost and is back already is another one: it has nothing of the old ranks.
         gone = sorted({*(before - after), *(n for n in before & after if not self.is_there(n))})
         come = sorted(after - before)
@@ -196,4 +197,4 @@ class Members:
 
     def _peers(self) -> list[NodeConnection]:
         peers = self._rendezvous.peers()
-        return [peers[node] for node in self._tokens if self.is_there(node)]
+        return [peers[node] for node in self._agents if self.is_there(node)]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from isles.run.env import RankEnv
 from isles.run.node_log import new_node_log
 from isles.run.paths import Attempt, RunDir
 
@@ -101,19 +99,6 @@ class NodeLog:
             self._rest[path] = rest
         prefix = f"[{name}] ".encode()
         return b"".join(prefix + line + b"\n" for line in lines)
-
-
-@contextmanager
-def job_node_log(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> Iterator[None]:
-    """The same for a node whose ranks a torchrun has started; its first rank writes it."""
-    if env.local_rank != 0 or not attempt.path.is_dir():
-        yield
-        return
-    node = env.rank // env.local_world_size
-    ranks = range(env.rank, env.rank + env.local_world_size)
-    agent_log, is_first = attempt.node_log(node), env.restart == 0
-    with NodeLog(run_dir, attempt, node, lambda: ranks, agent_log, is_first=is_first):
-        yield
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,7 @@
-"""Where the nodes of a run meet: the supervisor's door, and who has come through it."""
+"""Rendezvous server of the coordinator: authenticates agents, receives reports, sends orders.
+
+The coordinator's own node, if it has one, is here as well, by a `DirectLink` in place of a socket.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,61 @@ from isles.errors import ExitCode
 from isles.facts.text import printable
 from isles.run.fleet import Fleet, FleetNode
 from isles.run.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
+from isles.run.paths import Attempt
 from isles.run.process import ProcessId
-from isles.run.wire import GREETING_BYTES, NotOurs, Wire
-from isles.agent.connection_limit import ConnectionLimit
+from isles.run.records import write_record
+from isles.run.wire import GREETING_BYTES, NotOurs, Wire, is_proof, new_challenge, proof
 
-_ENOUGH = 12
-"""So many digits of the digest are taken for the whole of it."""
 _SHOWN = 8
 """So many of them are told to who has another."""
 
 _LONGEST_WHY = 300
 _PAUSE_S = 0.2
 
+_AT_ONCE = 64
+"""So many connections may be unauthenticated; an agent proves itself within milliseconds."""
+
+_LINES, _LINE_EVERY_S = 20, 10.0
+"""So many lines about unknown connections are logged at once, and one more after so long."""
+
+_LONGEST_LINE = 400
+_RECORD_EVERY_S = 5.0
+
+
+class DirectLink:
+    """Connection of the coordinator to an agent in its own process, in place of a `Wire`."""
+
+    def __init__(self) -> None:
+        self.order: dict[str, Any] = {}
+        """The coordinator's last order; empty before the first."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """See Wire."""
+        self.order = message["order"]
+
+    def close(self) -> None:
+        """See Wire."""
+
 
 @dataclass(slots=True)
 class NodeConnection:
-    """One node that has come.
+    """An agent that has authenticated itself.
 
     Args:
         node: its number.
-        token: a word that the agent has made up: another agent has another.
-        process: the agent.
-        silence: since it was last heard.
-        report: what it said last about its ranks.
-        wire: the connection; None while there is none.
-        store: the port at which ranks can meet there; 0: none.
+        agent: random id that this agent has chosen: another agent of the same node has another.
+        process: of the agent.
+        silence: since the last message.
+        wire: the connection; None while it is broken.
+        store: port of the agent's store, at which ranks can meet; 0: it has none.
+        report: the last one about its ranks.
     """
 
     node: int
-    token: str
+    agent: str
     process: ProcessId
     silence: Silence
-    wire: Wire | None
+    wire: Wire | DirectLink | None
     store: int = 0
     report: dict[str, Any] = field(default_factory=dict)
     skew_s: float = 0.0
@@ -75,35 +101,37 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What all nodes of a start must have in common.
+    """What all nodes of an attempt must have in common.
 
     Args:
         run: the run's name.
         attempt: which start of it.
         digest: of resolved.yaml.
-        versions: of isles and torch, on the head.
+        versions: of isles and torch, on the first node.
+        token: the secret of the attempt, by which agents prove themselves.
     """
 
     run: str
     attempt: int
     digest: str
     versions: dict[str, str]
+    token: str = field(repr=False)
 
 
 class RendezvousServer:
-    """Takes in the nodes of one start and hears their reports.
+    """Takes in the nodes of one attempt and receives their reports.
 
     Args:
-        listener: a socket that listens.
-        fleet: who is to come.
-        identity: of this start.
-        files: what a node that has nothing yet is given: its name and content.
+        listener: a socket that listens; None: all nodes are in this process.
+        fleet: the nodes that are to come.
+        identity: of this attempt.
+        files: the run's files by name, for a node that does not share the run directory.
         clock: seconds that only ever grow, for the coordinator as well.
     """
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: socket.socket | None,
         fleet: Fleet,
         identity: Identity,
         files: Callable[[], dict[str, Any]],
@@ -121,9 +149,18 @@ class RendezvousServer:
         """The last one."""
         self.fatal: Refusal | None = None
         """One of a node without which the run cannot begin."""
-        self._unknown = ConnectionLimit(say)
+        self._unknown = _UnknownConnections()
         self._is_closed = threading.Event()
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
+        if listener is not None:
+            threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+
+    def add_own(self, node: int, store: int) -> NodeConnection:
+        """The agent in this process; its link is a `DirectLink`."""
+        process = ProcessId.of(os.getpid())
+        own = NodeConnection(node, "own", process, Silence(self.clock()), DirectLink(), store)
+        with self._lock:
+            self._peers[node] = own
+        return own
 
     def peers(self) -> dict[int, NodeConnection]:
         """Who has come, by node; also those that are lost."""
@@ -145,7 +182,7 @@ class RendezvousServer:
         """Take for lost whoever has been silent for too long."""
         for peer in self.peers().values():
             silent_s = peer.silence.look(now_s)
-            if peer.lost or peer.is_done:
+            if peer.lost or peer.is_done or isinstance(peer.wire, DirectLink):
                 continue
             if peer.wire is None and silent_s > GONE_AFTER_S:
                 self.drop(peer, "its agent has ended without a word")
@@ -156,7 +193,7 @@ class RendezvousServer:
         """This node is lost; its agent is told so, should it still be there."""
         with self._lock:
             peer.lost = why
-            self._dropped.add(peer.token)
+            self._dropped.add(peer.agent)
         say(f"{self.label(peer.node)} is lost: {why}")
         self._part(peer, peer.wire)
 
@@ -179,9 +216,10 @@ class RendezvousServer:
     def close(self) -> None:
         """Take in nobody more, and end all connections."""
         self._is_closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
         for peer in self.peers().values():
             self._part(peer, peer.wire)
 
@@ -189,6 +227,7 @@ class RendezvousServer:
         return self._fleet.nodes[number]
 
     def _accept(self) -> None:
+        assert self._listener is not None
         while not self._is_closed.is_set():
             try:
                 connection, (address, *_) = self._listener.accept()
@@ -199,17 +238,26 @@ class RendezvousServer:
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         wire = Wire(connection)
-        self._unknown.come(wire)
+        self._unknown.add(wire)
+        challenge = new_challenge()
         try:
-            first = wire.receive(HELLO_S, GREETING_BYTES) or {}
-            self._unknown.greeted(wire)
+            wire.send({"challenge": challenge})
+            first = wire.receive(HELLO_S, GREETING_BYTES)
+            self._unknown.remove(wire)
+            if first is None:
+                return
+            if not is_proof(first.get("proof"), self._identity.token, challenge, "agent"):
+                raise Refusal(
+                    f"an agent at {address} does not know the token of this start of the run",
+                    "start the agent with the token that `isles train` has printed or placed",
+                )
+            mine = {"proof": proof(self._identity.token, str(first["challenge"]), "coordinator")}
             if "fetch" in first:
-                self._check_digest(str(first["fetch"]))
-                wire.send({"files": self._files()})
-            elif "hello" in first:
-                self._hear(self._take_in(first["hello"], wire), wire)
+                wire.send({"files": self._files(), **mine})
+            else:
+                self._receive(self._take_in(first["hello"], wire, mine), wire)
         except Refusal as refusal:
-            self._unknown.tell(f"refused {address}: {refusal.what}")
+            self._unknown.log(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
             with suppress(OSError):
@@ -220,12 +268,12 @@ class RendezvousServer:
             pass  # it has gone, or knocks at every port
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             found = f"{type(error).__name__}: {error!r:.200}"
-            self._unknown.tell(f"{address} has sent what no node sends: {found}")
+            self._unknown.log(f"{address} has sent what no node sends: {found}")
         finally:
-            self._unknown.greeted(wire)
+            self._unknown.remove(wire)
             wire.close()
 
-    def _hear(self, peer: NodeConnection, wire: Wire) -> None:
+    def _receive(self, peer: NodeConnection, wire: Wire) -> None:
         try:
             while True:
                 message = wire.receive(LOST_AFTER_S)
@@ -245,7 +293,7 @@ class RendezvousServer:
         finally:
             self._part(peer, wire)
 
-    def _part(self, peer: NodeConnection, wire: Wire | None) -> None:
+    def _part(self, peer: NodeConnection, wire: Wire | DirectLink | None) -> None:
         if wire is not None:
             wire.close()
         with self._lock:
@@ -254,17 +302,17 @@ class RendezvousServer:
                 # A process that has ended closes its connection: its silence begins here.
                 peer.silence.heard()
 
-    def _take_in(self, hello: dict[str, Any], wire: Wire) -> NodeConnection:
+    def _take_in(self, hello: dict[str, Any], wire: Wire, proof: dict[str, str]) -> NodeConnection:
         self._check(hello)
         process = ProcessId.from_record(hello["process"])
         if process is None:
             raise NotOurs("no process")
-        token, node = str(hello["token"]), int(hello["node"])
+        agent, node = str(hello["agent"]), int(hello["node"])
         with self._lock:
-            if token in self._dropped:
+            if agent in self._dropped:
                 raise Refusal("this node was taken for lost", "it can join again as a new one")
             peer = self._peers.get(node)
-            if peer is not None and peer.token != token and not peer.lost:
+            if peer is not None and peer.agent != agent and not peer.lost:
                 if peer.wire is not None:
                     raise Refusal(
                         f"node {node} is there already: {peer.process.host}, process "
@@ -272,12 +320,12 @@ class RendezvousServer:
                         "start each node once, each with its own number",
                     )
                 peer.lost = "another agent has taken its place"
-            if peer is None or peer.token != token:
+            if peer is None or peer.agent != agent:
                 store = int(hello.get("store", 0))
-                peer = NodeConnection(node, token, process, Silence(self.clock()), None, store)
+                peer = NodeConnection(node, agent, process, Silence(self.clock()), None, store)
                 self._peers[node] = peer
             # Before anybody can send an order here: it is the first word that the agent expects.
-            wire.send({"welcome": {"pid": os.getpid()}})
+            wire.send({"welcome": {"pid": os.getpid()}, **proof})
             old, peer.wire, peer.sent = peer.wire, wire, {}
             peer.silence.heard()
         if old is not None and old is not wire:
@@ -308,17 +356,108 @@ class RendezvousServer:
                 )
 
     def _check_digest(self, digest: str) -> None:
-        # Of what a person types, a part is enough; more than whoever does not know it is told.
-        if len(digest) < _ENOUGH or not self._identity.digest.startswith(digest):
+        if digest != self._identity.digest:
             raise Refusal(
-                f"another run file: its digest begins with {digest[:12]}, here with "
+                f"another run file: its digest begins with {digest[:_SHOWN]}, here with "
                 f"{self._identity.digest[:_SHOWN]}",
                 "start all nodes from the same run",
             )
 
 
+class _UnknownConnections:
+    """Connections that have not authenticated themselves: few at once, and few lines about them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[Wire, None] = {}
+        self._lines = float(_LINES)
+        self._logged_at = time.monotonic()
+        self._dropped_lines = 0
+
+    def add(self, wire: Wire) -> None:
+        """One more; above the limit the oldest is closed."""
+        with self._lock:
+            self._waiting[wire] = None
+            oldest = next(iter(self._waiting)) if len(self._waiting) > _AT_ONCE else None
+            if oldest is not None:
+                del self._waiting[oldest]
+        if oldest is not None:
+            oldest.hang_up()
+
+    def remove(self, wire: Wire) -> None:
+        """This one has proved itself, or has gone."""
+        with self._lock:
+            self._waiting.pop(wire, None)
+
+    def log(self, line: str) -> None:
+        """Log a line that may hold words of theirs; not every one, where they are many."""
+        with self._lock:
+            now = time.monotonic()
+            self._lines = min(_LINES, self._lines + (now - self._logged_at) / _LINE_EVERY_S)
+            self._logged_at = now
+            if self._lines < 1.0:
+                self._dropped_lines += 1
+                return
+            self._lines -= 1.0
+            dropped, self._dropped_lines = self._dropped_lines, 0
+        more = f" (and {dropped} more like it before)" if dropped else ""
+        say(printable(line, keep="", longest=_LONGEST_LINE) + more)
+
+
+class NodeRecords:
+    """nodes.json and node-K.json of an attempt with several nodes: who is there, where."""
+
+    def __init__(self, attempt: Attempt, fleet: Fleet, rendezvous: RendezvousServer) -> None:
+        self._attempt = attempt
+        self._fleet = fleet
+        self._rendezvous = rendezvous
+        self._written: list[dict[str, Any]] = []
+        self._written_at = 0.0
+
+    def write(self, places: dict[int, tuple[int, int]], *, now: bool = False) -> None:
+        """Write what has changed, and all of it every few seconds.
+
+        Args:
+            places: first rank and number of ranks of the nodes that train.
+            now: also if nothing has changed.
+        """
+        nodes = [self._node(node, places) for node in range(len(self._fleet.nodes))]
+        is_late = time.monotonic() - self._written_at > _RECORD_EVERY_S
+        if len(nodes) == 1 or (nodes == self._written and not is_late and not now):
+            return
+        old = {node["node"]: node for node in self._written}
+        with suppress(OSError):  # a full disk: the run itself finds that out
+            for node in nodes:
+                if node.get("pid") and node != old.get(node["node"]):
+                    write_record(self._attempt.node_record(node["node"]), node, durable=False)
+            peers = self._rendezvous.peers()
+            heard = {node: time.time() - peer.silence.seconds for node, peer in peers.items()}
+            full = [{**node, "heard_at": heard.get(node["node"])} for node in nodes]
+            record = {"at": time.time(), "launcher": self._fleet.launcher, "nodes": full}
+            write_record(self._attempt.nodes, record, durable=False)
+            self._written, self._written_at = nodes, time.monotonic()
+
+    def _node(self, number: int, places: dict[int, tuple[int, int]]) -> dict[str, Any]:
+        place, peer = self._fleet.nodes[number], self._rendezvous.peers().get(number)
+        first, count = places.get(number, (None, place.nproc))
+        node: dict[str, Any] = {
+            "node": number,
+            "name": place.name,
+            "address": place.address,
+            "ssh": place.ssh,
+            "first_rank": first,
+            "ranks": count,
+            "state": "missing",
+            "why": "",
+        }
+        if peer is not None:
+            state = "lost" if peer.lost else "ended" if peer.is_done else "there"
+            node |= {**peer.process.record(), "state": state, "why": peer.lost}
+        return node
+
+
 def say(line: str) -> None:
-    """One line for the supervisor's log."""
+    """Write one line to the coordinator's log."""
     with suppress(OSError):  # its log may be on a disk that is full
-        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {line}\n")
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} coordinator: {line}\n")
         sys.stderr.flush()

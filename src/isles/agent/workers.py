@@ -1,88 +1,79 @@
-"""The ranks of one node: started, watched and ended, as torchrun would."""
+"""Ranks of one node: forked from a server that has imported torch, watched, ended.
+
+This process itself never imports torch. What ranks run is named as a string, and imported in the
+forked process.
+"""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
+import os
 import signal
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from isles.agent.failure import failure_report, oom_kills
+from isles.agent.rank import RankStart, die_with_agent
+from isles.agent.relay import SignalRelay
+from isles.errors import ExitCode, UserError
 from isles.run.pace import END_GRACE_S
 from isles.run.paths import Attempt, RunDir
-from isles.agent.forked import MeetingPlace, Ranks
-from isles.agent.rank import RankStart, rank_process
-from isles.agent.relay import SignalRelay
-from isles.agent.reports import failure_report
+from isles.run.process import die_with_parent
 
 _END_OTHERS_S = 30.0
 """How long ranks may take to end after another one of this node has failed."""
 
+_RANK_PROCESS = "isles.agent.rank:rank_process"
+
 
 @dataclass(frozen=True, slots=True)
-class Gang:
-    """The ranks of one node, and what they need to start.
+class Node:
+    """What the ranks of one node need at every start of them.
 
     Args:
-        run_dir: the run directory.
-        attempt: the folder of this start.
+        run_dir, attempt: as this host sees them.
         nproc: ranks here.
-        address: of this node, at which the first rank of a user's script may listen.
-        scratch: a folder for files of this start on this node.
+        scratch: a folder for files of this attempt on this host.
+        in_job: whether the coordinator may queue the job of the run again after a stop.
     """
 
     run_dir: RunDir
     attempt: Attempt
     nproc: int
-    address: str
     scratch: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part that the ranks of this node have in one start of all ranks.
-
-    Args:
-        restart: how often all ranks were started again before.
-        first: number of the first rank here.
-        world_size: ranks on all nodes.
-        group: this node's place among the nodes, and how many they are.
-        master: host and port that torchrun's variables name to a user's script.
-        store, meeting: through which isles' own ranks meet: a file, or host and port.
-        resume_from: a checkpoint that was asked for by name.
-        is_script: whether the ranks are those of a user's own script.
-    """
-
-    restart: int
-    first: int
-    world_size: int
-    group: tuple[int, int]
-    master: tuple[str, int]
-    store: Path | None
-    meeting: tuple[str, int] | None
-    resume_from: Path | None
-    is_script: bool
+    in_job: bool = False
 
 
 class WorkerGroup:
-    """The ranks of one node.
+    """Ranks of one node.
 
-    Which ranks they are and with whom, and whether they are started again, is for others to say.
+    Which ranks they are and with whom, and whether they are started again, the coordinator says.
 
     Args:
-        gang: what they need to start.
+        node: what they need to start.
         relay: of signals, which is told whom to hand them to.
         place: the store where the ranks of several nodes meet, where this node may have it.
     """
 
-    def __init__(self, gang: Gang, relay: SignalRelay, place: MeetingPlace | None = None) -> None:
-        self._gang = gang
+    def __init__(self, node: Node, relay: SignalRelay, place: MeetingPlace | None = None) -> None:
+        self._node = node
         self._relay = relay
         self._place = place
         self._ranks: Ranks | None = None
-        self._part: Part | None = None
+        self._order: dict[str, Any] = {}
         self._failed: dict[int, int] = {}
+        self._oom_kills = 0
         self._end_by = 0.0
         self._is_handing_over = False
         self.report: dict[str, Any] = {}
@@ -96,58 +87,76 @@ class WorkerGroup:
     @property
     def restart(self) -> int:
         """The restart to which the ranks belong, running or not; -1 before the first."""
-        return -1 if self._part is None else self._part.restart
+        return int(self._order.get("restart", -1))
 
-    def begin(self, part: Part) -> None:
-        """Start the ranks."""
-        gang = self._gang
-        self._part = part
-        self._failed = {}
-        self._is_handing_over = False
-        if self._place is not None and part.group[0] == 0 and not part.is_script:
+    def begin(self, order: dict[str, Any]) -> None:
+        """Start the ranks.
+
+        Args:
+            order: of the coordinator: `restart`; `ranks`, the first one here and how many;
+                `world_size`; `group`, the number of this node among those that train, and how many
+                they are; `master`, host and port for torchrun's variables; `store`, where the ranks
+                of several nodes meet; `script`; `resume_from`.
+        """
+        node = self._node
+        self._order, self._failed, self._is_handing_over = order, {}, False
+        self._oom_kills = oom_kills()
+        restart, is_alone = int(order["restart"]), order["group"][1] == 1
+        if self._place is not None and order["group"][0] == 0 and not order["script"]:
             self._place.open()
-        start = RankStart(restart=part.restart, store=part.store, meeting=part.meeting)
-        args = (gang.run_dir.path, gang.attempt.number, part.resume_from, start)
-        numbers = range(part.first, part.first + gang.nproc)
-        self._relay.expect(part.restart, numbers)
-        environs = {rank: self._environ(part, rank) for rank in numbers}
-        self._ranks = Ranks(_entry(part), args, environs)
-        self.report = {"restart": part.restart, "state": "running"}
+        host, port = order["store"]
+        start = RankStart(
+            restart=restart,
+            store=node.scratch / f"store-{restart}" if is_alone else None,  # no port is opened
+            meeting=None if is_alone else (str(host), int(port)),
+            in_job=node.in_job,
+        )
+        asked = Path(order["resume_from"]) if order["resume_from"] else None
+        args = (node.run_dir.path, node.attempt.number, asked, start)
+        self._relay.expect(restart, self._numbers)
+        environs = {rank: self._environ(rank) for rank in self._numbers}
+        what = "isles.agent.script.run:script_process" if order["script"] else _RANK_PROCESS
+        self._ranks = Ranks(what, args, environs)
+        self.report = {"restart": restart, "state": "running"}
+
+    @property
+    def _numbers(self) -> range:
+        first, count = self._order["ranks"]
+        return range(first, first + count)
 
     def look(self) -> None:
         """See whether ranks have ended; `report` says so."""
         if not self.is_running:
             return
-        assert self._ranks is not None and self._part is not None
-        part = self._part
+        assert self._ranks is not None
         done, failed = self._ranks.look()
         if failed:
-            self._fail(part, failed)
+            self._fail(failed)
         elif self._ranks.are_all(done):
             codes = {str(rank): code for rank, code in done.items()}
-            self.report = {"restart": part.restart, "state": "succeeded", "codes": codes}
+            self.report = {"restart": self.restart, "state": "succeeded", "codes": codes}
 
-    def _fail(self, part: Part, failed: dict[int, int]) -> None:
+    def _fail(self, failed: dict[int, int]) -> None:
         """Some have failed, and the others cannot go on: report why, as soon as it is known."""
         assert self._ranks is not None
         now = time.monotonic()
         if not self._failed:
             self._failed, self._end_by = failed, now + _END_OTHERS_S
             self._ranks.signal(signal.SIGTERM)
-        numbers = list(range(part.first, part.first + self._gang.nproc))
-        attempt = self._gang.attempt
-        found = failure_report(attempt, part.restart, numbers, part.world_size, self._failed)
+        found = failure_report(
+            self._node.attempt,
+            self.restart,
+            list(self._numbers),
+            int(self._order["world_size"]),
+            self._failed,
+            has_no_memory=oom_kills() > self._oom_kills,
+        )
         has_cause = any(not error["is_communication"] for error in found["errors"])
         has_cause = has_cause or any(code < 0 for code in self._failed.values())
         if not has_cause and self._ranks.are_any_left() and now < self._end_by:
             return  # whom they have lost may be one that takes longer to end
-        self.report = {"restart": part.restart, "state": "failed", **found}
+        self.report = {"restart": self.restart, "state": "failed", **found}
         self.report["codes"] = {str(rank): code for rank, code in self._failed.items()}
-
-    def settle(self) -> None:
-        """After a failure: let the others end, which have been told to; kill what is left."""
-        if self._failed:
-            self.end(at_once=False)
 
     def hand_over(self) -> bool:
         """Let the ranks save and end, to go on with other nodes; False where they do already."""
@@ -172,32 +181,212 @@ class WorkerGroup:
         """No rank is here."""
         self.report = {"restart": self.restart, "state": "idle"}
 
-    def _environ(self, part: Part, rank: int) -> dict[str, str]:
+    def _environ(self, rank: int) -> dict[str, str]:
         """What torchrun sets for a rank."""
-        gang, local_rank = self._gang, rank - part.first
-        error = gang.scratch / f"error-{part.restart}-{local_rank}.json"
+        node, order = self._node, self._order
+        local_rank = rank - self._numbers.start
+        error = node.scratch / f"error-{self.restart}-{local_rank}.json"
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(part.group[0]),
+            "GROUP_RANK": str(order["group"][0]),
             "ROLE_RANK": str(rank),
             "ROLE_NAME": "default",
-            "LOCAL_WORLD_SIZE": str(gang.nproc),
-            "WORLD_SIZE": str(part.world_size),
-            "GROUP_WORLD_SIZE": str(part.group[1]),
-            "ROLE_WORLD_SIZE": str(part.world_size),
-            "MASTER_ADDR": part.master[0],
-            "MASTER_PORT": str(part.master[1]),
-            "TORCHELASTIC_RESTART_COUNT": str(part.restart),
-            "TORCHELASTIC_RUN_ID": f"{gang.run_dir.name}.{gang.attempt.number}",
+            "LOCAL_WORLD_SIZE": str(node.nproc),
+            "WORLD_SIZE": str(order["world_size"]),
+            "GROUP_WORLD_SIZE": str(order["group"][1]),
+            "ROLE_WORLD_SIZE": str(order["world_size"]),
+            "MASTER_ADDR": str(order["master"][0]),
+            "MASTER_PORT": str(order["master"][1]),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart),
+            "TORCHELASTIC_RUN_ID": f"{node.run_dir.name}.{node.attempt.number}",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": str(error),
         }
 
 
-def _entry(part: Part) -> Callable[..., int]:
-    if part.is_script:
-        from isles.agent.script.run import script_process  # its run file takes long to import
+@dataclass(slots=True)
+class _Rank:
+    """One rank.
 
-        return script_process
-    return rank_process
+    Args:
+        process: of it.
+        answer: through which its exit code comes, where its work has come to an end by itself.
+        code: that, once it has come.
+    """
+
+    process: ForkServerProcess
+    answer: Connection
+    code: int | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has come to its own end, and the process is gone.
+
+        One that is asked to stop when it has nothing left to do ends with 0, without an answer.
+        """
+        return self.process.exitcode == 0
+
+    @property
+    def failure(self) -> int | None:
+        """The exit code of one that has not come to its own end; negative: of a signal."""
+        code = self.process.exitcode
+        return None if code is None or self.is_done else code
+
+    def look(self) -> None:
+        """Take the answer, if it is there."""
+        ended = self.process.exitcode is not None  # before: what it has said is complete then
+        if self.code is None and (ended or self.answer.poll()):
+            with suppress(EOFError, OSError):
+                self.code = int(self.answer.recv()) if self.answer.poll() else None
+
+
+class Ranks:
+    """The ranks of this node in one start of all ranks.
+
+    Args:
+        what: MODULE:FUNCTION that each of them runs; it returns an exit code, or ends the process
+            itself.
+        args: its arguments.
+        environs: for each rank, by its number, the variables of its own.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        args: tuple[Any, ...],
+        environs: Mapping[int, Mapping[str, str]],
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._ranks: dict[int, _Rank] = {}
+        for rank, environ in environs.items():
+            answer, end = context.Pipe(duplex=False)
+            process = context.Process(target=_run, args=(what, args, dict(environ), end))
+            _start(process)
+            end.close()
+            self._ranks[rank] = _Rank(process, answer)
+
+    def look(self) -> tuple[dict[int, int], dict[int, int]]:
+        """See which have ended.
+
+        Returns:
+            The codes of those that have come to their own end, and of those that failed, by rank.
+        """
+        for rank in self._ranks.values():
+            rank.look()
+        done = {n: int(r.code or 0) for n, r in self._ranks.items() if r.is_done}
+        failed = {n: code for n, r in self._ranks.items() if (code := r.failure) is not None}
+        return done, failed
+
+    def are_all(self, done: Mapping[int, int]) -> bool:
+        """Whether these are all of them."""
+        return len(done) == len(self._ranks)
+
+    def are_any_left(self) -> bool:
+        """Whether some have not ended."""
+        return any(rank.process.exitcode is None for rank in self._ranks.values())
+
+    def signal(self, number: int) -> None:
+        """Send this to all that are alive."""
+        for rank in self._ranks.values():
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
+
+    def end(self, number: int, timeout_s: float) -> None:
+        """Send this to all, and kill those that have not ended in time."""
+        self.signal(number)
+        deadline = time.monotonic() + timeout_s
+        for rank in self._ranks.values():
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        self.signal(signal.SIGKILL)
+        for rank in self._ranks.values():
+            # Not without end: what hangs in the kernel, as on a lost disk, cannot be killed.
+            rank.process.join(timeout_s)
+            if rank.process.exitcode is None:
+                sys.stderr.write(
+                    f"process {rank.process.pid} has not ended {timeout_s:.0f} s after SIGKILL: "
+                    "it hangs in a driver or a file system; see `dmesg | tail`\n"
+                )
+            rank.answer.close()
+
+
+class MeetingPlace:
+    """The store at which the ranks of all nodes meet: this node's part, if it is the first.
+
+    It listens from the start, so that who comes early waits; the process that answers comes from
+    the fork server, which has torch, and this one does not need it.
+
+    Args:
+        address: of this node, the only one at which it listens.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server((address, 0))
+        self._process: ForkServerProcess | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def open(self) -> None:
+        """Answer from now on, to the end of this process."""
+        if self._process is not None and self._process.exitcode is None:
+            return
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_serve_store, args=(self._listener,))
+        _start(self._process)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._listener.close()
+
+
+def _start(process: ForkServerProcess) -> None:
+    try:
+        process.start()
+    except (EOFError, ConnectionError, BrokenPipeError) as error:
+        raise UserError(
+            "no rank can be started here: the process that imports torch for all of them has ended",
+            where=f"host {socket.gethostname()}",
+            fix=f"its last words are above; try there: {sys.executable} -c 'import torch'",
+            id="start.failed",
+        ) from error
+
+
+def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Connection) -> None:
+    # Were the fork server killed alone, nobody would know of this process any more.
+    die_with_parent(signal.SIGINT)
+    os.environ.update(environ)
+    module, _, name = what.partition(":")
+    entry: Callable[..., int] = getattr(importlib.import_module(module), name)
+    try:
+        code = entry(*args)
+    except KeyboardInterrupt:  # before the rank has taken over the signals
+        code = ExitCode.INTERRUPTED
+    answer.send(int(code))
+
+
+def _serve_store(listener: socket.socket) -> None:
+    import torch.distributed  # noqa: F401  # the library that the next line is a part of
+    from torch._C._distributed_c10d import TCPStore
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # ranks that save still need it
+    die_with_agent()
+    address, port = listener.getsockname()[:2]
+    # torch would listen on every interface; a socket that is bound already it takes as it is.
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),
+    )
+    threading.Event().wait()
+    del store

@@ -10,7 +10,6 @@ from typing import Any
 
 from isles.errors import more_lines
 from isles.facts.units import format_bytes
-from isles.run.nodes import read_meeting
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import read_record
@@ -37,19 +36,20 @@ def find_culprit(attempt: Attempt) -> dict[str, Any] | None:
     decision = (read_record(attempt.outcome) or {}).get("error")
     if isinstance(decision, dict):
         return decision
-    meeting = read_meeting(attempt)
-    if meeting is not None and not meeting.supervisor_process.is_alive():
-        return _lost_supervisor(meeting.supervisor_process)
+    process = ProcessId.from_record(read_record(attempt.launch) or {})
+    is_gone = process is not None and process.is_here() and not process.is_alive()
+    if process is not None and is_gone and attempt.nodes.exists() and not attempt.outcome.exists():
+        return _lost_coordinator(process)
     return records[0] if records else None
 
 
-def _lost_supervisor(process: ProcessId) -> dict[str, Any]:
+def _lost_coordinator(process: ProcessId) -> dict[str, Any]:
     return {
         "rank": None,
-        "what": f"the supervisor of this run (pid {process.pid}) is gone; its nodes ended with it",
+        "what": f"the coordinator of this run (pid {process.pid}) is gone; its nodes ended with it",
         "where": f"host {process.host}",
         "fix": "somebody killed it, or the machine ran out of memory: see `dmesg | tail`",
-        "id": "run.supervisor",
+        "id": "run.coordinator",
     }
 
 

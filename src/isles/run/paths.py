@@ -57,13 +57,13 @@ class Attempt:
         return self.path / "last-step"
 
     @property
-    def meeting(self) -> Path:
-        """Where the nodes of a run meet, where there may be more than one."""
-        return self.path / "meeting.json"
+    def token(self) -> Path:
+        """The secret by which agents and coordinator know one another, for this user only."""
+        return self.path / "token"
 
     @property
     def fleet(self) -> Path:
-        """The nodes of a start on several hosts, as its launcher has settled them."""
+        """The nodes of this start, as its launcher or its job has settled them."""
         return self.path / "fleet.json"
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,3 +61,17 @@ class ProcessId:
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this signal to this process when its parent ends. Linux only.
+
+    "Parent" is the thread that has started this process, so it must live as long as the process.
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork

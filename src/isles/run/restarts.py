@@ -148,6 +148,14 @@ class LastStep:
         os.close(self._handle)
 
 
+def noted_step(attempt: Attempt) -> int | None:
+    """The last step that was noted, since whichever restart; None where none was."""
+    try:
+        return int(attempt.last_step.read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def read_last_step(attempt: Attempt, restart: int) -> int | None:
     """The last step done since a restart; None where none was."""
     try:

@@ -6,11 +6,10 @@ import contextlib
 import faulthandler
 import logging
 import os
-import socket
 import sys
-import time
 import traceback
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -29,6 +28,7 @@ from isles.errors import (
 )
 from isles.run.env import RankEnv
 from isles.run.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
+from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import write_record
@@ -37,7 +37,6 @@ from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang.watchdog import watching
-from isles.train.job import ending_record
 from isles.train.loop import train
 from isles.train.outer.step import go_on_ending
 from isles.train.parts import Parts
@@ -230,37 +229,30 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
     """Put an error on record for whoever looks for the culprit; returns the exit code."""
     error = deleted(attempt) or error  # what fails then is a consequence
     named = _as_user_error(error)
-    host = socket.gethostname()
     is_communication = is_communication_error(error)
     exit_code = int(named.exit_code if named else ExitCode.TRAINING)
     text = "".join(traceback.format_exception(error))
-    record = {
-        "rank": env.rank,
-        "host": host,
-        "at": time.time(),
-        "kind": type(error).__name__,
-        "what": named.what if named else f"{type(error).__name__}: {error}",
-        "where": (named.where if named else "") or f"rank {env.rank} on {host}",
-        "fix": named.fix if named else "",
-        "id": named.id if named else "",
-        "exit_code": exit_code,
-        "is_communication": is_communication,
-        "will_recur": named is not None and not is_communication,
-        "restart": env.restart,
-        "traceback": None if isinstance(error, UserError) else text,
-    }
+    record = error_record(
+        named.what if named else f"{type(error).__name__}: {error}",
+        id=named.id if named else "",
+        kind=type(error).__name__,
+        code=ExitCode(exit_code),
+        fix=named.fix if named else "",
+        where=named.where if named else "",
+        rank=env.rank,
+        is_communication=is_communication,
+        will_recur=named is not None and not is_communication,
+        restart=env.restart,
+        traceback=None if isinstance(error, UserError) else text,
+    )
     with contextlib.suppress(OSError):  # a full disk: the log below still says it
         write_record(attempt.rank_error(env.rank, env.restart), record)
-    if env.attempt == 0 and not (is_communication and attempt.outcome.exists()):
-        # No agent of ours looks for the culprit; the first to fail by itself names itself.
-        outcome = {"state": "failed", "exit_code": exit_code, "step": None}
-        outcome |= {"reason": record["what"], "at": record["at"], "error": record}
-        with contextlib.suppress(OSError):
-            write_record(attempt.outcome, outcome)
+        if env.attempt == 0:  # no agent looks for the root cause
+            end_without_agent(attempt, record)
     if isinstance(error, UserError):
         log.error("%s", error)
     else:
-        log.error("rank %d on %s failed\n%s", env.rank, host, text)
+        log.error("rank %d on %s failed\n%s", env.rank, record["host"], text)
     return exit_code
 
 
@@ -289,16 +281,17 @@ def _as_user_error(error: Exception) -> UserError | None:
 
 
 def _write_outcome(
-    attempt: Attempt, env: RankEnv, state: str, code: ExitCode, *, step: int | None, reason: str
+    attempt: Attempt,
+    env: RankEnv,
+    state: Literal[finished, stopped],
+    code: ExitCode,
+    *,
+    step: int | None,
+    reason: str,
 ) -> None:
-    write_record(
-        ending_record(attempt, env, code),
-        {
-            "state": state,
-            "exit_code": int(code),
-            "step": step,
-            "reason": reason,
-            "at": time.time(),
-            "error": None,
-        },
-    )
+    if env.in_job and code == ExitCode.REQUEUE:
+        # The job may be queued again: until its coordinator has decided, the run has no outcome.
+        record = {"exit_code": int(code), "step": step, "reason": reason}
+        write_record(attempt.stopped, record)
+    else:
+        end(attempt, state, code, reason, step=step)

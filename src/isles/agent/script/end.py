@@ -5,28 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from isles.errors import ExitCode
 from isles.run.env import RankEnv
+from isles.run.outcome import ErrorRecord, error_record
 from isles.run.paths import Attempt
-from isles.run.records import read_record, write_record
 from isles.run.restarts import read_last_step
 
 _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 30
-_LOOK_S = 0.1
 
 AT_ONCE_S = 20.0
 """An error of the script so soon after its start would only come again."""
-
-OTHERS_S = 120.0
-"""How long rank 0 waits for the others to end before it calls the run finished."""
 
 _LOST_OTHERS = (
     "Connection closed by peer",
@@ -64,7 +57,7 @@ class Ended:
     took_s: float
 
 
-def error_record(attempt: Attempt, env: RankEnv, ended: Ended) -> dict[str, Any]:
+def failed_record(attempt: Attempt, env: RankEnv, ended: Ended) -> ErrorRecord:
     """The error record of a rank whose script has failed."""
     tail = _tail(attempt.rank_log(env.rank), ended.log_start)
     raised = _raised(tail)
@@ -79,93 +72,37 @@ def error_record(attempt: Attempt, env: RankEnv, ended: Ended) -> dict[str, Any]
         is_communication = any(sign in message for sign in _LOST_OTHERS)
     step = read_last_step(attempt, env.restart)
     is_at_once = has_failed and ended.took_s < AT_ONCE_S and step is None
-    return {
-        **_record(env, what, fix, where),
-        "kind": "ScriptFailed",
-        "is_communication": is_communication,
-        "will_recur": is_at_once and not is_communication,
-        "traceback": "\n".join(tail[-_TAIL_LINES:]),
-    }
+    place = f"rank {env.rank} on {os.uname().nodename}"
+    return error_record(
+        what,
+        id="script.failed",
+        kind="ScriptFailed",
+        code=ExitCode.TRAINING,
+        fix=fix,
+        where=f"{where}, {place}" if where else place,
+        rank=env.rank,
+        restart=env.restart,
+        is_script=True,
+        is_communication=is_communication,
+        will_recur=is_at_once and not is_communication,
+        traceback="\n".join(tail[-_TAIL_LINES:]),
+    )
 
 
-def missing_record(env: RankEnv, script: Path) -> dict[str, Any]:
+def missing_record(env: RankEnv, script: Path) -> ErrorRecord:
     """The error record where the script is not there."""
-    what = f"there is no such script: {script.absolute()}"
-    fix = "copy it to every host (clusters.sync does), or set training.script and workdir"
-    record = _record(env, what, fix, "training.script")
-    return {
-        **record,
-        "kind": "ConfigError",
-        "id": "files.script",
-        "exit_code": int(ExitCode.USER),
-        "will_recur": True,
-    }
-
-
-def write_error(attempt: Attempt, env: RankEnv, error: dict[str, Any], *, by_agent: bool) -> None:
-    """Put an error on record; under a torchrun, the first that is a cause is the run's outcome."""
-    with suppress(OSError):  # a full disk: the log still says it
-        write_record(attempt.rank_error(env.rank, env.restart), error)
-        if by_agent:
-            return
-        there = (read_record(attempt.outcome) or {}).get("error")
-        is_consequence = error["is_communication"] and attempt.outcome.exists()
-        if is_consequence or (there is not None and not there.get("is_communication")):
-            return
-        outcome = {"state": "failed", "exit_code": error["exit_code"], "step": None}
-        write_record(
-            attempt.outcome,
-            {**outcome, "reason": error["what"], "at": error["at"], "error": error},
-        )
-
-
-def write_end(
-    attempt: Attempt, state: str, code: ExitCode, reason: str, record: Path | None = None
-) -> None:
-    """The run's outcome, unless it has ended otherwise before; into `record` where it is given."""
-    if read_record(attempt.outcome) is None:
-        step = read_last_step(attempt, _newest_restart(attempt))
-        outcome = {"state": state, "exit_code": int(code), "step": step, "reason": reason}
-        write_record(record or attempt.outcome, {**outcome, "at": time.time(), "error": None})
-
-
-def wait_for_others(attempt: Attempt, env: RankEnv) -> None:
-    """Until every rank's record says that it has ended; their directory is shared."""
-    deadline = time.monotonic() + OTHERS_S
-    missing = set(range(1, env.world_size))
-    while missing and time.monotonic() < deadline and not attempt.outcome.exists():
-        for rank in sorted(missing):
-            if "exit_code" in (read_record(attempt.rank_record(rank)) or {}):
-                missing.discard(rank)
-        time.sleep(_LOOK_S)
-    if missing and not attempt.outcome.exists():
-        names = ", ".join(map(str, sorted(missing)))
-        sys.stderr.write(f"rank 0 has ended; not waiting any longer for the end of {names}\n")
-
-
-def _newest_restart(attempt: Attempt) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        return int(attempt.last_step.read_text(encoding="ascii").split()[0])
-    return 0
-
-
-def _record(env: RankEnv, what: str, fix: str, where: str) -> dict[str, Any]:
-    host = os.uname().nodename
-    place = f"rank {env.rank} on {host}"
-    return {
-        "rank": env.rank,
-        "host": host,
-        "at": time.time(),
-        "what": what,
-        "where": f"{where}, {place}" if where else place,
-        "fix": fix,
-        "id": "script.failed",
-        "exit_code": int(ExitCode.TRAINING),
-        "is_communication": False,
-        "restart": env.restart,
-        "is_script": True,
-        "traceback": None,
-    }
+    return error_record(
+        f"there is no such script: {script.absolute()}",
+        id="files.script",
+        kind="ConfigError",
+        code=ExitCode.USER,
+        fix="copy it to every host (clusters.sync does), or set training.script and workdir",
+        where=f"training.script, rank {env.rank} on {os.uname().nodename}",
+        rank=env.rank,
+        restart=env.restart,
+        is_script=True,
+        will_recur=True,
+    )
 
 
 def _how(rank: int, ended: Ended) -> tuple[str, str]:

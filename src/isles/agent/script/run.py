@@ -1,53 +1,41 @@
 """One rank of a user's own script: starts it, hands it signals, and records how it ended.
 
-An agent of isles calls `script_process` in place of the built-in trainer. Under a torchrun it is
-`python -m isles.agent.script.run RUN_DIR --attempt N`. This file needs no torch.
+The agent calls `script_process` in place of the built-in trainer. No torch is needed here.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from isles.config.resolve import load_resolved
-from isles.config.sections.run import RunConfig
-from isles.errors import ExitCode
-from isles.run.env import (
-    ATTEMPT,
-    RUN_DIR,
-    SET_BY_TORCHRUN,
-    RankEnv,
-    read_rank_env,
-    restarts_of_script,
+from isles.agent.rank import (
+    RankStart,
+    die_with_agent,
+    let_cause_end_first,
+    log_to_file,
+    rank_env,
 )
-from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
-from isles.run.records import write_record
-from isles.run.stop_request import read_stop_request
-from isles.train.job import ending_record, exit_status
-from isles.agent.node_log import job_node_log
-from isles.agent.rank_edges import let_cause_end_first, log_to_file
-from isles.agent.script.end import (
-    Ended,
-    error_record,
-    missing_record,
-    wait_for_others,
-    write_end,
-    write_error,
-)
+from isles.agent.script.end import Ended, failed_record, missing_record
 from isles.agent.script.stacks import ScriptStacks
 from isles.agent.script.status import ScriptStatus
 from isles.agent.script.watch import ScriptWatch, print_note
+from isles.config.resolve import load_resolved
+from isles.config.sections.run import RunConfig
+from isles.errors import ExitCode
+from isles.run.env import ATTEMPT, RUN_DIR, SET_BY_TORCHRUN, RankEnv
+from isles.run.outcome import ErrorRecord, end
+from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId, die_with_parent
+from isles.run.records import write_record
+from isles.run.restarts import read_last_step
+from isles.run.stop_request import read_stop_request
 
 _LOOK_S = 0.2
 
@@ -55,7 +43,6 @@ GRACE_S = 60.0
 """How long a script may take to end after SIGTERM, where checkpoint.timeout does not say."""
 
 _GOOD_ENDS = (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +53,12 @@ class ScriptRank:
         run_dir, attempt: where its records lie.
         env: its place among the ranks, with the number of this restart.
         config: the run file.
-        by_agent: whether an agent of isles judges how it ends; else the ranks do by themselves.
     """
 
     run_dir: RunDir
     attempt: Attempt
     env: RankEnv
     config: RunConfig
-    by_agent: bool
 
     @property
     def script(self) -> str:
@@ -106,14 +91,13 @@ class ScriptRank:
 
 
 def script_process(
-    run_path: Path, attempt_number: int, _resume_from: Path | None, start: Any
+    run_path: Path, attempt_number: int, _resume_from: Path | None, start: RankStart
 ) -> int:
-    """Run the script as the rank that the environment names, under an agent; the exit code."""
-    from isles.agent.rank import die_with_agent
-
+    """Run the script as the rank that the environment names; the exit code."""
     die_with_agent()
-    env = replace(read_rank_env(), restart=start.restart)
-    rank = _open(RunDir(run_path), attempt_number, env, by_agent=True)
+    run_dir, env = RunDir(run_path), rank_env(start)
+    config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+    rank = ScriptRank(run_dir, run_dir.attempt(attempt_number), env, config)
     code = run_script(rank)
     # Where another rank has failed, it was the agent that ended this one, and not a user.
     was_ended = code != ExitCode.OK and rank.attempt.rank_errors(env.restart)
@@ -124,25 +108,6 @@ def script_process(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # done: there is nothing left to stop
     return code
-
-
-def main() -> int:
-    """Run the script as a rank of a torchrun; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m isles.agent.script.run")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--attempt", type=int, required=True)
-    options = parser.parse_args()
-    _die_with_parent()
-    env = read_rank_env()
-    if not env.in_job:
-        env = replace(env, restart=restarts_of_script())
-    # The script of a job judges as an agent does.
-    rank = _open(RunDir(options.run_dir.absolute()), options.attempt, env, by_agent=env.in_job)
-    if env.restart and env.rank == 0:
-        rank.attempt.outcome.unlink(missing_ok=True)  # that of the ranks before
-    with job_node_log(rank.run_dir, rank.attempt, env):
-        code = run_script(rank)
-    return exit_status(rank.attempt, env, code) if env.in_job else code
 
 
 def run_script(rank: ScriptRank) -> int:
@@ -166,7 +131,7 @@ def run_script(rank: ScriptRank) -> int:
         env=rank.environ,
         pass_fds=[stacks.fd, stacks.gate],
         process_group=0,
-        preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
+        preexec_fn=die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
     )
     guard = _guard(child.pid)
     place = {"rank": env.rank, "restart": env.restart, "script_pid": child.pid}
@@ -189,20 +154,20 @@ def run_script(rank: ScriptRank) -> int:
     if asked:
         reason = stop.reason(code)
         write_record(attempt.rank_record(env.rank), {**place, "stop_reason": reason})
-        # A stop that an agent has handed on is the agent's to judge: it also ends the others so.
-        if env.rank == 0 and (stop.code is None or env.in_job or not rank.by_agent):
-            write_end(attempt, "stopped", asked, reason, ending_record(attempt, env, asked))
+        # A stop that the agent has handed on is the coordinator's to judge: it also ends others so.
+        step = read_last_step(attempt, env.restart)
+        if env.rank == 0 and env.in_job and asked == ExitCode.REQUEUE:
+            write_record(attempt.stopped, {"exit_code": int(asked), "step": step, "reason": reason})
+        elif env.rank == 0 and (stop.code is None or env.in_job):
+            end(attempt, "stopped", asked, reason, step=step)
         return int(asked)
     if watch.error is not None:
         return _failed(rank, watch.error)
     if code:
         ended = Ended(code, path, log_start, time.monotonic() - began)
-        return _failed(rank, error_record(attempt, env, ended))
+        return _failed(rank, failed_record(attempt, env, ended))
     status.phase("finished")
     write_record(attempt.rank_record(env.rank), {**place, "exit_code": 0})
-    if env.rank == 0 and not rank.by_agent:
-        wait_for_others(attempt, env)
-        write_end(attempt, "finished", ExitCode.OK, "finished")
     return int(ExitCode.OK)
 
 
@@ -220,8 +185,7 @@ class _Stop:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
         # From the agent: the ranks are to begin again with other nodes.
-        hand_over = self._hand_over if rank.by_agent and not rank.env.in_job else signal.SIG_IGN
-        signal.signal(signal.SIGUSR2, hand_over)
+        signal.signal(signal.SIGUSR2, self._hand_over)
 
     def wait(self, child: subprocess.Popen[bytes], watch: ScriptWatch) -> int:
         """Until the script has ended; its exit code, negative where a signal has ended it."""
@@ -286,16 +250,11 @@ def _watch(rank: ScriptRank, pid: int, stacks: ScriptStacks, status: ScriptStatu
     return ScriptWatch(rank.run_dir, rank.attempt, rank.env, watchdog, pid, stacks, note)
 
 
-def _open(run_dir: RunDir, attempt: int, env: RankEnv, *, by_agent: bool) -> ScriptRank:
-    config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-    return ScriptRank(run_dir, run_dir.attempt(attempt), env, config, by_agent)
-
-
-def _failed(rank: ScriptRank, error: dict[str, Any]) -> int:
-    write_error(rank.attempt, rank.env, error, by_agent=rank.by_agent)
+def _failed(rank: ScriptRank, error: ErrorRecord) -> int:
     code = int(error["exit_code"])
-    if rank.by_agent:
-        let_cause_end_first(rank.attempt, rank.env, code)
+    with suppress(OSError):  # a full disk: the log still says it
+        write_record(rank.attempt.rank_error(rank.env.rank, rank.env.restart), error)
+    let_cause_end_first(rank.attempt, rank.env, code)
     return code
 
 
@@ -312,16 +271,3 @@ def _guard(group: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def _die_with_parent() -> None:
-    """End this process when the one that has started it is killed. Linux only."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

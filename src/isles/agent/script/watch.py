@@ -17,16 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from isles.agent.hang import ASKED, CARRIED_S, PRINTED
+from isles.agent.script.stacks import ScriptStacks
 from isles.config.sections.watchdog import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
+from isles.run.hang import Stall, Standing, find_stall
+from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.run.restarts import read_last_step
-from isles.run.hang import Stall, Standing, find_stall
-from isles.agent.hang import ASKED, CARRIED_S, PRINTED
-from isles.agent.script.stacks import ScriptStacks
 
 _LOOK_S = 0.5
 _ANSWER_S = 15.0
@@ -295,23 +296,21 @@ def _error(
 ) -> dict[str, Any]:
     """The error record of an end by watchdog.action."""
     culprit = stall.culprits[0] if stall.culprits else env.rank
-    return {
-        "rank": culprit,
-        "host": hosts[culprit],
-        "at": time.time(),
-        "kind": "Stalled",
-        "what": text,
-        "where": f"rank {culprit} on {hosts[culprit]}",
-        "fix": f"the stacks of the ranks are in {attempt.stalls}; watchdog.action: report would "
-        "wait for it",
-        "id": id,
-        "exit_code": int(ExitCode.COMMUNICATION),
-        "is_communication": False,
-        "will_recur": False,
-        "restart": env.restart,
-        "is_script": True,
-        "traceback": None,
-    }
+    return error_record(
+        text,
+        id=id,
+        kind="Stalled",
+        code=ExitCode.COMMUNICATION,
+        where=f"rank {culprit} on {hosts[culprit]}",
+        fix=f"the stacks of the ranks are in {attempt.stalls}; watchdog.action: report would wait "
+        "for it",
+        rank=culprit,
+        host=hosts[culprit],
+        is_communication=False,
+        will_recur=False,
+        restart=env.restart,
+        is_script=True,
+    )
 
 
 def print_note(text: str) -> None:

@@ -16,11 +16,12 @@ from isles.check.subject import Subject
 from isles.config.resolve import Resolved
 from isles.config.sections.launcher import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
-from isles.launch.pbs.job import Pbs, PbsJob, last_line
-from isles.launch.pbs.script import InRunDir, pbs_script
+from isles.launch.pbs.job import Pbs, PbsJob, dialect_note, last_line
+from isles.launch.pbs.script import InRunDir, pbs_job_script
 from isles.launch.queue.start import in_workdir, settle
 from isles.run.env import pbs_job
 from isles.run.paths import RunDir
+from isles.run.records import write_record
 
 _RUN_S = 120.0
 """Beyond the wait for nodes: what the check itself may take before it is ended."""
@@ -71,7 +72,8 @@ def _script(
     minutes = math.ceil((timeout_s + _RUN_S) / 60)
     short = launcher.model_copy(update={"time": 60.0 * minutes, "requeue": False})
     dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()
-    return pbs_script(
+    write_record(dialect_note(RunDir(folder).attempt(1)), {"dialect": dialect})
+    return pbs_job_script(
         resolved.config,
         short,
         dialect,

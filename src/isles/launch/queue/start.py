@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -25,8 +24,8 @@ from isles.launch.verbs import require_train
 from isles.run.begin import Begun
 from isles.run.env import hub_cache
 from isles.run.find import numbered_runs
+from isles.run.outcome import end_failed, error_record
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import write_record
 from isles.run.trackers import require_trackers
 
 
@@ -199,22 +198,15 @@ def find_lost(find: Callable[[], str | None], error: PreflightError) -> str:
 def _strand(attempt: Attempt, error: LostSubmission) -> None:
     """Put on record that a start was given up. A job of it that was taken all the same looks there
     first, and ends: never do two jobs train one run."""
-    record = {
-        "rank": None,
-        "host": None,
-        "at": time.time(),
-        "kind": "LostSubmission",
-        "what": error.what,
-        "where": error.where,
-        "fix": error.fix,
-        "id": error.id,
-        "exit_code": int(ExitCode.PREFLIGHT),
-        "is_communication": False,
-        "traceback": None,
-    }
-    outcome = {"state": "failed", "exit_code": int(ExitCode.PREFLIGHT), "step": None}
-    outcome |= {"reason": error.what, "at": time.time(), "error": record}
-    write_record(attempt.outcome, outcome)
+    record = error_record(
+        error.what,
+        id=error.id,
+        kind="LostSubmission",
+        code=ExitCode.PREFLIGHT,
+        where=error.where,
+        fix=error.fix,
+    )
+    end_failed(attempt, record)
 
 
 def _withdraw(begun: Begun, attempt: Attempt) -> None:

@@ -24,10 +24,11 @@ from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
+from isles.run.hang import Stall, Standing, find_stall
+from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.hang.clock import Frozen, Moment, StepClock
-from isles.run.hang import Stall, Standing, find_stall
 from isles.train.hang.place import Place, flight_record, place_now
 from isles.train.record import Recorder
 
@@ -280,28 +281,24 @@ class Watchdog:
         """End this rank, and with it the others, with an error that names the culprit."""
         culprit = stall.culprits[0] if stall.culprits else self._rank
         host = self._hosts[culprit]
-        error: dict[str, Any] = {
-            "rank": culprit,
-            "host": host,
-            "at": time.time(),
-            "kind": "Stalled",
-            "what": text,
-            "where": f"rank {culprit} on {host}",
-            "fix": f"the stacks of the ranks are in {self._attempt.stalls}; watchdog.action: "
-            "report would wait for it",
-            "id": "step.stalled",
-            "exit_code": int(ExitCode.COMMUNICATION),
-            "is_communication": False,
-            "will_recur": False,
-            "restart": self._env.restart,
-            "traceback": None,
-        }
+        error = error_record(
+            text,
+            id="step.stalled",
+            kind="Stalled",
+            code=ExitCode.COMMUNICATION,
+            where=f"rank {culprit} on {host}",
+            fix=f"the stacks of the ranks are in {self._attempt.stalls}; watchdog.action: report "
+            "would wait for it",
+            rank=culprit,
+            host=host,
+            is_communication=False,
+            will_recur=False,
+            restart=self._env.restart,
+        )
         with suppress(OSError):
             write_record(self._attempt.rank_error(self._rank, self._env.restart), error)
-            if self._env.attempt == 0:  # no agent of isles looks for the culprit
-                outcome = {"state": "failed", "exit_code": error["exit_code"], "step": None}
-                outcome |= {"reason": text, "at": error["at"], "error": error}
-                write_record(self._attempt.outcome, outcome)
+            if self._env.attempt == 0:  # no agent looks for the root cause
+                end_without_agent(self._attempt, error)
         log.error("watchdog.action is stop: %s", text)
         sys.stderr.flush()
         os._exit(ExitCode.COMMUNICATION)  # its main thread waits where no exception reaches it
