@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": SHARED,
     "check": SHARED | {"launch"},
     "monitor": SHARED | {"launch"},
+    "agent": SHARED | {"launch"},
     "cli": SHARED | {"launch", "monitor", "check"},
     # worker wing
     "dist": SHARED,
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED
     | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance", "outer"},
 }
-CONTROL_WING = {"errors", "facts", "config", "run", "launch", "check", "monitor", "cli"}
+CONTROL_WING = {"errors", "facts", "config", "run", "launch", "check", "monitor", "agent", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
 FILES = sorted(SRC.rglob("*.py"))
 

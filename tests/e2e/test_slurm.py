@@ -219,7 +219,7 @@ clusters:
     assert outcome["state"] == "finished", outcome
     job_id = (read_record(attempt.launch) or {})["job_id"]
     assert (attempt.path / f"slurm-{job_id}.out").stat().st_size
-    assert "joins the others" in (attempt.path / "node-1.log").read_text()
+    assert "starting rank 1 of 2" in (attempt.path / "node-1.log").read_text()
     for rank, host in enumerate(NODES):
         place, arguments = json.loads((lab.shared / f"place-{rank}.json").read_text())
         assert (place["RANK"], place["GROUP_RANK"], place["host"]) == (str(rank), str(rank), host)
@@ -289,7 +289,7 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     assert not (lab.root("ctl") / "root/home/runs/afar-1").exists()
     text = typed("status", "afar-1")
     assert "running" in text and "on a[1-2]" in text, text
-    assert "joins the others at" in typed("logs", "afar-1", "-n", "200")
+    assert "starting rank 1 of 2" in typed("logs", "afar-1", "-n", "200")
     text = typed("stop", "afar-1")
     assert "stopped at step" in text, text
     assert outcome_of(attempt)["exit_code"] == 85

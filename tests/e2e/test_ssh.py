@@ -141,7 +141,7 @@ def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     assert read_record(lab.root("a2") / "home/bob/w/runs/users-1/node-of.json")
     assert "[a2 rank 1]" in isles(lab, "logs", "users", "--node", "1")[1]
     for host in ("a1", "a2"):
-        sh(lab, host, "pkill -9 -f isles.train")
+        sh(lab, host, "pkill -9 -f isles.agent")
     assert "killed" in isles(lab, "status", "users-1@ann@a1")[1]
 
     hosts = "clusters.0.launcher.hosts="

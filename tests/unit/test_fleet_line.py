@@ -1,28 +1,25 @@
-"""What may come over the line between the nodes and their supervisor, in whatever order."""
+"""What may come over the line between the nodes and their coordinator, in whatever order."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from isles import __version__
-from isles.errors import ExitCode, PreflightError, UserError
-from isles.launch.join import join
-from isles.run.records import read_record
-from isles.run.wire import Wire
-from isles.agent.__main__ import kill_all
-from isles.agent.connection import Contact, Head
+from isles.agent.connection import Connection, Head, authenticate
 from isles.agent.failure import judge
+from isles.agent.fetch import fetch_run
+from isles.errors import ExitCode, PreflightError, UserError
+from isles.run.records import read_record
+from isles.run.wire import Wire, proof
 from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.unit.test_fleet import Table, error, table
+from tests.unit.test_fleet import TOKEN, Table, error, greet, table
 
 
 def knock(made: Table, said: bytes) -> bytes:
@@ -49,7 +46,7 @@ def test_nonsense_ends_its_own_connection_only(
     tmp_path: Path, said: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with table(tmp_path) as made:
-        assert knock(made, said) == b""
+        assert b"welcome" not in knock(made, said)
         made.begin(0, 1)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -62,9 +59,9 @@ def test_a_greeting_that_makes_no_sense_is_no_traceback(
 ) -> None:
     with table(tmp_path) as made:
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(0), "token": "t", key: value}})
+        message = {"hello": {**made.hello(0), "agent": "t", key: value}}
         with pytest.raises(ConnectionResetError):
-            wire.receive(DEADLINE_S)
+            authenticate(wire, message, TOKEN, DEADLINE_S)
         made.begin(0, 1)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -72,20 +69,10 @@ def test_a_greeting_that_makes_no_sense_is_no_traceback(
 def test_a_report_that_is_none_costs_the_connection_and_not_the_run(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(0), "token": "t"}})
-        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        greet(wire, made.hello(0))
         wire.send({"report": "well"})
         made.look_until(lambda: made.rendezvous.peers()[0].wire is None, "it is cut")
         assert made.rendezvous.peers()[0].report == {}
-
-
-def test_who_guesses_a_digest_is_not_told_enough_to_be_let_in(tmp_path: Path) -> None:
-    with table(tmp_path) as made:
-        answer = knock(made, b'{"fetch": "000000000000"}\n').decode()
-        assert "refused" in answer
-        known = max(n for n in range(65) if made.fleet.digest[:n] in answer)
-        again = knock(made, f'{{"fetch": "{made.fleet.digest[:known]}"}}\n'.encode())
-        assert b"refused" in again
 
 
 def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path: Path) -> None:
@@ -122,8 +109,7 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
                 wire = Wire(
                     socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S)
                 )
-                wire.send({"hello": {**made.hello(0), "token": "t"}})
-                assert "welcome" in (wire.receive(DEADLINE_S) or {})
+                greet(wire, made.hello(0))
                 wire.close()
         finally:
             is_over.set()
@@ -146,30 +132,37 @@ def test_a_refusal_that_makes_no_sense_is_that_of_another_program(
     with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
         threading.Thread(target=answer, daemon=True).start()
         head = Head("h0", "127.0.0.1", other.getsockname()[1])
-        contact = Contact(head, {}, start_timeout_s=DEADLINE_S, may_return=False)
+        contact = Connection(head, {}, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
         made.look_until(lambda: contact.state == "refused", "it is found out")
-        assert "is not the supervisor of this run" in str(contact.fault)
+        assert "is not the coordinator of this run" in str(contact.fault)
         port = other.getsockname()[1]
         with pytest.raises(UserError, match="has not answered"):
-            join(f"127.0.0.1:{port}", 1, "0" * 16, output_dir=None, timeout_s=0.1, say=print)
+            fetch_run(f"127.0.0.1:{port}", TOKEN, 1, None, timeout_s=0.1)
+
+
+def serve(listener: socket.socket, files: dict[str, Any]) -> None:
+    """What a coordinator gives to the first who knows the token."""
+    wire = Wire(listener.accept()[0])
+    wire.send({"challenge": "c"})
+    asked = wire.receive(DEADLINE_S) or {}
+    wire.send({"files": files, "proof": proof(TOKEN, asked["challenge"], "coordinator")})
 
 
 @each("target", ["h0:99999", "h0:0", "h0", "h0:²", "a..b:29500"])
 def test_an_address_that_cannot_be_is_no_traceback(target: str) -> None:
     with pytest.raises(UserError, match=r"neither a run directory|has not answered"):
-        join(target, 1, "0" * 16, output_dir=None, timeout_s=0.1, say=print)
+        fetch_run(target, TOKEN, 1, None, timeout_s=0.1)
 
 
 def test_a_first_node_with_another_isles_is_named_before_its_files_are_read() -> None:
     def answer() -> None:
-        connection, _ = other.accept()
-        Wire(connection).send({"files": {"isles": "0.0.1", "whatever": "it was then"}})
+        serve(other, {"isles": "0.0.1", "whatever": "it was then"})
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=answer, daemon=True).start()
         target = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(PreflightError, match=f"has isles 0.0.1, this host has {__version__}"):
-            join(target, 1, "0" * 16, output_dir=None, timeout_s=DEADLINE_S, say=print)
+            fetch_run(target, TOKEN, 1, None, timeout_s=DEADLINE_S)
 
 
 def test_ranks_that_all_ended_well_have_finished_whatever_was_asked_late(tmp_path: Path) -> None:
@@ -201,12 +194,3 @@ def test_a_script_elsewhere_that_has_reported_steps_is_started_again(tmp_path: P
         found = judge(made.run_dir, made.attempt, 1, culprit, max_restarts=3)
         assert found.decision == "fail"
         assert (read_record(made.attempt.outcome) or {})["exit_code"] == ExitCode.TRAINING
-
-
-def test_one_that_is_gone_already_does_not_keep_the_others_from_being_killed() -> None:
-    gone, left = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
-    processes = [psutil.Process(gone.pid), psutil.Process(left.pid)]
-    gone.kill()
-    gone.wait()
-    kill_all(processes)
-    assert left.wait(DEADLINE_S) == -9

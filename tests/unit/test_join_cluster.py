@@ -346,7 +346,7 @@ def test_a_queue_is_given_no_secret(
     assert isinstance(shown, str) and TOKEN not in shown
     started = start(asked)
     assert isinstance(started, Started)
-    assert "ISLES_RUN_DIR" in said.read_text() and TOKEN not in said.read_text()
+    assert "isles.agent" in said.read_text() and TOKEN not in said.read_text()
     assert_only_in_its_file(started.run_dir)
 
 

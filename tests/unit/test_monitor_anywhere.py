@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from isles.agent.node_log import NodeLog
 from isles.errors import UserError
 from isles.launch.remote.passing import remote_script
 from isles.monitor import stream
@@ -29,7 +30,6 @@ from isles.run.records import read_record, write_record
 from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remote
 from isles.run.state import FRESH_S, attempt_state
 from isles.run.stop_request import read_stop_request, request_stop
-from isles.agent.node_log import NodeLog
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
 from tests.deadline import DEADLINE_S

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.sections.watchdog import WatchdogConfig
-from isles.errors import ExitCode
-from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
 from isles.agent.ending import Ending
-from isles.agent.failure import trouble
 from isles.agent.hang import ASKED, PRINTED, StallsHere, StallsThere
 from isles.agent.script.stacks import ScriptStacks
 from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_stall
+from isles.config.sections.watchdog import WatchdogConfig
+from isles.errors import ExitCode
+from isles.run.outcome import agent_error
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 from tests.deadline import DEADLINE_S
 from tests.ranks import rank_env
 from tests.runs import bare_run
@@ -184,8 +184,10 @@ def test_an_end_that_cannot_be_put_on_record_is_kept_in_mind(tmp_path: Path, is_
     if is_gone:
         ending.close()
         attempt.path.rmdir()
-    ending.fail(trouble("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine"), 3)
-    ending.fail(trouble("and so does the house", "run", id="machine"), 3)
+    ending.fail(
+        agent_error("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine"), 3
+    )
+    ending.fail(agent_error("and so does the house", "run", id="machine"), 3)
     assert ending.read()["exit_code"] == ExitCode.PREFLIGHT
     assert ending.word()["reason"] == "the switch burns"
     assert attempt.outcome.exists() == (not is_gone)

@@ -242,7 +242,7 @@ def place(tmp_path: Path) -> Place:
     run_dir = RunDir(tmp_path / "host" / "run-1")
 
     def make(*, born_at: float = 1.0, begun_at: float = 1.0) -> bool:
-        args = {"fleet": fleet.record(), "resolved": "a: 1\n", "text": "b: 2\n"}
+        args = {"fleet": fleet.record(), "resolved": "a: 1\n", "text": "b: 2\n", "token": "t"}
         args |= {"born_at": born_at, "begun_at": begun_at}
         return make_place(run_dir, run_dir.attempt(1), args)
 

@@ -57,9 +57,10 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if ":" in options.target and not Path(options.target).exists():
-            from isles.agent.fetch import fetch_run
+            from isles.agent.fetch import ask_token, fetch_run
 
-            run_dir, attempt = fetch_run(options.target, options.node, options.output_dir)
+            token, folder = ask_token(), options.output_dir
+            run_dir, attempt = fetch_run(options.target, token, options.node, folder)
         else:
             run_dir = RunDir(Path(options.target).absolute())
             attempt = _attempt(run_dir, options.attempt)
@@ -128,7 +129,7 @@ def _serve(
 ) -> int:
     """Do what the coordinator orders, to the end of the run."""
     interface = place.interface or _interface(place.address)
-    os.environ.update(rank_defaults(nproc=place.nproc, interface=interface))
+    os.environ.update(rank_defaults(device=fleet.device, nproc=place.nproc, interface=interface))
     is_own = isinstance(connection, OwnConnection)
     agent_log = attempt.agent_log if is_own else attempt.node_log(place.node)
     log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, agent_log)
@@ -163,7 +164,7 @@ def _ready_to_fork(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
         # The fork server imports torch and the model's code once for all ranks, of all restarts;
         # this process never does.
-        forkserver.set_forkserver_preload(["isles.agent.preload"])
+        forkserver.set_forkserver_preload(["isles.train.preload"])
         forkserver.ensure_running()
         yield Path(scratch)
 

@@ -239,9 +239,8 @@ class Connection:
         waits = int(silent_s // WAITING_EVERY_S)
         if self._state == "seeking" and waits:
             mute = f": {_MUTE}" if self._is_mute else ""
-            self._log(
-                f"waiting for the coordinator at {self.head} ({waits * WAITING_EVERY_S:.0f} s){mute}"
-            )
+            waited_s = waits * WAITING_EVERY_S
+            self._log(f"waiting for the coordinator at {self.head} ({waited_s:.0f} s){mute}")
         if self._state == "there" and refused_s > GONE_AFTER_S:
             # Not for a while: the run is over, and there is nothing to return to.
             self.may_return = False

@@ -255,7 +255,7 @@ class Coordinator:
             say(restart.text)
         asked = Path(fleet.resume_from) if fleet.resume_from else None
         checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
-        # On this machine, as is the supervisor.
+        # On this machine, as is the coordinator.
         address = fleet.nodes[there[0]].address
         self._common = {
             "world_size": members.world_size,

@@ -30,25 +30,35 @@ _WAIT_S = 600.0
 """Longest wait for the coordinator: people type the commands of the nodes one after another."""
 
 
-def fetch_run(target: str, node: int | None, output_dir: Path | None) -> tuple[RunDir, Attempt]:
-    """Get the files of a run from its coordinator, and make this node's own folder of it.
+def ask_token() -> str:
+    """The token of an attempt, from standard input: it never stands on a command line."""
+    if sys.stdin.isatty():
+        sys.stderr.write("token of this start of the run, as `isles train` has printed it: ")
+        sys.stderr.flush()
+    return sys.stdin.readline().strip()
 
-    The token of the attempt is asked for on standard input: it never stands on a command line.
+
+def fetch_run(
+    target: str,
+    token: str,
+    node: int | None,
+    output_dir: Path | None,
+    timeout_s: float = _WAIT_S,
+) -> tuple[RunDir, Attempt]:
+    """Get the files of a run from its coordinator, and make this node's own folder of it.
 
     Args:
         target: HOST:PORT of the coordinator.
+        token: the secret of the attempt.
         node: this node's number.
         output_dir: where the folder of the run is made; None: as the run file says.
+        timeout_s: longest wait for the coordinator.
 
     Raises:
         UserError: the coordinator does not answer in time, has another run, or this host cannot
             take part.
     """
-    if sys.stdin.isatty():
-        sys.stderr.write("token of this start of the run, as `isles train` has printed it: ")
-        sys.stderr.flush()
-    token = sys.stdin.readline().strip()
-    files = _fetch(target, token, _WAIT_S)
+    files = _fetch(target, token, timeout_s)
     if files.get("isles") != __version__:
         raise PreflightError(
             f"the first node has isles {printable(str(files.get('isles')), longest=40)}, this host "

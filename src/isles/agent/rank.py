@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass, replace
-from multiprocessing import connection
 from pathlib import Path
 
 from isles.errors import ExitCode
 from isles.run.env import RankEnv, read_rank_env
 from isles.run.paths import Attempt, RunDir
+from isles.run.process import die_with_agent
 from isles.run.records import read_record
 
 
@@ -50,9 +48,8 @@ def rank_process(
     attempt = run_dir.attempt(attempt_number)
     log_to_file(attempt, env)
     # By its name: the control wing never imports the worker wing, and this process is a rank now.
-    code = importlib.import_module("isles.train.worker").run_rank(
-        run_dir, attempt, env, resume_from
-    )
+    worker = importlib.import_module("isles.train.worker")
+    code = int(worker.run_rank(run_dir, attempt, env, resume_from))
     if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
         let_cause_end_first(attempt, env, code)
         # Not an exception: the rank's own record says more than a traceback through torch.
@@ -70,23 +67,6 @@ def rank_env(start: RankStart) -> RankEnv:
     """This process' place among the ranks."""
     env = replace(read_rank_env(), restart=start.restart, in_job=start.in_job)
     return replace(env, store=start.store, meeting=start.meeting)
-
-
-def die_with_agent() -> None:
-    """A rank whose agent was killed must not go on alone.
-
-    The agent is not the parent process, the fork server is, and that one lives as long as any rank
-    does; so a thread waits for the agent's end.
-    """
-    agent = multiprocessing.parent_process()
-    if agent is None:
-        return
-
-    def watch() -> None:
-        connection.wait([agent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="agent-watch", daemon=True).start()
 
 
 def log_to_file(attempt: Attempt, env: RankEnv) -> None:

@@ -12,19 +12,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from isles.agent.failure import failure_report, oom_kills
-from isles.agent.rank import RankStart, die_with_agent
+from isles.agent.rank import RankStart
 from isles.agent.relay import SignalRelay
 from isles.errors import ExitCode, UserError
 from isles.run.pace import END_GRACE_S
@@ -35,6 +33,7 @@ _END_OTHERS_S = 30.0
 """How long ranks may take to end after another one of this node has failed."""
 
 _RANK_PROCESS = "isles.agent.rank:rank_process"
+_SERVE_STORE = "isles.dist.meet:serve_store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +334,7 @@ class MeetingPlace:
         if self._process is not None and self._process.exitcode is None:
             return
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_serve_store, args=(self._listener,))
+        self._process = context.Process(target=_call, args=(_SERVE_STORE, (self._listener,)))
         _start(self._process)
 
     def close(self) -> None:
@@ -362,31 +361,15 @@ def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Conn
     # Were the fork server killed alone, nobody would know of this process any more.
     die_with_parent(signal.SIGINT)
     os.environ.update(environ)
-    module, _, name = what.partition(":")
-    entry: Callable[..., int] = getattr(importlib.import_module(module), name)
     try:
-        code = entry(*args)
+        code = _call(what, args)
     except KeyboardInterrupt:  # before the rank has taken over the signals
         code = ExitCode.INTERRUPTED
     answer.send(int(code))
 
 
-def _serve_store(listener: socket.socket) -> None:
-    import torch.distributed  # noqa: F401  # the library that the next line is a part of
-    from torch._C._distributed_c10d import TCPStore
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # ranks that save still need it
-    die_with_agent()
-    address, port = listener.getsockname()[:2]
-    # torch would listen on every interface; a socket that is bound already it takes as it is.
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
-    threading.Event().wait()
-    del store
+def _call(what: str, args: tuple[Any, ...]) -> int:
+    """Import a function in the forked process, and call it."""
+    module, _, name = what.partition(":")
+    entry: Callable[..., int] = getattr(importlib.import_module(module), name)
+    return entry(*args)

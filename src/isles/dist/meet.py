@@ -1,7 +1,10 @@
-"""Ranks find one another over torchrun's store, also after it has started them again."""
+"""The stores at which ranks find one another: that of torchrun's agent, and that of ours."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -9,6 +12,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from isles.errors import CommunicationError
+from isles.run.process import die_with_agent
 
 _LOOK_S = 0.05
 
@@ -65,3 +69,25 @@ def _answer_all(store: Store, token: str, missing: set[int], timeout: timedelta)
                 id="start.timeout",
             )
         time.sleep(_LOOK_S)
+
+
+def serve_store(listener: socket.socket) -> None:
+    """Answer as the store at which the ranks of all nodes meet, to the end of the agent.
+
+    Args:
+        listener: already bound: torch would listen on every interface.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # ranks that save still need it
+    die_with_agent()
+    address, port = listener.getsockname()[:2]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),
+    )
+    threading.Event().wait()
+    del store

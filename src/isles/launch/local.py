@@ -102,6 +102,7 @@ class LocalLauncher:
     def _added(self, job: Job) -> dict[str, str]:
         """Variables of the run file, and those that make a good start on one machine."""
         defaults = rank_defaults(
+            device=job.device,
             nproc=job.world_size,
             interface=_loopback(),
             environ={**self._environ, **job.variables},

@@ -85,7 +85,7 @@ def node_environ(run_dir: RunDir, fleet: Fleet, node: int) -> dict[str, str]:
     place = fleet.nodes[node]
     interface = cluster.network.interface or interface_of(place.address)
     mine = inherited()
-    added = rank_defaults(nproc=place.nproc, interface=None)
+    added = rank_defaults(device=fleet.device, nproc=place.nproc, interface=None)
     added |= network_variables(cluster.network, interface, fleet.device)
     return {**added, **cluster.environment.variables, **mine}
 

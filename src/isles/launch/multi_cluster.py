@@ -52,7 +52,7 @@ def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
     on_cpu = [c for c in clusters if c.name not in found]
     ranks = sum(c.max_nodes * (1 if c.gpus_per_node == "auto" else c.gpus_per_node) for c in on_cpu)
     for cluster in on_cpu:
-        found[cluster.name] = rank_defaults(nproc=ranks, interface=None)
+        found[cluster.name] = rank_defaults(device="cpu", nproc=ranks, interface=None)
     return found
 
 

@@ -82,7 +82,7 @@ _STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended
 
 
 def _met(record: dict[str, Any], now_s: float) -> NodeReport:
-    """A node, as the supervisor has put it on record."""
+    """A node, as the coordinator has put it on record."""
     state, first = str(record.get("state")), record.get("first_rank")
     process = ProcessId.from_record(record)
     is_there = state == "there" and not (process and process.is_here() and not process.is_alive())

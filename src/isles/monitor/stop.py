@@ -25,7 +25,7 @@ from isles.run.stop_request import StopKind, request_stop
 _LOOK_S = 0.5
 _KILL_S = 10.0
 _FLEET_S = 15.0
-"""How long a supervisor may take to end the ranks of all nodes, before it is killed itself."""
+"""How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
 _AFAR_S = 60.0
 """How long a run that is seen only by its files may take to end at once."""

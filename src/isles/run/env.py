@@ -140,17 +140,20 @@ def job_node(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
 
 
 def rank_defaults(
-    *, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
+    *, device: str, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Variables that make a good start of ranks, where the user has set none.
 
     Args:
+        device: cpu or cuda.
         nproc: ranks on this machine.
         interface: the network interface over which they reach the others; None: not known.
         environ: what is set already.
     """
-    # Without it every rank starts a thread per core, and they fight for the cores.
-    added = {"OMP_NUM_THREADS": str(max(1, _num_cores() // nproc))}
+    added = {}
+    if device == "cpu" or nproc > 1:
+        # Without it every rank starts a thread per core, and they fight for the cores.
+        added["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface

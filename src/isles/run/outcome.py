@@ -94,7 +94,12 @@ def end(
         OSError: the run directory cannot be written.
     """
     if read_record(attempt.outcome) is None:
-        record = {"state": state, "exit_code": int(code), "step": step, "reason": reason}
+        record: dict[str, Any] = {
+            "state": state,
+            "exit_code": int(code),
+            "step": step,
+            "reason": reason,
+        }
         record |= {"at": time.time(), "error": error}
         write_record(attempt.outcome, record | ({"may_go_on": True} if may_go_on else {}))
 

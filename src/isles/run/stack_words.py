@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -68,8 +69,11 @@ def _short(frame: Frame) -> str:
 
 def _find_torch() -> str:
     """Where torch lies, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else "/no/torch"
+    with suppress(ImportError):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin:
+            return str(Path(spec.origin).parent)
+    return "/no/torch"
 
 
 _TORCH = _find_torch()

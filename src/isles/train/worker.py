@@ -145,7 +145,7 @@ def _train(
     recorder.phase("finished" if code is ExitCode.OK else "stopped", reason)
     recorder.close()
     if world.is_main:
-        state = "finished" if code is ExitCode.OK else "stopped"
+        state: Literal["finished", "stopped"] = "finished" if code is ExitCode.OK else "stopped"
         _write_outcome(attempt, env, state, code, step=parts.progress.step, reason=reason)
     log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
     return code
@@ -283,7 +283,7 @@ def _as_user_error(error: Exception) -> UserError | None:
 def _write_outcome(
     attempt: Attempt,
     env: RankEnv,
-    state: Literal[finished, stopped],
+    state: Literal["finished", "stopped"],
     code: ExitCode,
     *,
     step: int | None,

@@ -17,7 +17,6 @@ from types import FrameType
 
 from isles.agent.rank import (
     RankStart,
-    die_with_agent,
     let_cause_end_first,
     log_to_file,
     rank_env,
@@ -32,7 +31,7 @@ from isles.errors import ExitCode
 from isles.run.env import ATTEMPT, RUN_DIR, SET_BY_TORCHRUN, RankEnv
 from isles.run.outcome import ErrorRecord, end
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId, die_with_parent
+from isles.run.process import ProcessId, die_with_agent, die_with_parent
 from isles.run.records import write_record
 from isles.run.restarts import read_last_step
 from isles.run.stop_request import read_stop_request

@@ -177,7 +177,7 @@ class PbsJob:
         if not stopped:
             error = error_record(
                 f"{self.text}: {report.reason}",
-                id="queue.ended",
+                id="",
                 kind="JobEnded",
                 code=exit_code,
                 where=str(log if log.exists() else self.attempt.path / "pbs.out"),

@@ -87,9 +87,10 @@ def address_of(names: list[str], host: str) -> str:
             found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
             continue
-        for *_, (address, _port) in found:
-            if not str(address).startswith("127."):
-                return str(address)
+        for entry in found:
+            address = str(entry[4][0])
+            if not address.startswith("127."):
+                return address
     raise CommunicationError(
         f"no address is known for the node {host}",
         where=f"host {socket.gethostname()}",

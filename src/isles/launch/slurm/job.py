@@ -129,7 +129,7 @@ class SlurmJob:
         if not is_stop:
             error = error_record(
                 f"{self.text}: {report.reason}",
-                id="queue.ended",
+                id="",
                 kind="JobEnded",
                 code=exit_code,
                 where=f"{self.attempt.path}/slurm-{self.job_id}.out",

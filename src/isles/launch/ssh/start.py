@@ -298,7 +298,7 @@ class _SshStart:
         head, output_dir = self.hosts[0], Path(self.loaded.config.output_dir).expanduser()
         is_here = bool(machine_id()) and head.facts["machine_id"] == machine_id()
         if is_here and run_dir.path.parent == output_dir.absolute():
-            return Started(run_dir, attempt, _supervisor(attempt))
+            return Started(run_dir, attempt, _coordinator(attempt))
         remote = RemoteRun(
             name=run_dir.name,
             ssh=head.name,
@@ -314,7 +314,7 @@ class _SshStart:
         return Started(run_dir, attempt, None, remote=remote)
 
 
-def _supervisor(attempt: Attempt) -> ProcessId | None:
+def _coordinator(attempt: Attempt) -> ProcessId | None:
     from isles.run.records import read_record
 
     return ProcessId.from_record(read_record(attempt.launch) or {})

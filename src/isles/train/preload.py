@@ -39,9 +39,10 @@ def preload() -> None:
         import transformers
 
         importlib.import_module("isles.train.worker")
-        build = importlib.import_module("isles.models.build")
+        from isles.models.build import load_model_config
+
         if not resolved.config.model.trust_remote_code:
-            config = build.load_model_config(resolved.config.model)
+            config = load_model_config(resolved.config.model)
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
