@@ -100,7 +100,8 @@ def left(lab: Lab, hosts: Sequence[str] = HOSTS) -> list[str]:
     """Processes of isles on the hosts."""
     found = []
     for host in hosts:
-        text = lab.run(host, ["ps", "-eo", "pid=,args="]).stdout
+        # The lab's own daemons name their files, in a folder whose name begins with isles as well.
+        text = lab.run(host, ["ps", "-eo", "pid=,args="]).stdout.replace(str(lab.state), "")
         lines = [line for line in text.splitlines() if "isles" in line and " ps " not in line]
         found += [f"{host}: {line}" for line in lines]
     return found
