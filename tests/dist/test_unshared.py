@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from tests.dist.test_resume import rows_after_start, same_bits, with_dropout
 from tests.dist.test_strategy_resume import CONSTANT, check_state
+from tests.ports import free_port
 from tests.ranks import Gang, run_ranks, start_ranks, train_to_end
 
 SAVES = ("checkpoint.every_steps=4", "checkpoint.keep=2", "training.logging_steps=1")
@@ -206,8 +206,7 @@ def test_torchrun_by_hand_where_the_other_host_has_the_data(run_file: Path, word
     words.rename(other / "words.jsonl")
     (other / "runs" / "tiny-1").mkdir(parents=True)  # a run of its own, which is let alone
     keys = ["output_dir=runs", "data.sources=[{path: words.jsonl}]", "training.max_steps=4"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     gang = start_ranks(by_hand, 2, folder, run_file, port, keys)
     assert gang.wait() == [0, 0], log_of(gang)[-3000:]
     run_dir = RunDir(head / "runs" / "tiny-1")

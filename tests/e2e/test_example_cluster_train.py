@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from tests.lab.home import sh, until
 from tests.lab.hosts import Lab, hosts
 from tests.lab.pbs import pbs
 from tests.lab.slurm import job_fields, slurm
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster_train"
@@ -31,11 +31,6 @@ WORDS = """\
 echo "$(hostname) $* $BACKEND $PWD" >>"words-$3"
 [ "$3" != "${FAILS-}" ] || exit 4
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def copy(folder: Path, **texts: str) -> Path:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multicluster"
@@ -97,11 +97,6 @@ def with_flags(block: str, flags: str) -> str:
     """The block with further flags behind the last one of its command."""
     assert "train_fsdp.py" in block
     return f"{block.rstrip()} {flags}\n"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

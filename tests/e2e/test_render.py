@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
+from tests.ports import free_port
 
 RUN = """\
 name: tiny
@@ -53,16 +53,11 @@ def render(folder: Path, text: str, *words: str) -> Path:
     return folder / "job.sh"
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 @pytest.mark.long
 def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
     script = render(tmp_path, RUN, "--to", "torchrun")
     # The command isles is nowhere to be found: only the trainer is needed.
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     nodes = [
         subprocess.Popen(["bash", script, str(node)], cwd="/", env=env, stderr=subprocess.PIPE)
@@ -82,7 +77,7 @@ def test_one_line_for_each_of_two_nodes_trains(tmp_path: Path) -> None:
 def test_a_script_of_the_users_own_is_all_that_runs(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
     script = render(tmp_path, OWN, "--to", "torchrun")
-    env = {**os.environ, "MASTER_PORT": free_port()}
+    env = {**os.environ, "MASTER_PORT": str(free_port())}
     subprocess.run(["bash", script], cwd="/", env=env, check=True, timeout=DEADLINE_S)
     for rank in (0, 1):
         found = (tmp_path / f"rank-{rank}.txt").read_text()

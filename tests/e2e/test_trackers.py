@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from isles.run.records import read_record, read_rows
 from isles.track.wandb import settle_mode
 from isles.track.wandb_log import read_points
 from tests.deadline import DEADLINE_S
+from tests.ports import free_port
 from tests.ranks import Gang, start_training, train_to_end
 
 WANDB = "track=[{kind: wandb, mode: offline, project: p, tags: [a, b]}]"
@@ -164,8 +164,7 @@ def kill_group(server: subprocess.Popen[bytes]) -> None:
 def test_mlflow_has_one_curve_over_a_kill_of_the_run_and_one_of_the_server(
     run_file: Path, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     uri = f"http://127.0.0.1:{port}"
     options = (*EACH_STEP, f"track=[{{kind: mlflow, tracking_uri: '{uri}', experiment: tests}}]")
     with mlflow_server(tmp_path, port) as server:

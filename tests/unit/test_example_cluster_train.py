@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.deadline import DEADLINE_S
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster_train"
@@ -304,8 +305,7 @@ def test_its_end_is_told(place: Path, script: str, code: int, words: tuple[str, 
 
 def test_a_rank_that_nccl_fails_for(place: Path) -> None:
     """On a torch without CUDA, with what a GPU's rank would do: the text, its hints, and where."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     environ = {"BACKEND": "nccl", "CHECK_TIMEOUT": "20", "CHECK_CONFIG": "config/isles.yaml"}
     environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
