@@ -285,13 +285,9 @@ class Lead:
         )
         self._records = NodeRecords(self._attempt, self.fleet, self.rendezvous)
 
-    @property
-    def _words(self) -> list[str]:
-        return [str(self._run_dir.path), "--attempt", str(self._attempt.number)]
-
     def _place_agents(self) -> None:
         if self._allocation is not None:
-            words = [*self._words, "--fleet", str(self._fleet_file)]
+            words = ["--fleet", str(self._fleet_file)]
             log = self._attempt.path / "node-%n.log"
             for command in self._allocation.on_all_nodes(words, log):
                 name = Path(command[0]).name

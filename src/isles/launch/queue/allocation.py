@@ -47,10 +47,10 @@ class Allocation(Protocol):
         ...
 
     def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
-        """Command lines that run `python -m isles.agent WORDS` once on each node.
+        """Command lines that run `python -m isles.agent RUN_DIR --attempt N WORDS` on each node.
 
         Args:
-            words: the agent's arguments.
+            words: the agent's further arguments.
             log: a path in which `%n` stands for the number of the node.
         """
         ...

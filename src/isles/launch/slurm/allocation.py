@@ -75,6 +75,9 @@ class SlurmAllocation:
                 sys.executable,
                 "-m",
                 "isles.agent",
+                str(self._attempt.path.parent.parent),
+                "--attempt",
+                str(self._attempt.number),
                 *words,
             ]
         ]
