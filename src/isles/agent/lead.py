@@ -186,7 +186,6 @@ class Lead:
         head = self.fleet.head
         port = _free_port(head.address, self.fleet.port)
         words = [
-            *self._words,
             "--fleet",
             str(self._fleet_file),
             "--check",
