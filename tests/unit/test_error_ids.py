@@ -30,7 +30,7 @@ from isles.errors import (
 )
 from isles.facts import troubleshooting as page
 from isles.launch.remote.wheel import wheel_bytes
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import Shell
 from isles.monitor.errors import failure_lines
@@ -255,7 +255,10 @@ def test_a_refusal_keeps_its_id_on_its_way() -> None:
 
 
 def test_a_node_of_a_run_answers_with_the_id() -> None:
-    with Channel(Shell(), python=sys.executable) as channel, pytest.raises(UserError) as caught:
+    with (
+        open_channel(Shell(), python=sys.executable) as channel,
+        pytest.raises(UserError) as caught,
+    ):
         channel.call("frobnicate", timeout_s=DEADLINE_S)
     assert caught.value.id == "version.isles"
 

@@ -29,7 +29,7 @@ from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import ExitCode, UserError
 from isles.launch.node.operations import serve
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record
@@ -102,7 +102,7 @@ def _ask(
     subject: Subject, names: list[str], mark: str, options: argparse.Namespace
 ) -> list[Finding]:
     """What the first node does."""
-    own = Channel(
+    own = open_channel(
         Shell(), python=sys.executable, module="isles.check.node.operations", name=names[0]
     )
     links: dict[int, Link] = {}

@@ -36,7 +36,7 @@ from isles.config.show import named_cluster
 from isles.errors import PreflightError, UserError
 from isles.launch.pbs.job import Pbs
 from isles.launch.slurm.job import Slurm
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.setting import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 
@@ -193,7 +193,7 @@ def _subject(options: CheckOptions, loaded: Loaded | None) -> Subject:
 
 def _check_here(subject: Subject, extent: Extent, say: Say) -> tuple[list[Finding], list[str]]:
     name = socket.gethostname()
-    channel = Channel(
+    channel = open_channel(
         Shell(),
         lines=[
             f"export {k}={shlex.quote(v)}" for k, v in subject.cluster.environment.variables.items()
@@ -226,7 +226,7 @@ def _check_ssh(
 
 
 def _channel(cluster: ClusterConfig, workdir: str, shell: Shell, name: str) -> Channel:
-    return Channel(
+    return open_channel(
         shell,
         lines=check_lines(cluster, workdir),
         python=python_of(cluster.environment),
