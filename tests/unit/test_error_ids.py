@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from isles import errors
-from isles.check.ids import MEANINGS
+from isles.check.finding import MEANINGS
 from isles.cli import main
 from isles.errors import (
     CommunicationError,

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from isles.check.ids import MEANINGS
+from isles.check.finding import MEANINGS
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode

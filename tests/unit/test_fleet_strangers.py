@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from isles import __version__
-from isles.check import link
+from isles.check import step
 from isles.errors import PreflightError
 from isles.launch.join import join
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
@@ -202,9 +202,9 @@ def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line()
                     unknown.sendall(b"x")
 
         pool.submit(trickle)
-        node = pool.submit(link.join, address, 1, "d", DEADLINE_S)
+        node = pool.submit(step.join, address, 1, "d", DEADLINE_S)
         try:
-            assert list(link.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
+            assert list(step.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
         finally:
             is_over.set()
         node.result().close()

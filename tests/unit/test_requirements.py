@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.check.ids import MEANINGS
+from isles.check.finding import MEANINGS
 from isles.config.keys import run_schema
 from tests.documents import ROOT, broken_links, is_key, named_in_text
 from tests.each import each

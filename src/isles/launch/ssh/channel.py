@@ -78,7 +78,7 @@ class Channel:
             self._number += 1
             self._waiting[self._number] = future
             line = json.dumps({"id": self._number, "op": op, "args": args}) + "\n"
-            with suppress(OSError):  # the reader finds the end of the connection
+            with suppress(OSError, ValueError):  # the reader finds out that it is at its end
                 self._writer.write(line.encode())
                 self._writer.flush()
         return future
