@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from isles import errors
-from isles.check.finding import MEANINGS
+from isles.check.finding import IDS
 from isles.cli import main
 from isles.errors import (
     CommunicationError,
@@ -81,7 +81,7 @@ def _given(node: ast.AST) -> Iterator[ast.expr]:
 
 def ids_used() -> set[str]:
     """All ids: of errors, and of the findings of `isles check`."""
-    found = set(MEANINGS)
+    found = set(IDS)
     for path in SRC.rglob("*.py"):
         found |= ids_of_code(path.read_text(encoding="utf-8"))
     return found
@@ -126,7 +126,7 @@ def test_every_kind_of_error_has_an_id_with_a_paragraph() -> None:
 def test_versions_of_hosts_have_the_ids_of_findings() -> None:
     text = (SRC / "launch" / "ssh" / "hosts.py").read_text(encoding="utf-8")
     assert 'id=f"version.{what.lower()}"' in text
-    assert {"version.isles", "version.torch", "version.python"} <= set(MEANINGS)
+    assert {"version.isles", "version.torch", "version.python"} <= set(IDS)
 
 
 def test_an_id_is_no_key_of_the_run_file() -> None:

@@ -14,7 +14,7 @@ from isles.check.checks.machine import clock_skew
 from isles.check.checks.ranks import reduce_findings, torch_findings
 from isles.check.checks.versions import compare_versions
 from isles.check.conduct import joined
-from isles.check.finding import MEANINGS, Finding, exit_code, ordered, record
+from isles.check.finding import IDS, Finding, exit_code, ordered, record
 from isles.check.plan import NodePlan, RunFacts
 from isles.check.report import report_lines
 from isles.config.load import load_run_file
@@ -38,11 +38,11 @@ def bad(findings: Iterable[Finding]) -> list[Finding]:
 def test_every_finding_has_a_row_in_the_documentation() -> None:
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+?) \|$", page, re.M)
-    assert [row[0] for row in rows] == list(MEANINGS)
+    assert [row[0] for row in rows] == list(IDS)
     files = [*(ROOT / "src/isles/check").rglob("*.py")]
     files += [ROOT / "src/isles/launch" / name for name in ("hub.py", "ssh/channel.py")]
     source = "".join(path.read_text() for path in files)
-    for finding_id in MEANINGS:
+    for finding_id in IDS:
         prefix, _, name = finding_id.partition(".")
         used = source.count(f'"{finding_id}"') > 1 or f'f"{prefix}.{{' in source
         assert used, f"{finding_id} is never found"

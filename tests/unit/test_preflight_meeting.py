@@ -35,7 +35,7 @@ def dialled(loaded: Loaded) -> dict[str, Any]:
     outer = loaded.config.diloco
     assert outer is not None and outer.rendezvous is not None
     host, _, port = outer.rendezvous.rpartition(":")
-    return dial({"address": host, "port": port, "timeout_s": 2.0})
+    return dial(host, int(port), 2.0)
 
 
 def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None:

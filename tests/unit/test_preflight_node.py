@@ -108,17 +108,17 @@ def test_troubles_of_a_gpu(
 
 def test_ports_over_the_loopback() -> None:
     listener = Listener()
-    ports = listener.listen({"port": 29850})
+    ports = listener.listen(29850)
     second = Listener()
-    others = second.listen({"port": 29850})
+    others = second.listen(29850)
     assert others["run"] != ports["run"], "a port that is taken is not taken twice"
-    second.unlisten({})
+    second.unlisten()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         peer = {"name": "b", "address": "127.0.0.1", "ports": ports}
         shut = {**ports, "any": closed.getsockname()[1]}
         peers = [peer, {**peer, "name": "c", "ports": shut}]
-        answer = reach({"peers": peers, "timeout_s": 3, "mtu": 1500})
+        answer = reach(peers, timeout_s=3, mtu=1500)
     links = {name: Link(**link) for name, link in json.loads(json.dumps(answer)).items()}
     assert links["b"].is_open and 0 < links["b"].rtt_s < 1
     assert links["b"].is_full_size is True and links["b"].lost == 0 < links["b"].sent
@@ -132,10 +132,10 @@ def test_ports_over_the_loopback() -> None:
     assert "one open port is not enough" in bad.text and "the firewall of c" in bad.text
     assert "on c: sudo nft" in bad.fix and "10.0.0.0/8" in bad.fix
     assert (well.where, well.measured) == ("2 pairs", "2 of 3")
-    rate = bandwidth({"address": "127.0.0.1", "port": ports["any"], "seconds": 0.1})
+    rate = bandwidth("127.0.0.1", ports["any"], seconds=0.1)
     assert rate["bytes_per_s"] > 1e6
-    listener.unlisten({})
-    rate = bandwidth({"address": "127.0.0.1", "port": ports["any"], "seconds": 0.1})
+    listener.unlisten()
+    rate = bandwidth("127.0.0.1", ports["any"], seconds=0.1)
     assert rate["bytes_per_s"] == 0
 
 
@@ -148,14 +148,14 @@ def test_a_hundred_taken_ports_are_an_error() -> None:
             with_port.bind(("", port))
             with_port.listen()
         with pytest.raises(UserError, match="29700 to 29799"):
-            Listener().listen({"port": 29_700})
+            Listener().listen(29_700)
     finally:
         for one in taken:
             one.close()
 
 
 def test_names_and_this_machine() -> None:
-    found = resolve({"names": ["localhost", "no-such-name.invalid"]})
+    found = resolve(["localhost", "no-such-name.invalid"])
     assert found["addresses"]["localhost"] == ["127.0.0.1"]
     assert not found["addresses"].get("no-such-name.invalid")
     own = {finding.id: finding for finding in machine(NodePlan("a"))}
@@ -182,12 +182,12 @@ def test_folders_and_the_probe(tmp_path: Path) -> None:
     assert "files.workdir" not in found and found["files.output"].level == "ok"
     assert f"to be made in {tmp_path}" in found["files.output"].text
     assert not (tmp_path / "a").exists(), "a check makes no folders"
-    probe = probe_write({"output_dir": str(tmp_path / "a")})
-    assert probe_read(probe)["is_shared"]
-    assert not probe_read({**probe, "word": "other"})["is_shared"]
-    probe_remove(probe)
-    assert not probe_read(probe)["is_shared"]
-    probe_remove({"path": str(blocked)})
+    probe = probe_write(str(tmp_path / "a"))
+    assert probe_read(**probe)["is_shared"]
+    assert not probe_read(probe["path"], "other")["is_shared"]
+    probe_remove(probe["path"])
+    assert not probe_read(**probe)["is_shared"]
+    probe_remove(str(blocked))
     assert blocked.exists(), "only its own file is removed"
 
 

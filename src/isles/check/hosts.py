@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import asdict
 from typing import Any
 
-from isles.check.finding import MEANINGS, Finding
+from isles.check.finding import IDS, Finding
 from isles.check.plan import Device, Extent, RunFacts, Say
 from isles.errors import UserError
 from isles.launch.ssh.addresses import Reach
@@ -121,7 +121,7 @@ def findings_of(answers: Answers) -> list[Finding]:
 
 def fault_finding(name: str, error: UserError, finding_id: str | None = None) -> Finding:
     """The finding for an error of a host: its own id, where that is a finding's."""
-    own = error.id if error.id in MEANINGS else "ssh.connect"
+    own = error.id if error.id in IDS else "ssh.connect"
     return Finding(finding_id or own, "error", name, error.what, fix=error.fix or _FIX)
 
 

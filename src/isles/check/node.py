@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from isles.check.checks.files import files, hub, probe_read, probe_remove, probe_write
@@ -27,7 +28,9 @@ from isles.launch.node.operations import Operation, serve
 
 _IDLE_S = 120.0
 
-CHECKS: dict[str, Callable[[NodePlan], Iterator[Finding]]] = {
+Check = Callable[[NodePlan], Iterator[Finding]]
+
+CHECKS: dict[str, Check] = {
     "machine": machine,
     "gpus": gpus,
     "files": files,
@@ -40,10 +43,9 @@ CHECKS: dict[str, Callable[[NodePlan], Iterator[Finding]]] = {
 def check_operations(ranks: Ranks) -> dict[str, Operation]:
     """Everything that a check asks of a node."""
     listener = Listener()
-    return {
-        **{name: _answering(check) for name, check in CHECKS.items()},
+    asked: dict[str, Callable[..., dict[str, Any]]] = {
         "facts": _facts,
-        "clock": lambda _: {"now": time.time()},
+        "clock": lambda: {"now": time.time()},
         "probe_write": probe_write,
         "probe_read": probe_read,
         "probe_remove": probe_remove,
@@ -57,17 +59,19 @@ def check_operations(ranks: Ranks) -> dict[str, Operation]:
         "reduce": ranks.reduce,
         "end_ranks": ranks.end,
     }
+    asked |= {name: partial(_findings, check) for name, check in CHECKS.items()}
+    return {name: partial(_call, work) for name, work in asked.items()}
 
 
-def _answering(check: Callable[[NodePlan], Iterator[Finding]]) -> Operation:
-    def answer(args: dict[str, Any]) -> dict[str, Any]:
-        plan = NodePlan(**args["plan"])
-        return {"findings": [asdict(finding) for finding in check(plan)]}
-
-    return answer
+def _call(work: Callable[..., dict[str, Any]], args: dict[str, Any]) -> dict[str, Any]:
+    return work(**args)
 
 
-def _facts(args: dict[str, Any]) -> dict[str, Any]:
+def _findings(check: Check, plan: dict[str, Any]) -> dict[str, Any]:
+    return {"findings": [asdict(finding) for finding in check(NodePlan(**plan))]}
+
+
+def _facts(**args: Any) -> dict[str, Any]:
     own = [asdict(interface) for interface in interfaces()]
     return {**node_facts(args), "interfaces": own, "firewalls": firewalls()}
 

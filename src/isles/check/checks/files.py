@@ -207,7 +207,7 @@ def try_shared(hosts: Hosts) -> None:
         return
     seen = hosts.ask("probe_read", probe, only=rest, finding_id="files.shared")()
     hosts.findings += shared_findings(first, seen)
-    hosts.ask("probe_remove", probe, only=[first], finding_id="files.output")()
+    hosts.ask("probe_remove", {"path": probe["path"]}, only=[first], finding_id="files.output")()
 
 
 def shared_findings(first: str, seen: Answers) -> list[Finding]:
@@ -233,11 +233,11 @@ def shared_findings(first: str, seen: Answers) -> list[Finding]:
     return [Finding("files.shared", "warning", lacks, text, "not shared", limit, fix)]
 
 
-def probe_write(args: dict[str, Any]) -> dict[str, Any]:
+def probe_write(output_dir: str) -> dict[str, str]:
     """Leave a file with a random name where the run directory will be; its path and content,
     empty where it cannot be written."""
     word = os.urandom(8).hex()
-    path = existing(Path(args["output_dir"]).expanduser()) / f".isles-check-{word}"
+    path = existing(Path(output_dir).expanduser()) / f".isles-check-{word}"
     try:
         path.write_text(word, encoding="ascii")
     except OSError:
@@ -246,17 +246,16 @@ def probe_write(args: dict[str, Any]) -> dict[str, Any]:
     return {"path": str(path.absolute()), "word": word}
 
 
-def probe_read(args: dict[str, Any]) -> dict[str, Any]:
+def probe_read(path: str, word: str) -> dict[str, bool]:
     """Whether that file is here too."""
     try:
-        return {"is_shared": Path(args["path"]).read_text(encoding="ascii") == args["word"]}
+        return {"is_shared": Path(path).read_text(encoding="ascii") == word}
     except OSError:
         return {"is_shared": False}
 
 
-def probe_remove(args: dict[str, Any]) -> dict[str, Any]:
+def probe_remove(path: str) -> dict[str, bool]:
     """Take it away again."""
-    path = Path(args["path"])
-    if path.name.startswith(".isles-check-"):
-        path.unlink(missing_ok=True)
+    if Path(path).name.startswith(".isles-check-"):
+        Path(path).unlink(missing_ok=True)
     return {}

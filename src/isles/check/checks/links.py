@@ -71,16 +71,13 @@ class Listener:
     def __init__(self) -> None:
         self._servers: list[socketserver.BaseServer] = []
 
-    def listen(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Open the ports.
+    def listen(self, port: int) -> dict[str, int]:
+        """Open ports: `run` is the first free one of a hundred, `any` and `udp` are the kernel's.
 
-        Args:
-            args: `port`: the first of a hundred that are tried.
-
-        Returns:
-            run: the first free port; any: a port of the kernel's choice; udp: one of UDP.
+        Raises:
+            UserError: all hundred are taken.
         """
-        first = int(args["port"])
+        first = port
         run = next((s for port in range(first, first + 100) if (s := _server(port))), None)
         if run is None:
             raise UserError(
@@ -99,9 +96,8 @@ class Listener:
             "udp": udp.server_address[1],
         }
 
-    def unlisten(self, args: dict[str, Any]) -> dict[str, Any]:
+    def unlisten(self) -> dict[str, int]:
         """Close them."""
-        del args
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -147,17 +143,17 @@ class _Datagram(socketserver.BaseRequestHandler):
             server.sendto(data[:8], self.client_address)  # the way back is not what is measured
 
 
-def reach(args: dict[str, Any]) -> dict[str, Any]:
+def reach(peers: list[dict[str, Any]], timeout_s: float, mtu: int) -> dict[str, Any]:
     """Try every port of every peer at once.
 
     Args:
-        args: `peers`: each with name, address, and ports as `Listener.listen` gave them;
-            `timeout_s`: longest wait for a connection; `mtu`: of the interface that is used.
+        peers: each with name, address, and ports as `Listener.listen` gave them.
+        timeout_s: longest wait for a connection.
+        mtu: of the interface that is used.
 
     Returns:
         For each peer the fields of a `Link`.
     """
-    peers, timeout_s, mtu = args["peers"], float(args["timeout_s"]), int(args["mtu"])
 
     def measure(peer: dict[str, Any]) -> Link:
         ports, address = peer["ports"], peer["address"]
@@ -242,15 +238,11 @@ def _pings(link: socket.socket, sizes: list[int]) -> int:
     return len(sizes) - len(waiting)
 
 
-def bandwidth(args: dict[str, Any]) -> dict[str, Any]:
-    """Bytes a second to one peer, as it has received them; 0 where nothing arrives.
-
-    Args:
-        args: `address`, `port` (any of a listener), `seconds`.
-    """
-    seconds, block = float(args["seconds"]), bytes(1 << 18)
+def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
+    """Bytes a second to one peer, as it has received them; 0 where nothing arrives."""
+    block = bytes(1 << 18)
     try:
-        with socket.create_connection((args["address"], args["port"]), timeout=3.0) as link:
+        with socket.create_connection((address, port), timeout=_CONNECT_S) as link:
             link.sendall(b"S")
             end = time.monotonic() + seconds
             # A link that carries nothing shows at the first full buffer.

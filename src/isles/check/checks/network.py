@@ -144,15 +144,8 @@ def _carrier(name: str, reach: Reach, own: Interface | None, wanted: str | None)
     return Finding("net.interface", "warning", name, text, measured, fix=fix)
 
 
-def resolve(args: dict[str, Any]) -> dict[str, Any]:
-    """The IPv4 addresses of names, as this node finds them.
-
-    Args:
-        args: `names`.
-
-    Returns:
-        addresses: by name; silent: names that were not answered for in time.
-    """
+def resolve(names: list[str]) -> dict[str, Any]:
+    """The IPv4 `addresses` of names, as this node finds them; `silent`: no answer in time."""
     found: dict[str, list[str]] = {}
 
     def look(name: str) -> None:
@@ -162,14 +155,13 @@ def resolve(args: dict[str, Any]) -> dict[str, Any]:
             rows = []
         found[name] = sorted({str(row[4][0]) for row in rows})
 
-    names = set(args["names"])
-    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in names]
+    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in set(names)]
     for thread in threads:
         thread.start()
     end = time.monotonic() + _RESOLVE_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
-    return {"addresses": dict(found), "silent": sorted(names - set(found))}
+    return {"addresses": dict(found), "silent": sorted(set(names) - set(found))}
 
 
 def compare_names(
@@ -220,17 +212,10 @@ def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
         return error.strerror or str(error)
 
 
-def dial(args: dict[str, Any]) -> dict[str, Any]:
-    """Whether something listens at an address.
-
-    Args:
-        args: `address`, `port`, `timeout_s`.
-
-    Returns:
-        state: ok, or as `connect` says; seconds: what it took.
-    """
+def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
+    """Whether something listens there: `state` is ok, or what `connect` says; and `seconds`."""
     begin = time.perf_counter()
-    found = connect(args["address"], int(args["port"]), float(args["timeout_s"]))
+    found = connect(address, port, timeout_s)
     seconds = time.perf_counter() - begin
     if isinstance(found, str):
         return {"state": found, "seconds": seconds}

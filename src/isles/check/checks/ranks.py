@@ -59,17 +59,18 @@ class Ranks:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, args: dict[str, Any]) -> dict[str, Any]:
+    def start(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Start them, and wait until each has imported torch and launched a kernel.
 
         Args:
-            args: `plan`: the fields of a `NodePlan`; `timeout_s`.
+            plan: the fields of a `NodePlan`.
+            timeout_s: longest wait.
 
         Returns:
             findings; versions: torch, cuda and nccl as rank 0 has imported them.
         """
-        plan = NodePlan(**args["plan"])
-        command = [sys.executable, "-m", "isles.train.check_rank", "--device", plan.device]
+        own = NodePlan(**plan)
+        command = [sys.executable, "-m", "isles.train.check_rank", "--device", own.device]
         pipe = subprocess.PIPE
         # A tiny sum on many cores only waits; and the ranks share this machine with the check.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -82,35 +83,26 @@ class Ranks:
                 env=environ,
                 start_new_session=True,
             )
-            for index in range(plan.nproc)
+            for index in range(own.nproc)
         ]
-        found = self._answers(float(args["timeout_s"]))
+        found = self._answers(timeout_s)
         versions = {key: found[0].get(key) for key in ("torch", "cuda", "nccl")}
-        findings = [asdict(finding) for finding in torch_findings(plan, found)]
+        findings = [asdict(finding) for finding in torch_findings(own, found)]
         return {"findings": findings, "versions": versions}
 
-    def reduce(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Give each its order, and wait for all.
-
-        Args:
-            args: `orders`: one for each rank, as `isles.train.check_rank.reduce` takes them;
-                `timeout_s`.
-
-        Returns:
-            ranks: what each of them answers.
-        """
-        for process, order in zip(self._processes, args["orders"], strict=True):
+    def reduce(self, orders: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+        """Give each its order, as `isles.train.check_rank.reduce` takes it; all their answers."""
+        for process, order in zip(self._processes, orders, strict=True):
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.flush()
             except OSError:
                 pass  # it has ended: its answer says so
-        return {"ranks": self._answers(float(args["timeout_s"]))}
+        return {"ranks": self._answers(timeout_s)}
 
-    def end(self, args: dict[str, Any]) -> dict[str, Any]:
+    def end(self) -> dict[str, Any]:
         """End them all, and wait until they have: whoever asks has a deadline."""
-        del args
         self.kill()
         for process in self._processes:
             process.wait()
