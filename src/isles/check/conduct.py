@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from isles import __version__
@@ -34,7 +34,8 @@ def check_hosts(
         say: takes a line about what is done now.
     """
     hosts = Hosts(channels, run, extent, say)
-    say(f"asking {channels[0].name if len(channels) == 1 else f'{len(channels)} hosts'}")
+    names = hosts.names
+    say(f"asking {names[0]}" if len(names) == 1 else f"asking {len(names)} hosts")
     port = {"port": run.cluster.network.port}
     hosts.facts = hosts.ask("facts", port, timeout_s=extent.contact_s)()
     if not hosts.facts:
@@ -82,7 +83,8 @@ def check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Finding
     if not hosts.facts:
         return hosts.findings
     hosts.nproc = {channel.name: 1}
-    files, hub = _ask_files(hosts)
+    files = hosts.check("files", finding_id="files.output")
+    hub = hosts.check("hub", finding_id="hub.access")
     hosts.findings += joined(hub())
     hosts.findings += files()
     hosts.findings += compare_versions(hosts.facts, {}, {}, __version__)
@@ -92,7 +94,8 @@ def check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Finding
 def _look(hosts: Hosts) -> None:
     # Everything that needs no torch.
     machines = hosts.check("machine")
-    files, hub = _ask_files(hosts)
+    files = hosts.check("files", finding_id="files.output")
+    hub = hosts.check("hub", finding_id="hub.access")
     hosts.findings += clock_skew(_clocks(hosts))
     hosts.findings += machines()
     hosts.findings += choose_reach(hosts)
@@ -103,11 +106,6 @@ def _look(hosts: Hosts) -> None:
     hosts.findings += files()
     try_shared(hosts)
     hosts.findings += joined(hub())
-
-
-def _ask_files(hosts: Hosts) -> tuple[Callable[[], list[Finding]], Callable[[], list[Finding]]]:
-    files = hosts.check("files", finding_id="files.output")
-    return files, hosts.check("hub", finding_id="hub.access")
 
 
 def _count_ranks(hosts: Hosts) -> None:

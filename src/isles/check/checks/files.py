@@ -127,8 +127,10 @@ def _output(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
 
 def _inodes(name: str, folder: Path) -> Finding:
     inodes = os.statvfs(folder)
-    free, text, fix = inodes.f_favail, f"{inodes.f_favail} more files can be made in {folder}", ""
+    free = inodes.f_favail
+    text = f"{free} more files can be made in {folder}"
     level: Level = "ok"
+    fix = ""
     if not inodes.f_files:  # some file systems (btrfs) have no fixed number, and say 0 of 0
         text = "no limit of files"
     elif free < _LEAST_INODES:
@@ -149,7 +151,8 @@ def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Findi
         return
     if free < needed:
         level: Level = "error" if free < needed // 8 else "warning"
-        text, measured = f"{format_bytes(free)} free in {folder}, for {what}", format_bytes(free)
+        measured = format_bytes(free)
+        text = f"{measured} free in {folder}, for {what}"
         fix = f"on {plan.name}: make room, or set XDG_CACHE_HOME (HF_HOME for the hub's) in "
         fix += f"{variables} to a larger disk"
         yield Finding("disk.free", level, plan.name, text, measured, format_bytes(needed), fix)

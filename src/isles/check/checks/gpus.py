@@ -73,7 +73,8 @@ def gpus(plan: NodePlan) -> Iterator[Finding]:
 
 def _errors(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
     for gpu in cards:
-        bad, rows = _number(gpu.fields.get(_ERRORS)), _number(gpu.fields.get(_ROWS[1]))
+        bad = _number(gpu.fields.get(_ERRORS))
+        rows = _number(gpu.fields.get(_ROWS[1]))
         if not bad and not rows:
             continue
         what = f"{bad} uncorrected memory errors"

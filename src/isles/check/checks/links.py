@@ -270,7 +270,8 @@ def try_links(hosts: Hosts) -> None:
     ]
 
     def others(name: str) -> dict[str, Any]:
-        rest, own = [peer for peer in peers if peer["name"] != name], interface_of(hosts, name)
+        rest = [peer for peer in peers if peer["name"] != name]
+        own = interface_of(hosts, name)
         return {"peers": rest, "timeout_s": _CONNECT_S, "mtu": own.mtu if own else 1500}
 
     hostnames = {name: hosts.facts[name]["host"] for name in hosts.names}
@@ -295,13 +296,13 @@ def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str]
     rates: dict[tuple[str, str], float] = {}
     for shift in range(1, len(names) if len(names) <= _MANY else 2):
         to = {name: names[(index + shift) % len(names)] for index, name in enumerate(names)}
-        is_open = {n: to[n] in reached.get(n, {}) and reached[n][to[n]].free == "ok" for n in names}
+        links = {name: reached.get(name, {}).get(to[name]) for name in names}
+        only = [name for name, link in links.items() if link is not None and link.free == "ok"]
 
         def stream(name: str, to: Mapping[str, str] = to) -> dict[str, Any]:
             address, port = hosts.reach[to[name]].address, ports[to[name]]["any"]
             return {"address": address, "port": port, "seconds": _STREAM_S}
 
-        only = [name for name in names if is_open[name]]
         answers = hosts.ask("bandwidth", stream, only=only, finding_id="net.bandwidth")()
         for name, answer in answers.items():
             rates[name, to[name]] = float(answer["bytes_per_s"])
@@ -402,7 +403,8 @@ def bandwidth_findings(
     """What each link carries, bytes a second, against the gradients of a step (0: not known)."""
     if not rates:
         return
-    sent, is_well = gradient_bytes * 2 * (num_hosts - 1) / max(1, num_hosts), True
+    sent = gradient_bytes * 2 * (num_hosts - 1) / max(1, num_hosts)
+    is_well = True
     for (name, other), rate in rates.items():
         pair, measured = f"{name} -> {other}", bit_rate(rate)
         if rate < _STUCK_BYTES:

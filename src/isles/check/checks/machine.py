@@ -56,7 +56,8 @@ def _memory(plan: NodePlan) -> Iterator[Finding]:
     yield Finding("memory.free", level, plan.name, text, free, limit, fix)
 
     swapped = psutil.swap_memory().used
-    text, fix, level = f"{format_bytes(swapped)} on swap", "", "ok"
+    level, fix = "ok", ""
+    text = f"{format_bytes(swapped)} on swap"
     if swapped > _GIB and available < total // 10:
         level = "warning"
         text = f"{format_bytes(swapped)} of its memory lie on disk, and little is free: "

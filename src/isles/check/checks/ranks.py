@@ -244,7 +244,8 @@ def try_reduce(hosts: Hosts) -> None:
 def _orders(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
     """For each rank of each host what `isles.train.check_rank.reduce` takes."""
     names, network, device = hosts.names, hosts.run.cluster.network, hosts.device
-    world_size, first = sum(hosts.nproc[name] for name in names), 0
+    world_size = sum(hosts.nproc[name] for name in names)
+    first = 0
     orders: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         interface = hosts.reach[name].interface or ("lo" if len(names) == 1 else None)

@@ -19,7 +19,8 @@ def duplicates(facts: Facts) -> Iterator[Finding]:
     """Names that lead to one machine."""
     first: dict[str, str] = {}
     for name, own in facts.items():
-        other, host = first.setdefault(own["machine_id"] or name, name), own["host"]
+        other = first.setdefault(own["machine_id"] or name, name)
+        host = own["host"]
         if other != name:
             text = f"{other} and {name} are one machine, {host}"
             fix = "name it once; gpus says how many ranks it has"
@@ -122,5 +123,6 @@ def _odd(finding_id: str, what: str, name: str, value: str, usual: str, level: L
     fix = _SETUP
     if finding_id == "version.driver":
         fix = f"install the same driver on {name}, as on Ubuntu: sudo ubuntu-drivers install"
-    text, limit = f"it has {what} {value}, and there is {usual}", usual.partition(" on ")[0]
+    text = f"it has {what} {value}, and there is {usual}"
+    limit = usual.partition(" on ")[0]
     return Finding(finding_id, level, name, text, value, limit, fix)

@@ -82,7 +82,8 @@ def _answers(name: str, where: str, done: Result, fix: str) -> Finding:
 def _room(
     where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterConfig, mend: str
 ) -> Finding:
-    wanted, bad = cluster.max_nodes, [node for node in nodes if not node.is_up]
+    wanted = cluster.max_nodes
+    bad = [node for node in nodes if not node.is_up]
     num_up = len(nodes) - len(bad)
     text, fix = f"{num_up} of {len(nodes)} nodes of {what} can be had", ""
     level: Level = "warning" if bad else "ok"
@@ -104,7 +105,8 @@ def _room(
 def _gres(where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterConfig) -> Finding:
     gpus = cluster.gpus_per_node if isinstance(cluster.gpus_per_node, int) else 1
     have = [node.gpus or 0 for node in nodes if node.is_up]
-    fit, most = sum(count >= gpus for count in have), max(have, default=0)
+    fit = sum(count >= gpus for count in have)
+    most = max(have, default=0)
     if fit >= cluster.max_nodes:
         text = f"{fit} nodes of {what} have {gpus} GPUs or more"
         return Finding("queue.gres", "ok", where, text, str(most), str(gpus))
@@ -156,7 +158,8 @@ def _slurm(
     what, fix = f"the partition {name}", ""
     level: Level = "ok"
     if state != "UP":
-        level, fix = "error", f"use another: {names}; or ask the administrator: scontrol update "
+        level = "error"
+        fix = f"use another: {names}; or ask the administrator: scontrol update "
         fix += f"PartitionName={name} State=UP"
     yield Finding("queue.partition", level, where, f"{what} is {state}", state, "UP", fix)
     nodes = _slurm_nodes(slurm, launcher, name)
@@ -206,7 +209,8 @@ def _account(slurm: Slurm, launcher: SlurmLauncherConfig, allowed: str) -> Itera
         pass  # it is not installed
     accounts = sorted({row[0] for row in rows})
     own = [row for row in rows if account in (None, row[0])]
-    services = sorted({name for row in own if len(row) > 1 for name in row[1].split(",") if name})
+    named = ",".join(row[1] for row in own if len(row) > 1)
+    services = sorted({name for name in named.split(",") if name})
     if not rows:
         text = "Slurm does not say which accounts there are; sbatch will"
         yield Finding("queue.account", "ok", where, text, "not said")
