@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Network
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import pytest
 
+from isles.check import step
 from isles.check.checks.files import files, probe_read, probe_remove, probe_write
 from isles.check.checks.gpus import gpus
 from isles.check.checks.links import Link, Listener, bandwidth, link_findings, reach
@@ -350,3 +352,24 @@ def test_faults_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a is there twice" in capsys.readouterr().err
     assert main(["check", "--timeout", "1s"]) == 1
     assert "--timeout 30s" in capsys.readouterr().err
+
+
+def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line() -> None:
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        address = server.getsockname()
+        unknown = socket.create_connection(address)
+
+        def trickle() -> None:
+            with suppress(OSError):
+                while not is_over.wait(0.2):
+                    unknown.sendall(b"x")
+
+        pool.submit(trickle)
+        node = pool.submit(step.join, address, 1, "d", DEADLINE_S)
+        try:
+            assert list(step.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
+        finally:
+            is_over.set()
+        node.result().close()
+        unknown.close()
