@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from isles.check.checks.network import dial, rendezvous_finding, rendezvous_stand_in
+from isles.check.plan import Extent
 from isles.check.verb import CheckOptions, run_check
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
@@ -108,9 +109,7 @@ def test_what_is_wrong_with_a_cluster_names_its_own_keys(tmp_path: Path) -> None
         public="127.0.0.1:0",
     )
     texts: list[str] = []
-    options = CheckOptions(
-        tmp_path / "run.yaml", (), (), net=False, smoke=False, timeout_s=30.0, as_json=False
-    )
+    options = CheckOptions(tmp_path / "run.yaml", (), (), Extent(net=False, timeout_s=30.0))
     assert run_check(options, texts.append) == 2
     for index, text in enumerate(texts):
         assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text

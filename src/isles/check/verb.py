@@ -51,19 +51,16 @@ class CheckOptions:
         run_file: None: the machines alone are checked.
         overrides: as `key.path=value`.
         hosts: these instead of the run file's.
-        net, smoke: as in `Extent`.
-        in_job: check the nodes by a job of Slurm or PBS.
-        timeout_s: longest wait for one answer.
+        extent: how much is checked.
         as_json: print JSON.
+        in_job: check the nodes by a job of Slurm or PBS.
     """
 
     run_file: Path | None
     overrides: tuple[str, ...]
     hosts: tuple[str, ...]
-    net: bool
-    smoke: bool
-    timeout_s: float
-    as_json: bool
+    extent: Extent
+    as_json: bool = False
     in_job: bool = False
 
 
@@ -153,11 +150,11 @@ def _check_one(
 def _check_cluster(run: RunFacts, options: CheckOptions, say: Say) -> Found:
     if options.in_job:
         say("waiting for nodes, and checking them")
-        return check_in_job(run, options.timeout_s, options.overrides)
-    extent = Extent(net=options.net, smoke=options.smoke, timeout_s=options.timeout_s)
+        return check_in_job(run, options.extent.timeout_s, options.overrides)
+    extent = options.extent
     match run.cluster.launcher:
         case SshLauncherConfig(connect_timeout=connect_s):
-            contact_s = connect_s + min(_ANSWER_S, options.timeout_s)
+            contact_s = connect_s + min(_ANSWER_S, extent.timeout_s)
             shells = {host.ssh: Shell(host.ssh, connect_s) for host in run.cluster.hosts}
             with _channels(run, shells) as channels:
                 found = check_hosts(run, channels, replace(extent, contact_s=contact_s), say)
