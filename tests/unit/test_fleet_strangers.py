@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import pytest
 from isles import __version__
 from isles.agent.connection import Connection, Head, authenticate
 from isles.agent.fetch import fetch_run
-from isles.check import link
 from isles.errors import PreflightError
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
 from tests.deadline import DEADLINE_S
@@ -186,24 +183,3 @@ def test_files_that_lead_elsewhere_or_are_of_another_run_are_not_written(
         with pytest.raises(PreflightError, match="has sent is no run of isles"):
             fetch_run(target, TOKEN, 1, here, timeout_s=9.0)
         assert not (tmp_path / "here").exists()
-
-
-def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line() -> None:
-    is_over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
-        address = server.getsockname()
-        unknown = socket.create_connection(address)
-
-        def trickle() -> None:
-            with contextlib.suppress(OSError):
-                while not is_over.wait(0.2):
-                    unknown.sendall(b"x")
-
-        pool.submit(trickle)
-        node = pool.submit(link.join, address, 1, "d", DEADLINE_S)
-        try:
-            assert list(link.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
-        finally:
-            is_over.set()
-        node.result().close()
-        unknown.close()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.check.meeting import rendezvous_stand_in
+from isles.check.checks.network import rendezvous_stand_in
 from isles.config.load import Loaded, load_run_file
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
