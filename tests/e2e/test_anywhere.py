@@ -110,17 +110,13 @@ class Typed:
     CODE = """
 import sys
 from pathlib import Path
-from isles.launch.base import Started
-from isles.monitor.consoles import console
-from isles.monitor.foreground import attend
-from isles.monitor.inbox import caught_signals
+from isles.monitor.remote import RemoteFollower
+from isles.monitor.signals import caught_signals
+from isles.monitor.table import console
 from isles.run.find import find_any
-from isles.run.paths import RunDir
 remote = find_any(sys.argv[1], Path(sys.argv[2]))
-run_dir = RunDir(Path(remote.path))
-with caught_signals() as inbox:
-    started = Started(run_dir, run_dir.attempt(1), None, remote=remote)
-    sys.exit(attend(started, inbox=inbox, console=console(), errors=console(stderr=True)))
+with caught_signals() as signals:
+    sys.exit(RemoteFollower(remote, 1, console(), console(stderr=True)).follow(signals))
 """
 
     def __init__(

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 
 from isles.errors import ExitCode, UserError
-from isles.monitor.inbox import Inbox, caught_signals
-from isles.monitor.tail import LineTail
+from isles.monitor.signals import Signals, caught_signals
+
+if TYPE_CHECKING:
+    from isles.monitor.logs import LineTail
 
 join_app = App(name="join-node", help="Start one node of a run, as `isles train` has printed it.")
 _LOOK_S = 0.2
@@ -41,6 +44,7 @@ def join_node(
         return _lead(Path(target))
     from isles.facts.units import parse_duration_s
     from isles.launch.join import join
+    from isles.monitor.logs import LineTail
 
     if node is None or len(digest) < 12:
         raise UserError(
@@ -54,29 +58,28 @@ def join_node(
         raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
     # Until the agent is there, Ctrl+C ends this command alone.
     joined = join(target, node, digest, output_dir=output_dir, timeout_s=timeout_s, say=_say)
-    with caught_signals() as inbox:
+    with caught_signals() as signals:
         _say(f"node {node} of {joined.run_dir.name}; its log is {joined.log}")
         _say("Ctrl+C saves and stops all nodes; closing this terminal leaves it running")
-        return _watch(joined.process, LineTail(joined.log), inbox)
+        return _watch(joined.process, LineTail(joined.log), signals)
 
 
 def _lead(path: Path) -> int:
-    from isles.launch.base import Started
     from isles.launch.manual import lead
-    from isles.monitor.consoles import console
-    from isles.monitor.foreground import attend
+    from isles.monitor.follow import RunFollower
+    from isles.monitor.table import console
     from isles.run.paths import RunDir
 
     run_dir = RunDir(path)
-    with caught_signals() as inbox:
+    with caught_signals() as signals:
         attempt, process = lead(run_dir)
         _say(f"the first node of {run_dir.name} is starting; its log is {attempt.agent_log}")
         _say("Ctrl+C saves and stops all nodes; closing this terminal leaves it running")
-        started = Started(run_dir, attempt, process)
-        return attend(started, inbox=inbox, console=console(), errors=console(stderr=True))
+        consoles = console(), console(stderr=True)
+        return RunFollower(run_dir, attempt, *consoles, process=process).follow(signals)
 
 
-def _watch(process: subprocess.Popen[bytes], log: LineTail, inbox: Inbox) -> int:
+def _watch(process: subprocess.Popen[bytes], log: LineTail, signals: Signals) -> int:
     """Show what an agent prints until it ends, and hand it signals."""
     code: int | None = None
     while code is None:
@@ -84,7 +87,7 @@ def _watch(process: subprocess.Popen[bytes], log: LineTail, inbox: Inbox) -> int
             code = process.wait(_LOOK_S)
         for line in log.read(final=code is not None):
             _say(line)
-        for signum in inbox.take():
+        for signum in signals.take():
             if signum == signal.SIGHUP:
                 return ExitCode.OK
             process.send_signal(signum)

@@ -1,22 +1,26 @@
-"""How a run stands, gathered from its records."""
+"""How a run, its nodes and its newest attempt stand, gathered from their records."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+from isles.errors import UserError
 from isles.facts.units import format_duration
 from isles.launch.queue.job import JobReport
 from isles.launch.queue.jobs import refresh
-from isles.monitor.nodes import NodeReport, checked_text, node_reports
-from isles.monitor.stalls import stall_texts
 from isles.run.find import typed_command, typed_name
+from isles.run.fleet import read_fleet
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
 from isles.run.state import (
@@ -31,10 +35,48 @@ from isles.run.state import (
 )
 
 QUIET_S = 180.0
-"""A running run that has said nothing for so long is pointed out."""
+"""A running run that has reported nothing for so long is pointed out."""
+
+_LISTED = 3
+_RANK_RECORD = re.compile(r"rank-(\d+)\.json")
+_STALL_RECORD = re.compile(r"(?:step|silence)-\d+\.json")
+_NODE_STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended"}
 
 ReportState = State | Literal["unreachable", "gone"]
 """unreachable: its machine cannot be asked. gone: its directory is no longer there."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node of a run.
+
+    Args:
+        node: its number.
+        host: its name.
+        address: where the others reach it; empty: not known.
+        ranks: the first and the last of its ranks; None: not known.
+        pid: its agent, or the process of its first rank; None: it has not come yet.
+        is_there: whether it runs, as far as the first node knows.
+        heard_s: seconds since its last sign of life; None: not known.
+        note: a remark for the user.
+    """
+
+    node: int
+    host: str
+    address: str = ""
+    ranks: tuple[int, int] | None = None
+    pid: int | None = None
+    is_there: bool = False
+    heard_s: float | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> NodeReport:
+        """From JSON, of this version of isles or another."""
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        if known.get("ranks") is not None:
+            known["ranks"] = tuple(known["ranks"])
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +86,40 @@ class RunReport:
     Times are seconds since the epoch, `_s` seconds; None where nothing is known.
     """
 
-    name: str
-    path: str
-    state: ReportState
-    attempt: int | None
-    host: str | None
-    pid: int | None
-    world_size: int | None
-    device: str | None
-    phase: str | None
-    detail: str
-    step: int | None
-    total_steps: int | None
-    loss: float | None
-    eval_loss: float | None
-    tokens_per_second: float | None
-    eta_s: float | None
-    begun_at: float | None
-    updated_at: float | None
-    silent_s: float | None
-    checkpoint_step: int | None
-    checkpoint_at: float | None
-    exit_code: int | None
-    reason: str
-    error: dict[str, Any] | None
-    restarts: int
-    last_restart: str
-    nodes: int | None
-    max_nodes: int | None
-    hint: str
+    name: str = ""
+    path: str = ""
+    state: ReportState = "unknown"
+    attempt: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    world_size: int | None = None
+    device: str | None = None
+    phase: str | None = None
+    detail: str = ""
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_second: float | None = None
+    eta_s: float | None = None
+    begun_at: float | None = None
+    updated_at: float | None = None
+    silent_s: float | None = None
+    checkpoint_step: int | None = None
+    checkpoint_at: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    error: dict[str, Any] | None = None
+    restarts: int = 0
+    last_restart: str = ""
+    nodes: int | None = None
+    max_nodes: int | None = None
+    hint: str = ""
     launcher: str = "local"
     job: str = ""
     """Of a queue: the number of the job."""
     queue: str = ""
-    """Of a queue: what it says of the job, in words."""
+    """Of a queue: what it reports of the job, in words."""
     heard_at: float | None = None
     """The last sign of life."""
     on: str = ""
@@ -89,7 +131,7 @@ class RunReport:
     checked: str = ""
     """What was found wrong with the machines before the start."""
     outer: dict[str, Any] | None = None
-    """Of one of several clusters: its turns, as its status.json has them."""
+    """Of one of several clusters: its rounds, as its status.json has them."""
 
     def record(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -98,22 +140,10 @@ class RunReport:
     @classmethod
     def of(cls, record: dict[str, Any], **changes: Any) -> RunReport:
         """From `record`, of this version of isles or another."""
-        known: dict[str, Any] = {field.name: record.get(field.name) for field in fields(cls)}
-        known |= {name: value for name, value in _WITHOUT.items() if known[name] is None}
-        known["fleet"] = tuple(NodeReport.of(node) for node in known["fleet"])
-        known["stalls"] = tuple(known["stalls"])
+        known = {f.name: record[f.name] for f in fields(cls) if record.get(f.name) is not None}
+        known["fleet"] = tuple(NodeReport.of(node) for node in known.get("fleet", ()))
+        known["stalls"] = tuple(known.get("stalls", ()))
         return cls(**{**known, **changes})
-
-
-_WITHOUT: dict[str, Any] = {
-    **dict.fromkeys(("name", "path", "detail", "reason", "last_restart", "hint", "job"), ""),
-    **dict.fromkeys(("queue", "on", "checked"), ""),
-    **dict.fromkeys(("fleet", "stalls"), ()),
-    "state": "unknown",
-    "restarts": 0,
-    "launcher": "local",
-}
-"""What stands for a field that another version of isles does not know."""
 
 
 def collect(
@@ -146,7 +176,7 @@ def collect(
         pid=state.process.pid if state.process else None,
         world_size=_whole(status if _whole(status, "world_size") else launch, "world_size"),
         device=launch.get("device"),
-        phase=_phase(state, status),
+        phase=str(status.get("phase") or "starting") if state.state == "running" else None,
         detail=str(status.get("detail") or ""),
         step=_whole(status if _whole(outcome, "step") is None else outcome, "step"),
         total_steps=_whole(status, "total_steps"),
@@ -173,7 +203,7 @@ def collect(
         heard_at=state.heard_at,
         fleet=nodes,
         stalls=stall_texts(attempt) if attempt else (),
-        checked=checked_text(attempt) if attempt else "",
+        checked=_checked_text(attempt) if attempt else "",
         outer=outer if isinstance(outer := status.get("outer"), dict) else None,
     )
 
@@ -197,12 +227,6 @@ def _silent_s(state: AttemptState, status: dict[str, Any], now_s: float) -> floa
         return None
     progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
     return max(0.0, now_s - (progress_at or state.begun_at or now_s))
-
-
-def _phase(state: AttemptState, status: dict[str, Any]) -> str | None:
-    if state.state != "running":
-        return None
-    return str(status.get("phase") or "starting")
 
 
 def _whole(record: dict[str, Any], key: str) -> int | None:
@@ -258,3 +282,94 @@ def _unknown_hint(run_dir: RunDir, state: AttemptState, host: str, now_s: float)
         f"it runs on {host}, and was last heard {format_duration(silent_s)} ago: "
         f"is {host} up? look there"
     )
+
+
+def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
+    """The nodes of an attempt by their numbers; none where it has only one."""
+    fleet = None
+    with suppress(UserError):  # of another version: what else is known of it is shown
+        fleet = read_fleet(attempt)
+    met = (read_record(attempt.nodes) or {}).get("nodes")
+    if isinstance(met, list) and met:
+        found = [_recorded_node(node, now_s) for node in met]
+    elif fleet is not None:
+        firsts = accumulate((node.nproc for node in fleet.nodes), initial=0)
+        found = [
+            NodeReport(
+                node=node.node,
+                host=node.name,
+                address=node.address,
+                ranks=(first, first + node.nproc - 1),
+                note=_NODE_STATES["missing"],
+            )
+            for node, first in zip(fleet.nodes, firsts, strict=False)
+        ]
+    else:
+        found = _nodes_by_ranks(attempt)
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
+    state, first = str(record.get("state")), record.get("first_rank")
+    process = ProcessId.from_record(record)
+    heard_at = number_of(record, "heard_at")
+    parts = [_NODE_STATES.get(state, ""), str(record.get("why") or "")]
+    return NodeReport(
+        node=int(record["node"]),
+        host=str(record.get("name")),
+        address=str(record.get("address") or ""),
+        ranks=(first, first + int(record["ranks"]) - 1) if first is not None else None,
+        pid=process.pid if process else None,
+        is_there=state == "there"
+        and not (process and process.is_here() and not process.is_alive()),
+        heard_s=max(0.0, now_s - heard_at) if heard_at is not None else None,
+        note=": ".join(parts if all(parts) else parts[:1]),
+    )
+
+
+def _nodes_by_ranks(attempt: Attempt) -> list[NodeReport]:
+    """Of a run in a queue, whose nodes nobody knew before: the hosts of its ranks."""
+    places: dict[str, list[tuple[int, ProcessId]]] = defaultdict(list)
+    for path in attempt.path.glob("rank-*.json"):
+        match = _RANK_RECORD.fullmatch(path.name)
+        process = ProcessId.from_record(read_record(path) or {}) if match else None
+        if match and process:
+            places[process.host].append((int(match[1]), process))
+    found: list[NodeReport] = []
+    for ranks in sorted(sorted(ranks, key=lambda r: r[0]) for ranks in places.values()):
+        number, first = ranks[0]
+        is_there = not first.is_here() or first.is_alive()
+        span = (number, ranks[-1][0])
+        found.append(
+            NodeReport(len(found), first.host, ranks=span, pid=first.pid, is_there=is_there)
+        )
+    return found
+
+
+def stall_texts(attempt: Attempt) -> tuple[str, ...]:
+    """The last hangs of an attempt, oldest first: which rank held up the step, and where."""
+    names = [path for path in attempt.stalls.glob("*.json") if _STALL_RECORD.fullmatch(path.name)]
+    records = [record for path in names if (record := read_record(path)) is not None]
+    records.sort(key=lambda r: (number_of(r, "at") or 0.0, number_of(r, "step") or 0.0))
+    texts = []
+    for record in records[-_LISTED:]:
+        took_s = number_of(record, "went_on_after_s")
+        end = f"stacks of the ranks: {attempt.stalls}"
+        if took_s is not None:
+            end = f"it went on after {format_duration(took_s)}"
+        texts.append(f"{record.get('text')}; {end}")
+    return tuple(texts)
+
+
+def _checked_text(attempt: Attempt) -> str:
+    """What `isles check` found wrong before this start; empty where nothing or not asked."""
+    found = (read_record(attempt.findings) or {}).get("findings")
+    texts: dict[str, list[str]] = {"error": [], "warning": []}
+    for entry in found if isinstance(found, list) else []:
+        if isinstance(entry, dict) and entry.get("level") in texts:
+            where = f" ({entry['where']})" if entry.get("where") else ""
+            text = f"{entry['level']}: {entry.get('text') or entry.get('id')}{where}"
+            texts[entry["level"]].append(text)
+    both = [*texts["error"], *texts["warning"]]
+    more = f" and {len(both) - _LISTED} more" if len(both) > _LISTED else ""
+    return "; ".join(both[:_LISTED]) + more
