@@ -184,10 +184,7 @@ def run_all(
     Args:
         commands: the words after `isles`, by the names of the clusters.
         doing: what they do, for the user who waits: `starting`.
-        say: told now and then who is waited for.
         show: given every line as it comes.
-        stdin: what each of them reads.
-        environs: variables, by the names of the clusters.
 
     Raises:
         KeyboardInterrupt: as it came; the commands were interrupted, and have ended.

@@ -88,14 +88,7 @@ def _given(resume: str, output_dir: Path) -> SeveralRun:
 
 
 def _go_on(loaded: Loaded, old: SeveralRun, new: SeveralRun, *, may_change: bool) -> Choice:
-    """Which clusters of a run are started again: those that do not run, and are not finished.
-
-    Args:
-        loaded: the run file.
-        old: the run as it was started last.
-        new: a new run of the run file.
-        may_change: whether other mathematics is what the user wants.
-    """
+    """Which clusters of a run are started again: those that do not run, and are not finished."""
     reports = cluster_reports(old)
     known = {cluster.name: cluster for cluster in old.clusters}
     names = [cluster.name for cluster in new.clusters]

@@ -20,7 +20,7 @@ from isles.run.nodes import read_meeting
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import current_restart
-from isles.run.state import AttemptState, attempt_state, number_of, script_of
+from isles.run.state import attempt_state, number_of, script_of
 
 _TRACEBACK_LINES = 15
 _LOG_LINES = 15
@@ -35,7 +35,12 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
         case "finished":
             print_lines(console, finished_lines(run_dir))
         case "stopped":
-            print_lines(console, _stopped_lines(run_dir, state))
+            outcome = state.outcome or {}
+            step = number_of(outcome, "step")
+            place = f" at step {step:.0f}" if step is not None else ""
+            reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
+            lines = [f"{run_dir.name} stopped{place}{reason}", *_next_start(run_dir)]
+            print_lines(console, lines)
         case "failed" | "killed" | "new":
             print_lines(errors, failure_lines(attempt, _next_start(run_dir)))
         case "running":
@@ -45,21 +50,15 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
             ask = f"`isles status {typed_name(run_dir)}` says how it is"
             print_lines(errors, [f"{run_dir.name} waits in the queue; {ask}"])
         case "unknown":
-            print_lines(
-                errors, [f"error: {run_dir.name} is not heard of any more: {_silence(state)}"]
-            )
+            silence = f"is {state.process.host if state.process else 'its host'} up?"
+            if state.heard_at is not None:
+                at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
+                silence = f"its last sign of life was at {at}; {silence}"
+            print_lines(errors, [f"error: {run_dir.name} is not heard of any more: {silence}"])
     recorded = number_of(state.outcome, "exit_code")
     if recorded is not None:
         return int(recorded)
     return ExitCode.OK if state.state == "finished" else ExitCode.TRAINING
-
-
-def _silence(state: AttemptState) -> str:
-    host = state.process.host if state.process else "its host"
-    if state.heard_at is None:
-        return f"is {host} up?"
-    at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
-    return f"its last sign of life was at {at}; is {host} up?"
 
 
 def finished_lines(run_dir: RunDir) -> list[str]:
@@ -105,14 +104,6 @@ def _figures(summary: dict[str, Any]) -> list[str]:
         end = f", {format_count(speed)} a second" if speed is not None else ""
         lines.append(f"  {'tokens':<12} {format_count(tokens)}{end}")
     return lines
-
-
-def _stopped_lines(run_dir: RunDir, state: AttemptState) -> list[str]:
-    outcome = state.outcome or {}
-    step = number_of(outcome, "step")
-    place = f" at step {step:.0f}" if step is not None else ""
-    reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
-    return [f"{run_dir.name} stopped{place}{reason}", *_next_start(run_dir)]
 
 
 def _next_start(run_dir: RunDir) -> list[str]:

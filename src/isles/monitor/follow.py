@@ -81,15 +81,7 @@ class Follower:
         print_lines(self.errors, [line])
 
     def follow(self, signals: Signals, pause: Callable[[float], object] = time.sleep) -> int:
-        """Follow it to its end.
-
-        Args:
-            signals: where signals to this process arrive.
-            pause: waits between two looks.
-
-        Returns:
-            Its exit code; 0 where the terminal was closed and it goes on.
-        """
+        """Follow it to its end: its exit code; 0 where the terminal was closed and it goes on."""
         try:
             while True:
                 code = self.look()
@@ -111,8 +103,6 @@ class RunFollower(Follower):
     """Follows a run whose directory is seen here, and passes Ctrl+C on in two steps.
 
     Args:
-        run_dir, attempt: the run.
-        console, errors: as for `Follower`; a terminal gets a progress bar.
         process: who runs it, where that is known.
         is_begun: it has been followed before: only what is new is shown.
     """

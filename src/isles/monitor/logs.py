@@ -145,12 +145,6 @@ def log_lines(
 ) -> Iterator[str]:
     """Lines of the logs, each with the name of its node and rank in front where there are several.
 
-    Args:
-        run_dir: the run.
-        attempt: which start of it.
-        choice: which lines.
-        pause: waits between two looks.
-
     Raises:
         UserError: the rank has no log, and none can come.
     """

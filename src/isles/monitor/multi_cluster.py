@@ -312,10 +312,7 @@ def place_of(cluster: ClusterRun) -> str:
 class ClustersFollower(Follower):
     """Follows all clusters of a run until they end: one stream, each line with its cluster's name.
 
-    Args:
-        run: the run.
-        running: clusters that ran before: only what is new of them is shown.
-        console, errors: where lines are printed.
+    Of clusters that were `running` before only what is new is shown.
     """
 
     def __init__(
@@ -413,12 +410,6 @@ class ClustersFollower(Follower):
 
 def stop_several(run: SeveralRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:
     """Stop all clusters of a run at once, then their hub.
-
-    Args:
-        run: the run.
-        now: end them without saving.
-        timeout: longest wait, as it was typed.
-        say, warn: take lines for the user.
 
     Returns:
         0 where nothing of it runs any more; else the worst exit code of the clusters' stops.

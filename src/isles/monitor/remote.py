@@ -45,10 +45,6 @@ _STEADY_S = 20.0
 def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
     """How one run stands.
 
-    Args:
-        found: the run, of `find_any`.
-        output_dir: where runs of other machines are remembered.
-
     Raises:
         PreflightError: its machine cannot be reached, and has never answered.
     """
@@ -70,12 +66,7 @@ def reports_of_all(output_dir: Path) -> list[RunReport]:
 
 
 def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[RunReport]:
-    """How some runs stand, in their order; each machine is asked once, and all at once.
-
-    Args:
-        runs: of `find_any`.
-        output_dir: where runs of other machines are remembered.
-    """
+    """How some runs stand, in their order; each machine is asked once, and all at once."""
     here = [run for run in runs if isinstance(run, RunDir)]
     groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
     for run in runs:
@@ -151,13 +142,7 @@ class RemoteFollower(Follower):
     """Follows a run by `isles attend` on its machine, for as long as ssh holds and again.
 
     On a terminal the other isles draws and receives Ctrl+C itself, as in any ssh session;
-    elsewhere signals are passed on as words.
-
-    Args:
-        run: the run.
-        attempt: number of its start.
-        console, errors: where lines are printed.
-        is_begun: it has been followed before: only what is new is shown.
+    elsewhere signals are passed on as words. `is_begun`: only what is new is shown.
     """
 
     def __init__(
@@ -300,15 +285,6 @@ class RemoteFollower(Follower):
 
 def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str], object]) -> int:
     """Stop a run where its directory is; with `now` also on hosts that have lost the first one.
-
-    Args:
-        run: the run.
-        now: end it without saving.
-        timeout: longest wait, as it was typed.
-        say: takes each line for the user.
-
-    Returns:
-        The exit code of the command.
 
     Raises:
         PreflightError: its machine cannot be reached.

@@ -151,20 +151,25 @@ def collect(
 ) -> RunReport:
     """How the newest attempt of a run stands now.
 
-    Args:
-        run_dir: the run.
-        now: the clock.
-        jobs: what queues have said, by folders of attempts; None: its own is asked.
+    `jobs`: what queues have reported, by folders of attempts; None: its own is asked.
     """
     attempt = run_dir.last_attempt()
-    job = _job_of(run_dir, attempt, jobs)
+    job = None
+    if attempt is not None and jobs is not None:
+        job = jobs.get(attempt.path)
+    elif attempt is not None:
+        with suppress(OSError):  # its answer cannot be kept in somebody else's directory
+            job = refresh(run_dir, attempt)
     launch = (read_record(attempt.launch) if attempt else None) or {}
     state = attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
     status = current_status(run_dir, state.begun_at)
     outcome = state.outcome or {}
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-1] if checkpoints else None
-    silent_s = _silent_s(state, status, now())
+    silent_s = None
+    if state.state in ("running", "unknown"):
+        progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
+        silent_s = max(0.0, now() - (progress_at or state.begun_at or now()))
     restarts = [r for r in list_restarts(attempt) if r.decision == "restart"] if attempt else []
     nodes = node_reports(attempt, now()) if attempt else ()
     return RunReport(
@@ -206,27 +211,6 @@ def collect(
         checked=_checked_text(attempt) if attempt else "",
         outer=outer if isinstance(outer := status.get("outer"), dict) else None,
     )
-
-
-def _job_of(
-    run_dir: RunDir, attempt: Attempt | None, jobs: Mapping[Path, JobReport] | None
-) -> JobReport | None:
-    """What its queue says of a start, or has just said."""
-    if attempt is None:
-        return None
-    if jobs is not None:
-        return jobs.get(attempt.path)
-    with suppress(OSError):  # its answer cannot be kept in somebody else's directory
-        return refresh(run_dir, attempt)
-    return None
-
-
-def _silent_s(state: AttemptState, status: dict[str, Any], now_s: float) -> float | None:
-    """How long nothing has advanced; None where nothing should."""
-    if state.state not in ("running", "unknown"):
-        return None
-    progress_at = number_of(status, "progress_at") or number_of(status, "updated_at")
-    return max(0.0, now_s - (progress_at or state.begun_at or now_s))
 
 
 def _whole(record: dict[str, Any], key: str) -> int | None:

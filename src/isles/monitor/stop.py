@@ -33,16 +33,7 @@ Say = Callable[[str], object]
 
 
 def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
-    """Stop a run and wait until it has ended.
-
-    Args:
-        run_dir: the run.
-        now: end it instead of letting it save.
-        timeout_s: longest wait for the save.
-        say: takes each line for the user.
-
-    Returns:
-        The exit code of the command: 0 as soon as the run is not running.
+    """Stop a run and wait until it has ended; 0 as soon as it does not run.
 
     Raises:
         UserError: it belongs to another user, is not heard of, or did not end in time.
@@ -82,12 +73,7 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
 
 
 class Stopping:
-    """One start of a run that is to end: by its job, by its process here, or by its files alone.
-
-    Args:
-        run_dir, attempt: the run.
-        say: takes lines for the user.
-    """
+    """One start of a run that is to end: by its job, by its process here, or by its files alone."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt, say: Say) -> None:
         self.state = attempt_state(run_dir, attempt)

@@ -51,11 +51,8 @@ def shown_lines(
 ) -> Iterator[str]:
     """The lines that `isles logs` prints: source after source, or as they come if followed.
 
-    Args:
-        found: the run; of one on several clusters each line has its cluster's name.
-        choice: which lines.
-        by_node: one node after the other, below headlines.
-        note: takes remarks: which logs cannot be read, and where they are.
+    Of a run on several clusters each line has its cluster's name. `note` takes remarks: which logs
+    cannot be read, and where they are.
 
     Raises:
         UserError: there is no such attempt, rank or node.

@@ -193,11 +193,7 @@ def checkpoint_lines(run_dir: RunDir) -> list[str]:
 
 
 def verify_lines(run_dir: RunDir, step: int | None) -> Iterator[tuple[str, bool]]:
-    """Read checkpoints back; pairs of a line and whether it is good news.
-
-    Args:
-        run_dir: the run.
-        step: only the checkpoint of this step; None: all, broken ones too.
+    """Read checkpoints back, of a step or all; pairs of a line and whether it is good news.
 
     Raises:
         UserError: there is no checkpoint of that step.
