@@ -15,8 +15,8 @@ from isles.agent.node_log import NodeLog
 from isles.errors import UserError
 from isles.launch.remote.passing import remote_script
 from isles.monitor import stream
-from isles.monitor.collect import RunReport, collect
 from isles.monitor.logs import LogChoice, log_lines
+from isles.monitor.status import RunReport, collect
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.monitor.table import report_lines
@@ -352,9 +352,9 @@ def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "_QUIET_S", 1.0)
-    hangs = stream.FarLogs(0, "a1", ("sh", "-c", "echo one; exec sleep 600"))
-    answers = stream.FarLogs(1, "a2", ("echo", "two"))
+    hangs = stream.Source(("sh", "-c", "echo one; exec sleep 600"), "a1")
+    answers = stream.Source(("echo", "two"), "a2")
     notes: list[str] = []
-    found = stream._joined([], [hangs, answers], LogChoice(), notes.append)
+    found = stream._read([hangs, answers], LogChoice(), notes.append)
     assert list(found) == ["one", "two"]
     assert notes == ["not a word from a1 for 1 s: its logs may be cut short"]

@@ -16,15 +16,16 @@ from isles.config.load import Loaded, load_run_file
 from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
 from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
-from isles.monitor.everywhere import reports_of_all
-from isles.monitor.multi_cluster.choice import choose
-from isles.monitor.multi_cluster.end import end_lines, worst
-from isles.monitor.multi_cluster.report import (
+from isles.monitor.choice import choose
+from isles.monitor.clusters import (
     SeveralReport,
+    end_lines,
     several_lines,
     several_report,
     with_several,
+    worst,
 )
+from isles.monitor.remote import reports_of_all
 from isles.outer.hub.book import Book
 from isles.outer.hub.membership import Membership
 from isles.outer.hub.samples import Samples
@@ -220,7 +221,7 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     waiting = {"turn": 8, "waits_for": ["b"], "contributed": ["a"], "due_in_s": None}
     waiting["missing"] = {"b": "not heard for 40s"}
     answer = {"turn": 8, "fragments": 2, "members": members, "open": [waiting]}
-    text = "\n".join(several_lines(SeveralReport(run, "running", reports, answer, "", 0.0)))
+    text = "\n".join(several_lines(SeveralReport(run, "running", reports, answer, "")))
     row = next(line for line in text.splitlines() if line.startswith("  a "))
     shown = "a local running 4 - 1.0k 75% 2.0 KiB 4.0 KiB 2m 00s 75% 1s ago"
     assert row.split() == shown.split()

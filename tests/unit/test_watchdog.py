@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.monitor.stalls import stall_texts
+from isles.monitor.status import stall_texts
 from isles.run.hang import Standing, find_stall
 from isles.run.paths import Attempt
 from isles.run.records import write_record

@@ -42,7 +42,7 @@ def start(options: StartOptions) -> Started | Loaded | str:
 
     Returns:
         The started run; in a dry run the text to print. Of several clusters nothing is started:
-        the run file, for `isles.monitor.multi_cluster.train`.
+        the run file, for `isles.monitor.multi_cluster`.
 
     Raises:
         ConfigErrors: every fault in the run file.

@@ -15,8 +15,8 @@ from isles.config.resume import (
 )
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
-from isles.monitor.collect import RunReport
-from isles.monitor.multi_cluster.state import ALIVE, cluster_reports
+from isles.monitor.clusters import ALIVE, cluster_reports
+from isles.monitor.status import RunReport
 from isles.run.find import numbered_runs, typed_name
 from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
 
@@ -50,35 +50,28 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     Raises:
         UserError: there is no such run, or its values have changed.
     """
-    output_dir = Path(loaded.config.output_dir).expanduser()
-    numbered = numbered_runs(output_dir, loaded.config.name)
+    config = loaded.config
+    assert config.diloco is not None
+    output_dir = Path(config.output_dir).expanduser()
+    numbered = numbered_runs(output_dir, config.name)
     number = numbered[-1][0] + 1 if numbered else 1
-    fresh = _fresh(loaded, output_dir / f"{loaded.config.name}-{number}")
+    path, now = (output_dir / f"{config.name}-{number}").absolute(), time.time()
+    clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in config.clusters)
+    values, rendezvous = config.model_dump(mode="json"), config.diloco.rendezvous or ""
+    run = SeveralRun(path, clusters, now, now, values, rendezvous)
+    fresh = Choice(run, False, {cluster.name: "no" for cluster in clusters})
     if resume == "no":
         return fresh
     if resume != "auto":
-        return _go_on(loaded, _given(resume, output_dir), may_change=True)
+        return _go_on(loaded, _given(resume, output_dir), run, may_change=True)
     old = [run.path for _, run in numbered if is_several(run.path)]
     last = read_several(old[-1]) if old else None
     if last is None:
         return fresh
-    choice = _go_on(loaded, last, may_change=False)
+    choice = _go_on(loaded, last, run, may_change=False)
     if choice.todo or choice.running:
         return choice
-    return replace(fresh, note=f"{last.name} is finished; this is a new run: {fresh.run.name}")
-
-
-def _fresh(loaded: Loaded, path: Path) -> Choice:
-    now = time.time()
-    clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in loaded.config.clusters)
-    run = SeveralRun(path.absolute(), clusters, now, now, *_config(loaded))
-    return Choice(run, False, {cluster.name: "no" for cluster in clusters})
-
-
-def _config(loaded: Loaded) -> tuple[dict[str, object], str]:
-    outer = loaded.config.diloco
-    assert outer is not None
-    return loaded.config.model_dump(mode="json"), outer.rendezvous or ""
+    return replace(fresh, note=f"{last.name} is finished; this is a new run: {run.name}")
 
 
 def _given(resume: str, output_dir: Path) -> SeveralRun:
@@ -94,47 +87,42 @@ def _given(resume: str, output_dir: Path) -> SeveralRun:
     )
 
 
-def _go_on(loaded: Loaded, old: SeveralRun, *, may_change: bool) -> Choice:
+def _go_on(loaded: Loaded, old: SeveralRun, new: SeveralRun, *, may_change: bool) -> Choice:
     """Which clusters of a run are started again: those that do not run, and are not finished."""
     reports = cluster_reports(old)
     known = {cluster.name: cluster for cluster in old.clusters}
-    names = [cluster.name for cluster in loaded.config.clusters]
-    todo, running = _todo(names, known, reports)
-    config, rendezvous = _config(loaded)
-    clusters = tuple(
-        replace(known.get(c.name) or ClusterRun(c.name, ""), launcher=c.launcher.kind)
-        for c in loaded.config.clusters
-    )
+    names = [cluster.name for cluster in new.clusters]
+    states = {name: reports[name].state for name in names if name in reports}
+    running = [name for name, state in states.items() if state in ALIVE]
+    todo = {}
+    if not states or any(state != "finished" for state in states.values()):
+        for name in names:
+            state = states.get(name, "new")
+            if state in ("gone", "new"):
+                todo[name] = "no"
+            elif state not in (*ALIVE, "finished"):
+                todo[name] = known[name].path
     run = replace(
-        old, path=old.path.absolute(), clusters=clusters, config=config, rendezvous=rendezvous
+        old,
+        path=old.path.absolute(),
+        clusters=tuple(replace(known.get(c.name, c), launcher=c.launcher) for c in new.clusters),
+        config=new.config,
+        rendezvous=new.rendezvous,
     )
     notes: list[str] = []
-    if todo or running:
+    if todo or running:  # else nobody is left of whom a new cluster could take the weights
         saved = [r.checkpoint_step for r in reports.values() if r.checkpoint_step is not None]
         changes = _changes(loaded, old, max(saved, default=None), may_change=may_change)
-        notes = [*_notes(run, todo, running, reports), *_gone(old, names, reports), *changes]
+        notes = [*_notes(run, old, todo, running, reports), *changes]
     return Choice(run, True, todo, tuple(running), "\n".join(notes))
 
 
-def _todo(
-    names: list[str], known: dict[str, ClusterRun], reports: dict[str, RunReport]
-) -> tuple[dict[str, str], list[str]]:
-    """Clusters to start, each with its `--resume`; and those that run."""
-    states = {name: reports[name].state for name in names if name in reports}
-    if states and all(state == "finished" for state in states.values()):
-        return {}, []  # a new cluster would have nobody to take the weights from
-    todo = {}
-    for name in names:
-        state = states.get(name, "new")
-        if state in ("gone", "new"):
-            todo[name] = "no"
-        elif state not in (*ALIVE, "finished"):
-            todo[name] = known[name].path
-    return todo, [name for name, state in states.items() if state in ALIVE]
-
-
 def _notes(
-    run: SeveralRun, todo: dict[str, str], running: list[str], reports: dict[str, RunReport]
+    run: SeveralRun,
+    old: SeveralRun,
+    todo: dict[str, str],
+    running: list[str],
+    reports: dict[str, RunReport],
 ) -> list[str]:
     lines = [f"going on with {run.name}"]
     if running:
@@ -146,12 +134,7 @@ def _notes(
     over = [name for name, report in reports.items() if report.state == "finished"]
     if over:
         lines.append(f"  {', '.join(over)} {'have' if len(over) > 1 else 'has'} finished")
-    return lines
-
-
-def _gone(old: SeveralRun, names: list[str], reports: dict[str, RunReport]) -> list[str]:
-    """Clusters that the run file no longer has."""
-    lines = []
+    names = [cluster.name for cluster in run.clusters]
     for cluster in old.clusters:
         if cluster.name not in names:
             text = f"  {cluster.name} is no longer in the run file, and is not waited for"

@@ -1,21 +1,22 @@
-"""Signals to `isles train`, kept until it looks at them."""
+"""Signals to a command that follows a run, kept until it looks at them."""
 
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ORDERS = {"interrupt": signal.SIGINT, "requeue": signal.SIGTERM}
-"""What another machine may say on stdin, and the signal that means the same."""
+WORDS = {signal.SIGINT: "interrupt", signal.SIGTERM: "requeue"}
+"""What isles on another machine reads from stdin in place of a signal."""
 
 
-class Inbox:
+class Signals:
     """Signals that have arrived and are not dealt with yet."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._arrived: list[signal.Signals] = []
 
     def put(self, signum: int, frame: FrameType | None = None) -> None:
@@ -29,20 +30,32 @@ class Inbox:
             taken.append(self._arrived.pop(0))
         return taken
 
+    def read_words(self) -> None:
+        """Take words of stdin for signals, in a thread; its end means that nobody follows."""
+
+        def read() -> None:
+            for line in sys.stdin:
+                for number, word in WORDS.items():
+                    if line.strip() == word:
+                        self.put(number)
+            self.put(signal.SIGHUP)
+
+        threading.Thread(target=read, daemon=True).start()
+
 
 @contextmanager
-def caught_signals() -> Iterator[Inbox]:
-    """Ctrl+C, SIGTERM and SIGHUP go into an inbox; open it before the run is started.
+def caught_signals() -> Iterator[Signals]:
+    """Catch Ctrl+C, SIGTERM and SIGHUP; to be opened before the run is started.
 
     A signal that is ignored already stays so: nohup works.
     """
-    inbox = Inbox()
+    signals = Signals()
     before = {}
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:
-            before[signum] = signal.signal(signum, inbox.put)
+            before[signum] = signal.signal(signum, signals.put)
     try:
-        yield inbox
+        yield signals
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
