@@ -270,7 +270,7 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     import torch.distributed as dist
 
     from isles.checkpoint.travel import Travel
-    from isles.dist.disks import find_disks
+    from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
     from isles.train.loop import train

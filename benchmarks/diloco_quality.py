@@ -166,7 +166,6 @@ def open_bench(folder: Path, overrides: Sequence[str], *, quick: bool, together:
         folder / "cache",
         seed=config.seed,
         vocab_size=len(tokenizer),
-        is_preparer=True,
         progress=lambda text: print(text, flush=True),
     )
     assert validation is not None

@@ -185,7 +185,6 @@ def reference(env: RankEnv, run_file: Path, steps: list[list[int]]) -> dict[str,
         run_file.parent / "reference",
         seed=config.seed,
         vocab_size=512,
-        is_preparer=True,
         progress=lambda _: None,
     )
     model = LlamaForCausalLM.from_pretrained(config.model.name_or_path)

@@ -152,7 +152,6 @@ def test_samples_over_ranks_and_resumes_are_each_index_once(run_file: Path) -> N
         run_file.parent,
         seed=0,
         vocab_size=512,
-        is_preparer=True,
         progress=lambda _: None,
     )
     seen: Counter[int] = Counter()

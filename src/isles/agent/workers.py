@@ -33,7 +33,7 @@ _END_OTHERS_S = 30.0
 """How long ranks may take to end after another one of this node has failed."""
 
 _RANK_PROCESS = "isles.agent.rank:rank_process"
-_SERVE_STORE = "isles.dist.meet:serve_store"
+_SERVE_STORE = "isles.dist.world:serve_store"
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,13 +190,6 @@ class CheckpointManager:
         # Not `result(left_s)`: a disk of the network fails with a TimeoutError of its own.
         pending.result()
 
-    def forget_parts(self) -> None:
-        """Remove what nodes with disks of their own keep of the last checkpoint: the run is over.
-
-        All ranks call this.
-        """
-        self._travel.drop()
-
     def close(self) -> None:
         """Wait for the last save, and end the writer."""
         try:
@@ -252,11 +245,11 @@ class CheckpointManager:
                 lambda: self._seal(partial, final, manifest), group=self._world.saving
             )
         except BaseException:  # torch's CheckpointException is one; it goes on to `wait`
-            self._travel.give_up(partial)
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._travel.settle(partial, final.name)
+        finally:
+            self._travel.discard(partial)
         if not self._world.is_main:
             return
         step = int(manifest["step"])

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -186,30 +185,6 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
                 fix="check the disk, or take another one from `isles checkpoint list`",
                 id="checkpoint.broken",
             ) from error
-
-
-def parts_needed(state: dict[str, Any], folder: Path) -> dict[str, set[tuple[int, int]]]:
-    """What `load_tensors` would read on this rank; the checkpoint's index suffices to tell.
-
-    Args:
-        state: as for `load_tensors`.
-        folder: holds the index, `.metadata`.
-
-    Returns:
-        Of each file the parts: where they begin, and how many bytes they have.
-
-    Raises:
-        TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
-    """
-    metadata = SafeReader(str(folder)).read_metadata()
-    _check(state, metadata, folder)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(state, metadata, is_coordinator=False)
-    parts: dict[str, set[tuple[int, int]]] = {}
-    for item in planner.create_local_plan().items:
-        place = (metadata.storage_data or {})[item.storage_index]
-        parts.setdefault(str(place.relative_path), set()).add((place.offset, place.length))
-    return parts
 
 
 def _check(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:

@@ -156,11 +156,6 @@ class RunDir:
         return self.path / f"reference-{part}.npz"
 
     @property
-    def stream(self) -> Path:
-        """What a run that streams its data needs to begin in the middle; a file for each source."""
-        return self.path / "stream"
-
-    @property
     def join_line(self) -> Path:
         """How this cluster reaches the others of its run: a secret, for this user only."""
         return self.path / "join"

@@ -26,11 +26,10 @@ from isles.config.shape import check_shape
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
-from isles.data.stream.source import StreamStart
 from isles.data.tokens.tokenizer import OTHER_TOKENIZER, check_vocabulary
-from isles.dist.disks import Disks
+from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
-from isles.dist.place import on_every_rank
+from isles.dist.nodes import on_every_rank
 from isles.dist.world import World
 from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
@@ -156,14 +155,11 @@ def _make_data(
         Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
         seed=config.seed,
         vocab_size=vocab_size,
-        is_preparer=world.local_rank == 0,
         progress=lambda text: recorder.phase("preparing data", text),
         world=world,
         pairs=config.training.method == "dpo",
         fixed_length=needs_fixed_length(config),
-        stream=StreamStart(
-            run_dir.stream, 0 if resume_from is None else int(resume_from.manifest["samples"])
-        ),
+        stream_state=None if resume_from is None else resume_from.manifest.get("stream"),
     )
     _compare_data(training, world)
     if resume_from is not None:
@@ -333,7 +329,7 @@ def _take_over(
         moved = f"{format_bytes(done)} of {format_bytes(total)}"
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
-    with travel.brought(checkpoint, state | outer, say) as folder:
+    with travel.brought(checkpoint, say) as folder:
         load_tensors(state | outer, folder)
         engine.load_state_dict(state)
         is_restored = restore_rng(

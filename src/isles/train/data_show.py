@@ -25,7 +25,6 @@ from isles.config.sections.run import RunConfig
 from isles.data.show import Figures, Shown, figures_of, shown_document, shown_documents
 from isles.data.sources.find import open_source
 from isles.data.sources.rows import Tally
-from isles.data.stream.rows import row_stream
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
@@ -103,8 +102,8 @@ def _of_stream(
     source: SourceConfig, encoder: Encoder, config: RunConfig, num_samples: int
 ) -> Iterator[Shown]:
     """The first documents of a source that nobody has read to its end."""
-    stream = row_stream(source, encoder.columns)
-    rows = (row for chunk in stream.chunks(None) for row in chunk.rows)
+    stream = open_source(source, streams=True)
+    rows = stream.rows(encoder.columns)
     each = 2 if encoder.kind == "preference" else 1
     tally = Tally(stream.describe(), config.data.max_bad_fraction)
     batches = encode_rows(islice(rows, 20 * num_samples), encoder, tally)

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 def finish(parts: Parts) -> None:
     """Export, summary and picture. Rank 0 writes; the others have nothing left to do."""
-    parts.checkpoints.forget_parts()
     if not parts.world.is_main:
         return
     run_dir, progress = parts.run_dir, parts.progress

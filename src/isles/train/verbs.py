@@ -212,7 +212,6 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
             seed=config.seed,
             vocab_size=int(model.config.vocab_size),
-            is_preparer=True,
             progress=lambda text: logging.getLogger(__name__).info("%s", text),
             pairs=config.training.method == "dpo",
         )

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from isles.checkpoint.manager import latest_good
 from isles.checkpoint.travel import Travel, refuse_other_run
 from isles.config.resolve import Resolved, digest, load_resolved
-from isles.dist.disks import find_disks
+from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
 from isles.errors import (
     CommunicationError,
