@@ -34,11 +34,11 @@ from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import hub_cache, inherited, rank_defaults
 from isles.run.find import typed_name
 from isles.run.fleet import Fleet, FleetNode, read_fleet
+from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.refusals import clear_errors
 from isles.run.state import attempt_state
-from isles.run.trackers import require_trackers
 from isles.run.turns import one_after_another
 
 _DIGEST_LENGTH = 16
@@ -67,7 +67,7 @@ def start_manual(
         number = len(begun.run_dir.attempts()) + 1
     else:
         require_train()
-        require_trackers(resolved.config)
+        require_packages(resolved.config)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         number = attempt.number

@@ -30,8 +30,8 @@ from isles.launch.verbs import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.find import numbered_runs
 from isles.run.nodes import living_nodes, read_meeting, start_node
+from isles.run.packages import require_packages
 from isles.run.state import attempt_state
-from isles.run.trackers import require_trackers
 
 
 def start(options: StartOptions) -> Started | Loaded | str:
@@ -109,7 +109,7 @@ def start_run(
         UserError: the run cannot be begun, or the machine cannot start it.
     """
     check_start(resolved.config, resolved.world_size)
-    require_trackers(resolved.config)
+    require_packages(resolved.config)
     if fault := missing_package(resolved.config.adapter):
         raise fault
     joined = _join_running(resolved, resume, say)
