@@ -36,7 +36,7 @@ from isles.run.records import read_record, read_rows
 from isles.strategies.base import Engine
 from isles.strategies.ddp import DDPEngine
 from isles.strategies.fsdp import FSDPEngine
-from isles.train.adapter import export_adapted
+from isles.train.finish import export_adapted
 from isles.train.model import whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import settle_mesh

@@ -27,10 +27,9 @@ from isles.facts.flops import train_flops_per_token
 from isles.facts.memory import ModelSize
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, build_probe, fill_model
-from isles.models.identity import base_fingerprint
+from isles.models.fill import base_fingerprint
 from isles.run.manifest import CheckpointInfo
-from isles.train.adapter import base_of, with_base
-from isles.train.model import count_parameters, flops_per_token
+from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import state_bytes
 from tests.each import each

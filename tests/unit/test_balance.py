@@ -13,8 +13,15 @@ import torch
 from torch import nn
 
 from isles.balance.balancer import Balancer
-from isles.balance.cache import curve_file, keep_curve, read_curve
-from isles.balance.calibrate import Probe, calibrate, rows_that_fit, settled
+from isles.balance.calibrate import (
+    Probe,
+    calibrate,
+    curve_file,
+    keep_curve,
+    read_curve,
+    rows_that_fit,
+    settled,
+)
 from isles.balance.history import Dealt, Device, History
 from isles.balance.meter import ComputeMeter
 from isles.balance.revise import choose, judge, pooled, revise

@@ -173,7 +173,7 @@ class CheckpointManager:
         self.last_step, self.last_at = self._pending_step, time.time()
 
     def _await(self, pending: Future[None]) -> None:
-        """Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on."""
+        # Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on.
         began = self._now()
         while not pending.done():
             left_s = max(began, self.moved_at) + self._config.timeout - self._now()
@@ -263,7 +263,7 @@ class CheckpointManager:
 
 
 def _is_same_state(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Whether no other cluster's weights have come in at this step since it was saved."""
+    # Whether no other cluster's weights have come in at this step since it was saved.
     before = (read_record(folder / MANIFEST) or {}).get("outer")
     return bool(before == json.loads(json.dumps(manifest.get("outer"))))
 

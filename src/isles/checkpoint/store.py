@@ -287,14 +287,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
-    """What `getattr` may do in an index: name a member of torch's one enum there."""
+    # What `getattr` may do in an index: name a member of torch's one enum there.
     if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no part of an index")
     return _MEM_FORMAT_ENCODING[name]
 
 
 def _flush(file: Path) -> None:
-    """To the disk, and out of the page cache, so that reading back reads the disk."""
+    # To the disk, and out of the page cache, so that reading back reads the disk.
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -30,8 +30,8 @@ from isles.launch.verbs import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.env import hub_cache, inherited, rank_defaults
 from isles.run.fleet import Fleet, FleetNode
+from isles.run.packages import require_packages
 from isles.run.paths import RunDir
-from isles.run.trackers import require_trackers
 
 
 def start_manual(
@@ -57,7 +57,7 @@ def start_manual(
         number, token = len(begun.run_dir.attempts()) + 1, "(made when it is started)"
     else:
         require_train()
-        require_trackers(resolved.config)
+        require_packages(resolved.config)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         number = attempt.number

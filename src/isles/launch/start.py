@@ -30,11 +30,11 @@ from isles.launch.verbs import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.find import numbered_runs
 from isles.run.fleet import read_fleet
+from isles.run.packages import require_packages
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.state import attempt_state
-from isles.run.trackers import require_trackers
 
 
 def start(options: StartOptions) -> Started | Loaded | str:
@@ -112,7 +112,7 @@ def start_run(
         UserError: the run cannot be begun, or the machine cannot start it.
     """
     check_start(resolved.config, resolved.world_size)
-    require_trackers(resolved.config)
+    require_packages(resolved.config)
     if fault := missing_package(resolved.config.adapter):
         raise fault
     joined = _join_running(resolved, resume, say)

@@ -196,7 +196,7 @@ class RunDir:
         return self.path / "logs" / "runs"
 
     def tracker_record(self, kind: str) -> Path:
-        """What a tracker such as wandb has been sent, and its own id of the run."""
+        """A tracker's own id of the run, such as wandb's."""
         return self.path / "track" / f"{kind}.json"
 
     def attempts(self) -> list[Attempt]:

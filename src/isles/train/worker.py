@@ -141,7 +141,9 @@ def _train(
         recorder.close()
         return code
     else:
-        reason = _why_stopped(code)
+        asked = code is ExitCode.INTERRUPTED
+        reason = "interrupted" if asked else "asked to stop, or time was up"
+        reason += "; everything is saved"
     recorder.phase("finished" if code is ExitCode.OK else "stopped", reason)
     recorder.close()
     if world.is_main:
@@ -159,11 +161,6 @@ def _loop(parts: Parts) -> ExitCode:
         raise
     parts.close(is_over=True)
     return code
-
-
-def _why_stopped(code: ExitCode) -> str:
-    asked = "interrupted" if code is ExitCode.INTERRUPTED else "asked to stop, or time was up"
-    return f"{asked}; everything is saved"
 
 
 def _find_checkpoint(
@@ -185,7 +182,7 @@ def _find_checkpoint(
 
 
 def _compare_configs(resolved: Resolved, world: World) -> None:
-    """Every rank must have read the same run. All ranks must call this."""
+    # Every rank must have read the same run. All ranks must call this.
     mine = (world.rank, world.host, digest(resolved.config), torch.__version__)
     for rank, host, other, version in world.gather(mine):
         if other != mine[2]:
@@ -205,7 +202,7 @@ def _compare_configs(resolved: Resolved, world: World) -> None:
 
 
 def _start_logging(env: RankEnv) -> None:
-    """INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack."""
+    # INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack.
     faulthandler.enable()
     level = logging.INFO if env.rank == 0 else logging.WARNING
     form = f"%(asctime)s %(levelname)s [rank {env.rank}] %(name)s: %(message)s"
@@ -257,7 +254,7 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
 
 
 def _as_user_error(error: Exception) -> UserError | None:
-    """What an error of a library means to the user, where that is known."""
+    # What an error of a library means to the user, where that is known.
     if isinstance(error, UserError):
         return error
     no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (

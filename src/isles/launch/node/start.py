@@ -280,13 +280,13 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.sections.run import RunConfig
     from isles.launch.hub import hub_faults
     from isles.run.env import hub_cache
-    from isles.run.trackers import require_trackers
+    from isles.run.packages import require_packages
 
     config = RunConfig.model_validate(args["config"])
     loaded = Loaded(config, args["origins"], args["text"], Path(args["path"]))
     found: list[UserError] = []
     try:
-        require_trackers(config)
+        require_packages(config)
     except UserError as error:
         found.append(error)
     if fault := missing_package(config.adapter):

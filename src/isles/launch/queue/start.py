@@ -25,8 +25,8 @@ from isles.run.begin import Begun
 from isles.run.env import hub_cache
 from isles.run.find import numbered_runs
 from isles.run.outcome import end_failed, error_record
+from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
-from isles.run.trackers import require_trackers
 
 
 def refuse_arrays(loaded: Loaded, pattern: re.Pattern[str]) -> None:
@@ -140,7 +140,7 @@ def check_packages(resolved: Resolved) -> None:
     if config.training.script is not None:
         return
     check_start(config, resolved.world_size)
-    require_trackers(config)
+    require_packages(config)
     if fault := missing_package(config.adapter):
         raise fault
 

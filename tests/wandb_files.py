@@ -1,4 +1,4 @@
-"""What wandb has written to its own files, which a kill may have cut short."""
+"""Reads the files of wandb, which a kill may have cut short."""
 
 from __future__ import annotations
 
@@ -35,16 +35,6 @@ def read_points(file: Path) -> Iterator[dict[str, Any]]:
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-
-
-def last_step(folder: Path, run_id: str) -> int:
-    """The last step in the files of a run below RUN/wandb; -1: there is none."""
-    steps = [
-        int(point["_step"])
-        for file in folder.glob(f"*run-*/run-{run_id}.wandb")
-        for point in read_points(file)
-    ]
-    return max(steps, default=-1)
 
 
 def _records(data: bytes) -> Iterator[bytes]:
