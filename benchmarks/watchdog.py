@@ -15,8 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from isles.config.sections.run import RunConfig
-from isles.config.sections.script import fill_absent
+from isles.config.sections.run import RunConfig, fill_absent
 from isles.dist.beat import Beats, _serve
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir

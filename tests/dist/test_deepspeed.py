@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from isles.config.interop.settings import deepspeed_settings
+from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig

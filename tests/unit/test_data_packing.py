@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.config.load import Loaded, load_run_file
-from isles.config.rules.all import check_rules
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.isolation import isolates
-from isles.config.shape import check_shape
+from isles.config.rules import check_rules
+from isles.config.rules.shape import check_shape
+from isles.config.sections.data import DataConfig, SourceConfig, isolates
 from isles.config.split import even_split
 from isles.data.cut import cut_samples, store_samples
 from isles.data.dataset import Dataset

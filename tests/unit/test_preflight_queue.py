@@ -11,8 +11,7 @@ import pytest
 from isles.check.finding import Finding
 from isles.check.queue.pbs import check_pbs
 from isles.check.queue.slurm import check_slurm
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.launch.pbs.job import Pbs
 from isles.launch.slurm.job import Slurm
 from tests.each import each

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record

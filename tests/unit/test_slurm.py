@@ -15,7 +15,7 @@ import pytest
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.launch.queue.jobs import read_job, refresh
 from isles.launch.rank_command import rank_command
 from isles.launch.slurm.reasons import pending_reason

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isles.config.sections.track import MLflowConfig
+from isles.config.sections.output import MLflowConfig
 from isles.track.background import Background, redacted
 from isles.track.base import RunFacts, Trackers
 from isles.track.jsonl import JsonlTracker

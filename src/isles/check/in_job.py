@@ -10,7 +10,7 @@ from isles.check.finding import Finding
 from isles.check.queue.probe import findings_of, probe_run
 from isles.check.subject import Subject
 from isles.config.resolve import Resolved
-from isles.config.sections.launcher import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import LauncherConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.queue.start import in_workdir, settle
 from isles.launch.slurm.job import Slurm

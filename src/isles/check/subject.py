@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isles.config.files import find_shape
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
-from isles.config.shape import find_shape
 from isles.facts.memory import copy_bytes, frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.hub import hub_repos

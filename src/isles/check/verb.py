@@ -22,17 +22,16 @@ from isles.check.queue.pbs import check_pbs
 from isles.check.queue.slurm import check_slurm
 from isles.check.report import report_lines
 from isles.check.subject import Subject
+from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
-from isles.config.one_cluster import keys_of_cluster
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import (
+from isles.config.sections.cluster import (
+    ClusterConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
     QueueSection,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
-from isles.config.show import named_cluster
 from isles.errors import PreflightError, UserError
 from isles.launch.pbs.job import Pbs
 from isles.launch.slurm.job import Slurm

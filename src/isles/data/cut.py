@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.isolation import isolates
+from isles.config.sections.data import DataConfig, SourceConfig, isolates
 from isles.data.samples import (
     FAKE_SAMPLES,
     DocumentSamples,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from isles.config.sections.track import MLflowConfig
+from isles.config.sections.output import MLflowConfig
 from isles.track.base import RunFacts
 from isles.track.sent import Sent
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.sections.track import WandbConfig
+from isles.config.sections.output import WandbConfig
 from isles.errors import UserError
 from isles.track.base import RunFacts
 from isles.track.sent import Sent

@@ -9,7 +9,7 @@ from typing import Any
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
-from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.output import CheckpointConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.errors import UserError
 from isles.models.build import converts_weights

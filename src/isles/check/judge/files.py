@@ -8,7 +8,7 @@ from typing import Any
 from isles.check.finding import Finding, Level
 from isles.check.panel import Answers
 from isles.check.subject import Subject
-from isles.config.sections.launcher import SshLauncherConfig
+from isles.config.sections.cluster import SshLauncherConfig
 from isles.facts.units import format_bytes
 from isles.launch.hub import hub_fault
 from isles.run.refusals import how_to_write

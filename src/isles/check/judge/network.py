@@ -8,7 +8,7 @@ from typing import Any
 from isles.check.finding import Finding
 from isles.check.panel import Answers
 from isles.check.subject import Subject
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes, format_duration
 from isles.launch.ssh.addresses import Reach
 

@@ -14,7 +14,7 @@ from isles.check.finding import Finding
 from isles.check.queue.probe import findings_of, probe_run
 from isles.check.subject import Subject
 from isles.config.resolve import Resolved
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.pbs.job import Pbs, PbsJob, last_line
 from isles.launch.pbs.script import InRunDir, pbs_script

@@ -6,8 +6,7 @@ import re
 
 from isles.check.finding import Finding
 from isles.check.queue.nodes import QueueNode, judge_gres, judge_nodes, judge_time
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, SlurmLauncherConfig
 from isles.errors import PreflightError
 from isles.facts.units import parse_duration_s
 from isles.launch.slurm.job import Slurm

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isles.config.sections.data import DataConfig
-from isles.config.sections.isolation import isolates
+from isles.config.sections.data import DataConfig, isolates
 from isles.data.cut import cut_samples
 from isles.data.dataset import Dataset
 from isles.data.stream import segment as stream_segment

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Literal
 
-from isles.config.one_cluster import keys_of_cluster
+from isles.config.clusters import keys_of_cluster
 from isles.launch.remote.passing import STARTED
 from isles.run.env import inherited
 

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from isles.config.clusters import named_cluster, shared_text
 from isles.config.load import Loaded
-from isles.config.sections.launcher import ManualLauncherConfig, QueueSection
+from isles.config.sections.cluster import ManualLauncherConfig, QueueSection
 from isles.config.sections.outer import DiLoCoConfig
-from isles.config.shared import shared_text
-from isles.config.show import named_cluster
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
 from isles.launch.meeting import end_rendezvous, open_rendezvous, rendezvous_process

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from isles.config.interop.read import Json, missing_deepspeed
+from isles.config.interop.deepspeed import Json, missing_deepspeed
 from isles.dist.world import World
 from isles.errors import PreflightError, UserError
 

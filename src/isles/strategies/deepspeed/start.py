@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, empty
 from torch.optim import Optimizer
 
-from isles.config.interop.read import Json
+from isles.config.interop.deepspeed import Json
 from isles.dist.world import World
 
 

@@ -138,7 +138,7 @@ class PipelineEngine:
             return self._mine(_loss_sum(logits, part.targets_BT))
 
     def row_scores(self, batch: Batch) -> Tensor:
-        """See Engine: config/rules/finetune.py keeps methods that need it from a pipeline."""
+        """See Engine: config/rules/training.py keeps methods that need it from a pipeline."""
         raise AssertionError("a pipeline gives no scores of rows")
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
