@@ -16,7 +16,6 @@ from isles.config.load import Loaded, load_run_file
 from isles.config.rules import check_rules
 from isles.config.rules.shape import check_shape
 from isles.config.sections.data import DataConfig, SourceConfig, isolates
-from isles.config.split import even_split
 from isles.data.cut import cut_samples, store_samples
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
@@ -28,6 +27,7 @@ from isles.data.tokens.store import TokenStore
 from isles.data.whole import PairSamples, WholeSamples
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.documents import block_mask
+from isles.dist.split import even_split
 from isles.errors import ConfigErrors, DataError, UserError
 from isles.models.attention import check_attention
 from tests.each import each

@@ -7,7 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from isles.config.curve import Curve
+from isles.balance.curve import Curve
 from isles.run.records import read_record, write_record
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from isles.config.curve import Curve
+from isles.balance.curve import Curve
 from isles.dist.measure import Company
 
 _ROUNDS = 3

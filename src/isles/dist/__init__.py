@@ -1,6 +1,6 @@
 """The ranks of one cluster: the process group, and small collectives on it.
 
 `world.py` joins the group and gives each rank its place and device, `mesh.py` lays the grid that
-strategies cut along. `disks.py` finds out which nodes see the run directory of rank 0, and
+strategies cut along, `split.py` deals the rows of a batch. `disks.py` finds out which nodes see the run directory of rank 0, and
 `transfers.py` brings files to those that do not. Open `world.py` first.
 """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isles.balance.cache import curve_file, keep_curve, read_curve
 from isles.balance.calibrate import Probe, calibrate
-from isles.config.curve import Curve
+from isles.balance.curve import Curve
 from isles.config.layout import Strategy
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
