@@ -31,8 +31,8 @@ from isles.run.paths import RunDir
 from isles.run.records import read_rows
 
 if TYPE_CHECKING:
-    from isles.config.split import RowSplit
     from isles.data.loader import Loader, StepData
+    from isles.dist.split import RowSplit
     from isles.train.parts import Parts
 
 SEQ_LENGTH, MICRO_BATCH = 128, 8

@@ -26,12 +26,12 @@ from isles.outer.link.messages import (
     Committed,
     Donate,
     Joined,
-    LinkSettings,
     Progress,
     Refused,
     Reset,
     StateReady,
 )
+from isles.outer.link.settings import LinkSettings
 from isles.run.env import RankEnv
 
 DEADLINE_S = 500.0

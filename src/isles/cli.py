@@ -52,7 +52,7 @@ def init(
         output: Where it is written.
         force: Replace the file if it is there.
     """
-    from isles.config.template import template as template_text
+    from isles.config.show import template as template_text
     from isles.run.records import write_text_atomic
 
     text = template_text(template)

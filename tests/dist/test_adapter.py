@@ -21,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from isles.checkpoint.adapter import read_trained
 from isles.config.resolve import load_resolved
-from isles.config.sections.adapter import AdapterConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch

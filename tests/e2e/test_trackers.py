@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from isles.config.sections.track import WandbConfig
+from isles.config.sections.output import WandbConfig
 from isles.errors import UserError
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
@@ -115,7 +115,7 @@ def test_without_a_key_it_is_offline_and_says_so_or_refuses(tmp_path: Path) -> N
     code = """
 import sys
 from pathlib import Path
-from isles.config.sections.track import WandbConfig
+from isles.config.sections.output import WandbConfig
 from isles.track.wandb import settle_mode
 print(settle_mode(WandbConfig(), Path(sys.argv[1])))
 """

@@ -16,9 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isles.config.auto import Machine, choose_strategy, ddp_bytes
 from isles.config.layout import make_layout
 from isles.config.load import load_run_file
-from isles.config.sections.adapter import AdapterConfig
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import TrainingConfig

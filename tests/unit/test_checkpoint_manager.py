@@ -12,7 +12,7 @@ import pytest
 
 from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.travel import Travel
-from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
 from isles.dist.nodes import Place
 from isles.dist.world import World

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from isles.config.clusters import for_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.sections.outer import DiLoCoConfig
-from isles.config.show import for_cluster, show
+from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors
 from tests.each import each
 

@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.config.load import Loaded, load_run_file
-from isles.config.rules.all import check_rules
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.isolation import isolates
-from isles.config.shape import check_shape
-from isles.config.split import even_split
+from isles.config.rules import check_rules
+from isles.config.rules.shape import check_shape
+from isles.config.sections.data import DataConfig, SourceConfig, isolates
 from isles.data.build import split_samples
 from isles.data.builders import best_fit, make_table, packed, pairs, whole
 from isles.data.dataset import Dataset
@@ -27,6 +25,7 @@ from isles.data.samples import Samples, SampleTable
 from isles.data.tokens.store import Ranges, TokenStore, split_store
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.documents import block_mask
+from isles.dist.split import even_split
 from isles.errors import ConfigErrors, DataError, UserError
 from isles.models.attention import check_attention
 from tests.each import each

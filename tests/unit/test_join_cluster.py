@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from isles.cli import main
+from isles.config.clusters import shared_text
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.shared import shared_text
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.join_cluster import Site, joining_run, read_join_line

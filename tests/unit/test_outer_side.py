@@ -20,12 +20,12 @@ from isles.outer.link.messages import (
     Committed,
     Contribute,
     Joined,
-    LinkSettings,
     Member,
     Progress,
     Reset,
     SamplesLost,
 )
+from isles.outer.link.settings import LinkSettings
 from isles.outer.side.spool import Spool
 from isles.outer.spans import joined, without
 from tests.each import each

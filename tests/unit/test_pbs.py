@@ -10,7 +10,7 @@ import pytest
 
 from isles import __version__
 from isles.config.load import load_run_file
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import ConfigError, PreflightError
 from isles.launch.pbs.job import Dialect, Pbs, PbsJob, read_attributes
 from isles.launch.pbs.reasons import ended_reason, pending_reason

@@ -19,7 +19,7 @@ from isles.check.hosts import fault_finding
 from isles.check.plan import NodePlan, RunFacts
 from isles.check.report import report_lines
 from isles.config.load import load_run_file
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import NetworkConfig
 from isles.errors import PreflightError, UserError
 from tests.each import each
 

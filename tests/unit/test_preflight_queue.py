@@ -10,8 +10,7 @@ import pytest
 
 from isles.check.finding import Finding
 from isles.check.queue.nodes import queue_findings
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.launch.ssh.shell import Shell
 from tests.each import each
 

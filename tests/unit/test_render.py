@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isles.config.files import deepspeed_faults
-from isles.config.interop.settings import deepspeed_settings
+from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors

@@ -9,7 +9,7 @@ import pytest
 
 from isles.agent.failure import failure_report, oom_kills
 from isles.agent.requeue import QueuedRun
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import ExitCode
 from isles.launch.slurm.allocation import SlurmAllocation
 from isles.run.records import read_record, write_record

@@ -15,7 +15,7 @@ from isles.agent.ending import Ending
 from isles.agent.hang import ASKED, PRINTED, StallsHere, StallsThere
 from isles.agent.script.stacks import ScriptStacks
 from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_stall
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.run.outcome import agent_error
 from isles.run.paths import RunDir

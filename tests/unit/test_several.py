@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from isles.check.checks.network import rendezvous_stand_in
+from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
-from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
 from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
 from isles.monitor.choice import choose

@@ -14,7 +14,7 @@ import pytest
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.launch.queue.jobs import read_job, refresh
 from isles.launch.slurm.reasons import pending_reason
 from isles.launch.slurm.script import JobText, job_script, sbatch_script, slurm_time

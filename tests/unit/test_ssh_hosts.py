@@ -17,8 +17,7 @@ import isles
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import ClusterConfig, NetworkConfig
 from isles.errors import ConfigError, PreflightError, UserError
 from isles.launch.node.place import make_place
 from isles.launch.remote.setup import difference_lines

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isles.config.sections.track import MLflowConfig
+from isles.config.sections.output import MLflowConfig
 from isles.track.base import Background, RunFacts, Trackers, redacted
 from isles.track.jsonl import JsonlTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow

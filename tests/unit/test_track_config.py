@@ -9,7 +9,7 @@ import pytest
 
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
-from isles.config.sections.track import MLflowConfig, WandbConfig, tracker_sections
+from isles.config.sections.output import MLflowConfig, WandbConfig, tracker_sections
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
 from isles.run.packages import require_packages

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.emit import scalar_text
+from isles.config.yaml import scalar_text
 from isles.errors import ConfigError, ConfigErrors
 
 Judgement = tuple[Literal["mapped", "no longer needed", "unsupported"], str]

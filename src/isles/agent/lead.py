@@ -25,11 +25,7 @@ from isles.agent.relay import SignalRelay
 from isles.agent.requeue import QueuedRun
 from isles.agent.server import Identity, NodeRecords, RendezvousServer, say
 from isles.config.resolve import load_resolved
-from isles.config.sections.launcher import (
-    PbsLauncherConfig,
-    QueueSection,
-    SlurmLauncherConfig,
-)
+from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.local import place_here

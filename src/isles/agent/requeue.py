@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from isles.config.sections.launcher import QueueSection
+from isles.config.sections.cluster import QueueSection
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.queue.allocation import Allocation

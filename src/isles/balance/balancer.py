@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from isles.balance.curve import rank_seconds, step_seconds
 from isles.balance.history import Dealt, History, equal_devices
 from isles.balance.meter import ComputeMeter
 from isles.balance.revise import WINDOWS, gain_over_even, judge, windows
-from isles.config.curve import rank_seconds, step_seconds
-from isles.config.split import RowSplit
+from isles.dist.split import RowSplit
 from isles.dist.world import World
 
 log = logging.getLogger(__name__)

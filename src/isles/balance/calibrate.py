@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from isles.config.curve import Curve
+from isles.balance.curve import Curve
 from isles.dist.measure import Company
 from isles.run.records import read_record, write_record
 

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.history import Dealt, History, equal_devices
-from isles.config.curve import Curve, rank_seconds, step_seconds
-from isles.config.solve import are_alike, fastest_split
-from isles.config.split import RowSplit, even_split, shared_split
+from isles.balance.solve import are_alike, fastest_split
+from isles.dist.split import RowSplit, even_split, shared_split
 
 WINDOWS = 5
 """Parts of the steps that are looked at. What is not so in every one of them is noise."""

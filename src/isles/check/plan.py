@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from isles.config.files import find_shape
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
-from isles.config.shape import find_shape
 from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.hub import hub_repos

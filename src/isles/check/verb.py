@@ -21,16 +21,15 @@ from isles.check.plan import Extent, RunFacts, Say
 from isles.check.queue.job import check_in_job
 from isles.check.queue.nodes import queue_findings
 from isles.check.report import report_lines
+from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
-from isles.config.one_cluster import keys_of_cluster
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import (
+from isles.config.sections.cluster import (
+    ClusterConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
-from isles.config.show import named_cluster
 from isles.errors import PreflightError, UserError
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.setting import python_of, setting_lines

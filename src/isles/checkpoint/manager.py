@@ -26,7 +26,7 @@ from isles.checkpoint.store import (
     write_shards,
 )
 from isles.checkpoint.travel import Travel
-from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.output import CheckpointConfig
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.run.manifest import (

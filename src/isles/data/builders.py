@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.isolation import isolates as isolates_documents
+from isles.config.sections.data import isolates as isolates_documents
 from isles.data.rng import Int64Array
 from isles.data.samples import SampleCounts, SampleTable
 from isles.data.tokens.store import Ranges, TokenStore

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.config.split import RowSplit, even_split
 from isles.data.dataset import Dataset, Rows
 from isles.data.rng import Float32Array, Int64Array
 from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
+from isles.dist.split import RowSplit, even_split
 
 
 @dataclass(frozen=True, slots=True)

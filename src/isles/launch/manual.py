@@ -18,8 +18,7 @@ import psutil
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import ManualLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, ManualLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.base import Started, StartOptions

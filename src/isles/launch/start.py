@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from isles.config.interop.rules import check_start
+from isles.config.clusters import named_cluster
+from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved
-from isles.config.sections.adapter import missing_package
-from isles.config.sections.launcher import (
+from isles.config.sections.cluster import (
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
-from isles.config.show import named_cluster
+from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.base import Say, Started, StartOptions, settle_here
 from isles.launch.hub import hub_faults

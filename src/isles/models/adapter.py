@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.config.sections.adapter import AdapterConfig, missing_package
+from isles.config.sections.model import AdapterConfig, missing_package
 from isles.config.sections.training import Precision
 from isles.errors import UserError
 

@@ -12,8 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from isles.config.sections.adapter import AdapterConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
 from isles.models.adapter import add_adapter, import_peft

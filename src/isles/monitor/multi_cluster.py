@@ -17,12 +17,10 @@ from typing import Literal
 
 from rich.console import Console
 
+from isles.config.clusters import keys_of_cluster, named_cluster, shared_text
 from isles.config.load import Loaded
-from isles.config.one_cluster import keys_of_cluster
-from isles.config.sections.launcher import ManualLauncherConfig, QueueSection
+from isles.config.sections.cluster import ManualLauncherConfig, QueueSection
 from isles.config.sections.outer import DiLoCoConfig
-from isles.config.shared import shared_text
-from isles.config.show import named_cluster
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
 from isles.launch.meeting import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
-from isles.config.sections.track import MLflowConfig, tracker_sections
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, MissingDependencyError
 from isles.run.env import has_mlflow_server

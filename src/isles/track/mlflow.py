@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from isles.config.sections.track import MLflowConfig
+from isles.config.sections.output import MLflowConfig
 from isles.run.records import read_record
 from isles.track.base import Row, RunFacts, keep_id, numbers
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.sections.track import WandbConfig
+from isles.config.sections.output import WandbConfig
 from isles.errors import UserError
 from isles.run.records import read_record
 from isles.track.base import Row, RunFacts, keep_id, numbers

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from isles.balance.balancer import Balancer
+from isles.balance.curve import Curve, slowest
 from isles.balance.history import Dealt, Device, History, equal_devices
 from isles.balance.revise import choose, pooled
 from isles.balance.shares import rank_shares, rank_sizes
 from isles.checkpoint.store import disk_fault
-from isles.config.curve import Curve, slowest
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
-from isles.config.split import RowSplit, even_split, shared_split
 from isles.dist.mesh import Mesh
+from isles.dist.split import RowSplit, even_split, shared_split
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.run.manifest import CheckpointInfo

@@ -20,9 +20,9 @@ from isles.checkpoint.store import load_tensors
 from isles.checkpoint.travel import Travel
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
+from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps
-from isles.config.shape import check_shape
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader

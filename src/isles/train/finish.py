@@ -13,7 +13,7 @@ from isles.checkpoint.card import ExportKind, card_text
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
-from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.output import CheckpointConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.errors import UserError

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isles.balance.calibrate import Probe, calibrate, curve_file, keep_curve, read_curve
-from isles.config.curve import Curve
+from isles.balance.curve import Curve
 from isles.config.layout import Strategy
-from isles.config.sections.isolation import isolates_any
+from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import Batch, cu_seqlens

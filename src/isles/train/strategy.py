@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isles.config.auto import Machine, choose_strategy, ddp_bytes, describe
-from isles.config.interop.rules import check_accumulation
-from isles.config.interop.settings import deepspeed_settings, settled_stage
+from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, settled_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (

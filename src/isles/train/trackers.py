@@ -12,7 +12,7 @@ import torch
 import isles
 from isles.checkpoint.hub import check_push
 from isles.config.resolve import Resolved, leaves
-from isles.config.sections.track import (
+from isles.config.sections.output import (
     JsonlConfig,
     MLflowConfig,
     TensorBoardConfig,

@@ -23,7 +23,7 @@ from isles.checkpoint.export import export_model
 from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.store import load_tensors
 from isles.config.resolve import Resolved, load_resolved
-from isles.config.sections.checkpoint import HubId
+from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import Precision
 from isles.data.build import build_datasets

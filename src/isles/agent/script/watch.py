@@ -19,7 +19,7 @@ from typing import Any
 
 from isles.agent.hang import ASKED, CARRIED_S, PRINTED
 from isles.agent.script.stacks import ScriptStacks
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv

@@ -19,7 +19,7 @@ from isles.check.checks.links import bit_rate, short_time
 from isles.check.finding import Finding
 from isles.check.hosts import Answers, Hosts
 from isles.check.plan import NodePlan
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
 from isles.launch.ssh.network import network_variables
 

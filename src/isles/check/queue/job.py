@@ -25,7 +25,7 @@ from isles.check.finding import Finding
 from isles.check.plan import RunFacts
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
-from isles.config.sections.launcher import PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError, cut_more
 from isles.launch.pbs.job import Pbs, PbsJob, dialect_note, last_line
 from isles.launch.pbs.script import InRunDir, pbs_job_script

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from isles.check.finding import Finding, Level
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError
 from isles.facts.units import format_duration, parse_duration_s
 from isles.launch.pbs.job import Pbs

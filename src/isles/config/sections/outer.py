@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from isles.config.sections.base import DurationS, Section
-from isles.config.sections.environment import Text
+from isles.config.sections.base import DurationS, Section, Text
 from isles.facts.units import parse_bytes
 
 CodecName = Literal["none", "bf16", "int8", "int4", "topk"]

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isles.config.sections.data import DataConfig
-from isles.config.sections.isolation import isolates
+from isles.config.sections.data import DataConfig, isolates
 from isles.data.dataset import Dataset
 from isles.data.order import ENDLESS, SampleOrder, permute
 from isles.data.rng import Int64Array, key_from

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.isolation import isolates
+from isles.config.sections.data import DataConfig, SourceConfig, isolates
 from isles.data.builders import make_table
 from isles.data.rng import Int64Array, draw, key_from
 from isles.data.samples import SampleTable

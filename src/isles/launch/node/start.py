@@ -276,7 +276,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     """
     from isles.config.files import data_faults, deepspeed_faults, shape_faults
     from isles.config.load import Loaded
-    from isles.config.sections.adapter import missing_package
+    from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
     from isles.launch.hub import hub_faults
     from isles.run.env import hub_cache

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, UserError
 from isles.launch.pbs.job import Pbs, read_dialect
 from isles.launch.queue.allocation import JobNode, address_of

@@ -6,8 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from isles import __version__
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode
 from isles.launch.pbs.job import Dialect

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.pbs.job import Dialect, Pbs, dialect_note, last_line

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
-from isles.config.interop.rules import check_start
+from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
-from isles.config.sections.adapter import missing_package
-from isles.config.sections.launcher import QueueSection
+from isles.config.sections.cluster import QueueSection
+from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors, ExitCode, PreflightError
 from isles.launch.queue.jobs import refresh
 from isles.launch.ssh.setting import python_of

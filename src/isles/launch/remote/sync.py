@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from isles.config.load import Loaded
-from isles.config.sections.environment import SyncConfig
+from isles.config.sections.cluster import SyncConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.node.facts import machine_id

@@ -9,9 +9,9 @@ from typing import Literal, assert_never
 
 from isles.config.files import deepspeed_faults
 from isles.config.interop.accelerate import fsdp_json
-from isles.config.interop.write import deepspeed_json
+from isles.config.interop.deepspeed import deepspeed_json
 from isles.config.load import Loaded
-from isles.config.sections.launcher import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.errors import ConfigErrors
 from isles.launch.pbs.job import Dialect
 from isles.launch.pbs.script import pbs_script

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.queue.allocation import JobNode, address_of
 from isles.launch.slurm.job import Slurm

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isles import __version__
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError
 from isles.launch.script_template import fill_template

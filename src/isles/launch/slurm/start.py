@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.queue.jobs import refresh

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isles import __version__
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import HostConfig, SshLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, HostConfig, SshLauncherConfig
 from isles.errors import PreflightError, UserError, ids_of
 from isles.launch.ssh.addresses import Reach, choose_addresses
 from isles.launch.ssh.channel import Channel, open_channel

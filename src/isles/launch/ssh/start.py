@@ -20,8 +20,7 @@ from typing import Any
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import SshLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.node.facts import machine_id

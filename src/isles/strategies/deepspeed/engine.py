@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.config.interop.read import Json
-from isles.config.interop.settings import stage_of
+from isles.config.interop.deepspeed import Json, stage_of
 from isles.dist.batch import Batch
 from isles.dist.world import World
 from isles.errors import UserError

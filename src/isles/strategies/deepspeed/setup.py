@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, empty
 from torch.optim import Optimizer
 
-from isles.config.interop.read import Json, missing_deepspeed
+from isles.config.interop.deepspeed import Json, missing_deepspeed
 from isles.dist.world import World
 from isles.errors import PreflightError, UserError
 

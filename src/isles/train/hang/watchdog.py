@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from isles.config.sections.run import RunConfig
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.config.sections.training import WatchdogConfig
 from isles.dist.beat import BEAT_S, Beats, open_beats
 from isles.dist.world import World
 from isles.errors import ExitCode

@@ -1,16 +1,13 @@
-"""Rules that need the model's shape: its config.json, read without torch where it lies here."""
+"""The rules between a run file and the model's shape: its config.json."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from isles.config.issue import Violation
-from isles.config.sections.isolation import isolates_any
-from isles.config.sections.model import ModelConfig
+from isles.config.issues import Issue
+from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
 from isles.facts.architectures import (
@@ -22,7 +19,6 @@ from isles.facts.architectures import (
     REASONS,
     TENSOR_PARALLEL,
 )
-from isles.facts.models import load_shape, shape_names
 
 # A Hugging Face config: JSON, with values of every kind.
 Shape = Mapping[str, Any]
@@ -50,36 +46,7 @@ _TWO_STAGES = ("interleaved-1f1b", "zbv")
 _INSTEAD = "strategy: {kind: fsdp} alone cuts any model over the ranks"
 
 
-def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
-    """The model's Hugging Face config, where it is here: shipped, in a folder, or downloaded.
-
-    Args:
-        model: the run file's section.
-        hub_cache: where huggingface_hub keeps what it has downloaded.
-
-    Returns:
-        None where it is not here, or cannot be read: the ranks look again, and say why.
-    """
-    name = model.name_or_path
-    if name in shape_names():
-        return load_shape(name)
-    path = Path(name).expanduser()
-    try:
-        if path.is_dir():
-            file = path / "config.json"
-        elif path.is_file():
-            file = path
-        else:
-            cached = hub_cache / f"models--{name.replace('/', '--')}"
-            commit = (cached / "refs" / "main").read_text(encoding="utf-8").strip()
-            file = cached / "snapshots" / commit / "config.json"
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return loaded if isinstance(loaded, dict) else None
-
-
-def check_shape(config: RunConfig, shape: Shape) -> list[Violation]:
+def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
     """Every rule between the run file and the model's shape that is broken.
 
     Args:
@@ -87,34 +54,34 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Violation]:
         shape: a config.json, or `to_dict()` of a config of transformers. A key that is absent from
             a config.json has a default that only transformers knows; its rule is not checked.
     """
-    violations = [*_length(config, shape), *_isolation(config, shape)]
+    issues = [*_length(config, shape), *_isolation(config, shape)]
     strategy = config.strategy
     if isinstance(strategy, MeshSection):
-        violations += _tensor_parallel(strategy, shape)
-        violations += _context_parallel(strategy, shape, config.data.seq_length)
-        violations += _pipeline(strategy, shape)
-    return violations
+        issues += _tensor_parallel(strategy, shape)
+        issues += _context_parallel(strategy, shape, config.data.seq_length)
+        issues += _pipeline(strategy, shape)
+    return issues
 
 
-def _length(config: RunConfig, shape: Shape) -> Iterator[Violation]:
+def _length(config: RunConfig, shape: Shape) -> Iterator[Issue]:
     """Beyond its positions a model fails, or trains on nonsense."""
     wanted, positions = config.data.seq_length, _number(shape, "max_position_embeddings")
     if positions is not None and 0 < positions < wanted:
-        yield Violation(
+        yield Issue(
             ("data.seq_length", "model.name_or_path"),
             f"seq_length {wanted} is longer than the model's max_position_embeddings, {positions}",
             f"use {positions} or less, or another model",
         )
 
 
-def _isolation(config: RunConfig, shape: Shape) -> Iterator[Violation]:
+def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:
     """A model that does not heed where documents begin would train on all before them."""
     kind = shape.get("model_type")
     if kind is None or not isolates_any(config.data):
         return
     if kind not in ISOLATED:
         reason = REASONS["isolate_documents"].get(kind)
-        yield Violation(
+        yield Issue(
             ("data.isolate_documents", "data.packing", "model.name_or_path"),
             f"documents that share a sample are not known to be kept apart by model_type {kind}"
             + (f": {reason}" if reason else ""),
@@ -122,7 +89,7 @@ def _isolation(config: RunConfig, shape: Shape) -> Iterator[Violation]:
             "data.isolate_documents: false, and each then sees those before it",
         )
     elif (config.model.attn_implementation, kind) in _UNTOLD:
-        yield Violation(
+        yield Issue(
             ("model.attn_implementation", "data.isolate_documents", "model.name_or_path"),
             f"{config.model.attn_implementation} does not keep documents apart that share a sample "
             f"in a model of type {kind}",
@@ -130,7 +97,7 @@ def _isolation(config: RunConfig, shape: Shape) -> Iterator[Violation]:
         )
 
 
-def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
+def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
     size, key = strategy.tp_size, "strategy.tp_size"
     if size == 1:
         return
@@ -141,14 +108,14 @@ def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]
     if undivided:
         common = math.gcd(*numbers.values())
         sizes = [str(n) for n in range(2, min(common, 64) + 1) if common % n == 0]
-        yield Violation(
+        yield Issue(
             (key,),
             f"tp_size {size} does not divide the model's {', '.join(undivided)}",
             f"use {' or '.join(sizes)}" if sizes else f"set tp_size: 1; {_INSTEAD}",
         )
     dropouts = [name for name in _DROPOUTS if (shape.get(name) or 0) > 0]
     if dropouts:
-        yield Violation(
+        yield Issue(
             (key,),
             f"the model's {dropouts[0]} is {shape[dropouts[0]]:g}: ranks that hold parts of one "
             "matrix would drop different values",
@@ -156,7 +123,7 @@ def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Violation]
         )
 
 
-def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> Iterator[Violation]:
+def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> Iterator[Issue]:
     size, key = strategy.cp_size, "strategy.cp_size"
     if size == 1:
         return
@@ -166,21 +133,21 @@ def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> I
     heads, tp_size = _number(shape, "num_key_value_heads"), strategy.tp_size
     if strategy.cp_method == "ulysses" and heads and heads % (size * tp_size):
         over = f" over tp_size {tp_size}" if tp_size > 1 else ""
-        yield Violation(
+        yield Issue(
             ("strategy.cp_method", key),
             f"the model's num_key_value_heads {heads}{over} do not divide by cp_size {size}",
             "use cp_method: allgather, or another cp_size",
         )
 
 
-def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
+def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
     size, key = strategy.pp_size, "strategy.pp_size"
     if size == 1:
         return
     yield from _kind(shape, key, "pipeline parallel", PIPELINE)
     yield from _windows(shape, key)
     if shape.get("tie_word_embeddings"):
-        yield Violation(
+        yield Issue(
             (key,),
             "the model's head shares the weights of its embedding (tie_word_embeddings), and the "
             "two lie in different stages",
@@ -192,7 +159,7 @@ def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
         twice = (
             f" x {each} stages on each, by pp_schedule {strategy.pp_schedule}," if each > 1 else ""
         )
-        yield Violation(
+        yield Issue(
             (key, "strategy.pp_schedule"),
             f"pp_size {size}{twice} needs {stages} layers, and the model has {layers}",
             f"use pp_size: {layers // each} or less"
@@ -200,26 +167,26 @@ def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Violation]:
         )
 
 
-def _kind(shape: Shape, key: str, what: str, known: frozenset[str]) -> Iterator[Violation]:
+def _kind(shape: Shape, key: str, what: str, known: frozenset[str]) -> Iterator[Issue]:
     kind = shape.get("model_type")
     if kind is None or kind in known:
         return
     name = key.rpartition(".")[2]
     reason = f": {REASONS[name][kind]}" if kind in REASONS[name] else ""
-    yield Violation(
+    yield Issue(
         (key, "model.name_or_path"),
         f"{what} is not known to be exact for model_type {kind}{reason}",
         f"set {name}: 1; {_INSTEAD}; known are {', '.join(sorted(known))}",
     )
 
 
-def _windows(shape: Shape, key: str) -> Iterator[Violation]:
+def _windows(shape: Shape, key: str) -> Iterator[Issue]:
     kinds = sorted(set(shape.get("layer_types") or ["full_attention"]))
     window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
     if kinds == ["full_attention"] and not window:
         return
     how = f"in a sliding window of {window} tokens" if window else f"by {', '.join(kinds)}"
-    yield Violation(
+    yield Issue(
         (key, "model.name_or_path"),
         f"the model has layers that attend {how}, and {key.rpartition('.')[2]} needs layers that "
         "attend to all tokens",
@@ -227,7 +194,7 @@ def _windows(shape: Shape, key: str) -> Iterator[Violation]:
     )
 
 
-def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Violation]:
+def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Issue]:
     """Frequencies by the largest position of a rank's piece: the first pieces would take others."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) != "longrope":
@@ -235,7 +202,7 @@ def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Violation]:
     name = "original_max_position_embeddings"
     original = _number(rope, name) or _number(shape, name)
     if original is not None and seq_length > original:
-        yield Violation(
+        yield Issue(
             (key, "data.seq_length"),
             f"the model's position embeddings (longrope) change beyond {original} tokens, which "
             f"only some pieces of seq_length {seq_length} reach",

@@ -7,8 +7,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from isles.config.curve import Curve, step_seconds
-from isles.config.split import RowSplit
+from isles.balance.curve import Curve, step_seconds
+from isles.dist.split import RowSplit
 
 _ALIKE = 1.10
 """Curves that differ by less are those of equal devices: the noise of measuring is no reason to

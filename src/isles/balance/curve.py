@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from isles.config.split import RowSplit
+from isles.dist.split import RowSplit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The key `track`: where curves go."""
+"""The sections `checkpoint` and `track`: what a run leaves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,54 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import Section
+from isles.config.sections.base import DurationS, Name, Section
 
-Name = Annotated[str, Field(min_length=1)]
+HubId = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=96,
+        json_schema_extra={"x-isles-type": "hub-id"},
+    ),
+]
+"""A repository of the Hugging Face hub."""
+
+
+class CheckpointConfig(Section):
+    """When to save, and how many to keep."""
+
+    every_steps: Annotated[int, Field(ge=1)] | None = 200
+    """Save every so many steps. null: only by time, on a stop and at the end."""
+
+    every_minutes: Annotated[float, Field(gt=0)] | None = 20.0
+    """Save when this many minutes have passed since the last save. null: never by time."""
+
+    keep: Annotated[int, Field(ge=1)] = 3
+    """Newest checkpoints that are kept; an older one goes only when a newer one is verified."""
+
+    async_save: bool = True
+    """Write in the background while training goes on."""
+
+    export_on_finish: bool = True
+    """At the end, write RUN/model: a Hugging Face folder that from_pretrained loads."""
+
+    merge_adapter: bool = False
+    """Export a whole model with the adapter merged into it, in the type that the frozen model is
+    held in (of qlora: that of its files). false: the adapter alone, as peft loads it."""
+
+    max_shard_gb: Annotated[float, Field(ge=1e-6, le=1000)] = 5.0
+    """Largest file of weights in an export, in GB (10^9 bytes), and so the memory that it needs."""
+
+    push_to_hub: HubId | None = None
+    """Upload the export to this repository of the Hugging Face hub, owner/name; made private if it
+    is not there. The token comes from `hf auth login` or HF_TOKEN, and is checked before the start.
+    An upload that fails is not the run's failure: the export stays, and the log says how to
+    repeat it."""
+
+    timeout: DurationS = 1800.0
+    """Longest wait for one checkpoint to be written, before the run stops with an error."""
+
+
 TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 
 
