@@ -39,7 +39,6 @@ _OUTER_FREE = (
     "public",
     "max_rate",
     "engine",
-    "interface",
     "hivemind",
     "deadline",
     "dead_after",

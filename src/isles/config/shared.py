@@ -31,10 +31,8 @@ _OWN = (
     "training.max_time",
     "outer.rendezvous",
     "outer.public",
-    "outer.interface",
     "outer.hivemind",
     "outer.max_rate",
-    "outer.hivemind",
     "checkpoint.push_to_hub",
 )
 """Of the shared sections, what each cluster has for itself."""

@@ -324,6 +324,8 @@ OpenDiLoCo: hv.world_rank world_rank
 OpenDiLoCo: hv.skip_load_from_peers
 = a cluster that is lost is dropped from the turn, and may come back
 OpenDiLoCo: hv.fail_rank_drop
+= clusters average through the hub, which each of them dials (outer.engine: hub)
+isles before 0.2: outer.interface
 = {_NOT_YET}; curves go to TensorBoard, wandb, MLflow and metrics.jsonl
 axolotl: comet_project_name use_comet
 = {_NOT_YET}

@@ -117,7 +117,7 @@ VALUES: dict[str, dict[str, str]] = {
         "quantile8bit": "int8",
         "sparseloco": "topk",
     },
-    "outer.engine": {"http": "hub", "nccl": "gloo"},
+    "outer.engine": {"http": "hub", "nccl": "hub", "gloo": "hub"},
     "strategy.offload_optimizer": {"true": "cpu", "false": "none", "no": "none"},
     "strategy.offload_param": {"true": "cpu", "false": "none", "no": "none"},
     "balance": {"none": "even", "equal": "even", "true": "auto", "false": "even"},

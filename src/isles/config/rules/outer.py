@@ -198,9 +198,6 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Violation]:
     if outer.sync_every != "auto" and outer.max_sync_overhead != default:
         what = f"max_sync_overhead means nothing to sync_every {outer.sync_every}"
         yield Violation(("outer.max_sync_overhead",), what, f"{_DELETE}, or use sync_every: auto")
-    if outer.interface is not None and outer.engine != "gloo":
-        what = f"interface {outer.interface} means nothing to engine {outer.engine}"
-        yield Violation(("outer.interface",), what, f"{_DELETE}, or use engine: gloo")
     if outer.hivemind is not None and outer.engine != "hivemind":
         what = f"hivemind means nothing to engine {outer.engine}"
         yield Violation(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")

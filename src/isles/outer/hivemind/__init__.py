@@ -1,1 +1,5 @@
-"""Engine hivemind: clusters find one another by its DHT; any of them may die."""
+"""Engine hivemind: an address book, and a tunnel to the hub of an elected cluster.
+
+`peers.py` finds other clusters by the DHT, `node.py` agrees with them on who hosts the hub,
+`host.py` hosts it, `tunnel.py` leads there. Open `node.py` first.
+"""

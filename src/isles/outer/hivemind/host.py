@@ -1,26 +1,27 @@
-"""The rendezvous within the side process of the cluster that hosts it, and its copies."""
+"""The hub within the cluster that was elected to host it; others come through a peer."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import shutil
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from isles.outer.hivemind.copies import Copier, Copy, Lineage
 from isles.outer.hivemind.keys import Keys
-from isles.outer.hub.app import make_server
-from isles.outer.hub.settings import Settings
+from isles.outer.hub.files import chunk_list
+from isles.outer.hub.rules import Settings
+from isles.outer.hub.server import Server
+from isles.outer.messages import TurnAnswer, hash_chunks
 
-log = logging.getLogger(__name__)
-
-_EPOCHS = 10**6
+_LOOK_S = 0.2
 
 
 class Host:
-    """A rendezvous that listens on this machine's loopback only; others come through a peer.
+    """An ordinary hub that listens on this machine's loopback only.
+
+    It begins without a journal: with the turns whose averages this cluster has kept, and with what
+    the clusters say that they hold.
 
     Args:
         folder: for its state; what was there is removed.
@@ -34,83 +35,36 @@ class Host:
     ) -> None:
         self._folder, self._keys, self._run = folder, keys, run
         self._settings = Settings.model_validate(rules)
-        self._turns: dict[str, int] = {}
-        self._told = asyncio.Event()
         self.port = 0
         self.is_open = False
-        """Whether others may come: a first cluster has joined, whose weights are the run's."""
+        """Whether others may come: this cluster has joined, so that its weights are the run's."""
 
-    async def start(self, copy: Copy | None, term: int, me: str, living: Collection[str]) -> None:
-        """Go on where a copy of the book ends, or begin a run.
-
-        Args:
-            copy: the newest that any living cluster has.
-            term: larger than any before.
-            me: this peer.
-            living: names of the clusters that are reached.
-        """
+    async def start(self, kept: Sequence[tuple[TurnAnswer, str, Path]]) -> None:
+        """Begin a run, or go on with one; `kept` as in `Spool.kept_turns`."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._keys.write_identity(self._folder)
-        lineage: Lineage = [(term, me, 0)]
-        if copy is not None:
-            copy.unpack(self._folder)
-            lineage = [*copy.lineage, (term, me, copy.changes + 1)]
-            self.is_open = True
-        self._server = make_server(self._folder, self._settings)
-        core = self._server.core
-        await self._server.ask(self._take_over, term, living)
-        line = await self._server.start("127.0.0.1", 0, self._run)
-        self.port = line.port
-        self._copier = Copier(core.folder / "rendezvous.sqlite", lineage)
+        self._server = Server(self._folder, self._settings)
+        core = self._server.work.core
+        for answer, _, path in kept:
+            await asyncio.to_thread(_copy_average, path, core.turns.average_path(answer.turn))
+        await self._server.work.ask(core.seed, [(answer, digest) for answer, digest, _ in kept])
+        self.port = (await self._server.start("127.0.0.1", 0, self._run)).port
 
-    def _take_over(self, term: int, living: Collection[str]) -> None:
-        """What differs from a rendezvous that was only started again."""
-        core = self._server.core
-        # Numbers of epochs that the former host gave and no copy knows of must not come again.
-        core.book.put("epoch", str(max(term * _EPOCHS, int(core.book.get("epoch") or 0))))
-        for row in core.membership.living():
-            if row["name"] not in living:
-                core.membership.drop(
-                    row, "the cluster that hosts the rendezvous now does not reach it"
-                )
-        # Files of the former host are gone: members give averages, and contribute again.
-        core.book.run("UPDATE turns SET kept = 0, is_direct = 1 WHERE state = 'committed'")
-        core.book.run("DELETE FROM turns WHERE state != 'committed'")
-        core.book.run("DELETE FROM parts WHERE turn >= ?", core.turns.next)
-        core.book.run(
-            "UPDATE samples SET state = 'claimed', turn = NULL WHERE state = 'contributed'"
-        )
-        core.book.note("", "hosted", json.dumps({"term": term, "living": sorted(living)}))
+    def check(self) -> None:
+        """Raise what has ended the hub, if it has ended."""
+        if self._server.work.ticking.done():
+            self._server.work.ticking.result()
 
-    @property
-    def ticking(self) -> asyncio.Task[None]:
-        """Ends only where the rendezvous has failed."""
-        return self._server.ticking
-
-    async def copy(self) -> Copy:
-        """The book as it is now."""
-        return await self._server.look(self._copier.take)
-
-    def has_copy(self, peer: str, turn: int) -> None:
-        """A cluster's own copy says that this turn is next."""
-        if self._turns.get(peer, -1) < turn:
-            self._turns[peer] = turn
-            self._told.set()
-            self._told = asyncio.Event()
-
-    async def all_have(self, turn: int, peers: Iterable[str], deadline_s: float) -> None:
-        """Wait until the copies of all these know of a turn; for so long at most."""
-        wanted = set(peers)
-        try:
-            async with asyncio.timeout(deadline_s):
-                while any(self._turns.get(peer, -1) < turn for peer in wanted):
-                    await self._told.wait()
-        except TimeoutError:
-            slow = sorted(peer[-8:] for peer in wanted if self._turns.get(peer, -1) < turn)
-            log.warning("no copy with turn %d at %s in %.0f s", turn, slow, deadline_s)
-
-    async def stop(self) -> None:
-        """Let nobody in any more."""
+    async def stop(self, wait_s: float) -> None:
+        """Let nobody in any more, once all others have left; they have so many seconds."""
+        work, end = self._server.work, time.monotonic() + wait_s
+        while await work.look(work.core.membership.living) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
         self.is_open = False
-        self._copier.close()
         await self._server.stop()
+
+
+def _copy_average(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    chunk_list(target).write_text("".join(f"{sha256}\n" for sha256 in hash_chunks(target)))

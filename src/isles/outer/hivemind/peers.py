@@ -19,8 +19,8 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from isles.errors import CommunicationError
+from isles.outer.client.events import HivemindSettings
 from isles.outer.hivemind.keys import Keys
-from isles.outer.link.settings import HivemindSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Ways through this process: from a door on this machine to the rendezvous, wherever it is."""
+"""Ways through this process: from a port on this machine to the hub, wherever it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Streams = tuple[Reader, Writer]
 _SLICE = 1 << 16
 
 
-class Door:
+class Tunnel:
     """Listens on the loopback only, and passes on what comes.
 
     Args:
