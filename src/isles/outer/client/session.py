@@ -368,7 +368,6 @@ class Session:
         if self._lost_at is None:
             self._lost_at = asyncio.get_running_loop().time()
             why = why if self._node is None else self._node.explain(why)
-            log.warning("%s", why)
             self.is_connected = False
             self._emit(RendezvousLost(why=why))
 
@@ -376,7 +375,6 @@ class Session:
         if self._lost_at is not None:
             away_s = asyncio.get_running_loop().time() - self._lost_at
             self._lost_at = None
-            log.info("the rendezvous answers again after %.1f s", away_s)
             self.is_connected = True
             self._emit(RendezvousFound(away_s=away_s))
 

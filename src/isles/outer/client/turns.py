@@ -290,7 +290,6 @@ async def pull_state(
         except CommunicationError as error:
             if isinstance(error, RendezvousRefusal) and error.kind in ("unknown", "over"):
                 check(error)
-            log.warning("%s", error.what)
             emit(Note(text=error.what, is_warning=True))
             await asyncio.sleep(_AGAIN_S)
     emit(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,15 +16,17 @@ from isles.errors import CommunicationError
 from isles.outer.client.events import Event, HivemindSettings, Note
 from isles.outer.client.spool import Spool
 from isles.outer.client.turns import Turns
-from isles.outer.hivemind.host import Host
 from isles.outer.hivemind.keys import Keys
-from isles.outer.hivemind.peers import Body, PeerError, Peers, Reader, Writer
-from isles.outer.hivemind.tunnel import Tunnel
+from isles.outer.hivemind.peers import Body, PeerError, Peers, Reader, Tunnel, Writer
+from isles.outer.hub.files import chunk_list
+from isles.outer.hub.rules import Settings
+from isles.outer.hub.server import Server
+from isles.outer.messages import TurnAnswer, hash_chunks
 from isles.run.records import read_record, write_record, write_secret
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 2.0
+_ASK_S, _LOOK_S = 2.0, 0.2
 _FIND_EVERY_S, _FIND_OFTEN_S = 20.0, 2.0
 _SETTLE_S = 3.0
 _RETRY_S = 5.0
@@ -78,6 +82,59 @@ def choose(
         return ""
     first = max(everybody, key=lambda peer: (everybody[peer].turn, peer))
     return me if first == me else ""
+
+
+class Host:
+    """An ordinary hub that listens on this machine's loopback only.
+
+    It begins without a journal: with the turns whose averages this cluster has kept, and with what
+    the clusters say that they hold.
+
+    Args:
+        folder: for its state; what was there is removed.
+        keys: of the run.
+        rules: of the run; see `Settings`.
+        run: name of the run.
+    """
+
+    def __init__(
+        self, folder: Path, keys: Keys, rules: dict[str, str | int | float], run: str
+    ) -> None:
+        self._folder, self._keys, self._run = folder, keys, run
+        self._settings = Settings.model_validate(rules)
+        self.port = 0
+        self.is_open = False
+        """Whether others may come: this cluster has joined, so that its weights are the run's."""
+
+    async def start(self, kept: Sequence[tuple[TurnAnswer, str, Path]]) -> None:
+        """Begin a run, or go on with one; `kept` as in `Spool.kept_turns`."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._keys.write_identity(self._folder)
+        self._server = Server(self._folder, self._settings)
+        core = self._server.work.core
+        for answer, _, path in kept:
+            await asyncio.to_thread(_copy_average, path, core.turns.average_path(answer.turn))
+        await self._server.work.ask(core.seed, [(answer, digest) for answer, digest, _ in kept])
+        self.port = (await self._server.start("127.0.0.1", 0, self._run)).port
+
+    def check(self) -> None:
+        """Raise what has ended the hub, if it has ended."""
+        if self._server.work.ticking.done():
+            self._server.work.ticking.result()
+
+    async def stop(self, wait_s: float) -> None:
+        """Let nobody in any more, once all others have left; they have so many seconds."""
+        work, end = self._server.work, time.monotonic() + wait_s
+        while await work.look(work.core.membership.living) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        self.is_open = False
+        await self._server.stop()
+
+
+def _copy_average(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    chunk_list(target).write_text("".join(f"{sha256}\n" for sha256 in hash_chunks(target)))
 
 
 class Node:
@@ -240,7 +297,6 @@ class Node:
     def _tell(self, text: str, is_warning: bool = False) -> None:
         if text != self._said:
             self._said = text
-            log.info("%s", text)
             self._emit(Note(text=text, is_warning=is_warning))
 
     async def _find(self) -> None:

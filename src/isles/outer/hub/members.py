@@ -218,14 +218,12 @@ class Membership:
 
     def gone(self) -> list[tuple[sqlite3.Row, float]]:
         """Members that are away with samples, and not heard for very long; and for how long."""
-        rows = self._db.rows(
-            "SELECT * FROM members WHERE state = 'dropped' OR (state = 'left' AND number IN "
-            "(SELECT member FROM blocks WHERE read < stop - start))"
-        )
+        rows = self._db.rows("SELECT * FROM members WHERE state IN ('dropped', 'left')")
         return [
             (row, self.heard_s(row["number"]))
             for row in rows
             if self.heard_s(row["number"]) > _GONE * self._settings.dead_after_s
+            and (row["state"] == "dropped" or self._samples.has_any(row["number"]))
         ]
 
     def drop(self, row: sqlite3.Row, why: str) -> None:

@@ -100,6 +100,10 @@ class Samples:
                     self._give(row, None)
         return joined(lost)
 
+    def has_any(self, member: int) -> bool:
+        """Whether a member has blocks."""
+        return self._db.row("SELECT 1 FROM blocks WHERE member = ? LIMIT 1", member) is not None
+
     def give_back(self, member: int) -> int:
         """A member has gone: its blocks are leased to others; how many samples there are."""
         left = "SELECT SUM(stop - start - read) FROM blocks WHERE member = ?"
