@@ -160,11 +160,11 @@ def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path
 def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
-    site = Site(path, ("outer.lr=0.5", "outer.engine=gloo", "seed=3"), "b")
+    site = Site(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
     text = faults(line, site)
     assert f"{path}:6 training.max_steps: 9 here, and 8 in the run" in text
     assert "command line outer.lr: 0.5 here, and 0.7" in text
-    assert "outer.engine: gloo here, and hub" in text and "seed: 3 here" in text
+    assert "outer.outlier: 20.0 here, and 10.0" in text and "seed: 3 here" in text
     assert text.count(" here, and ") == 4
     own = (
         "data.sources.0.path=x.txt",

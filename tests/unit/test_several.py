@@ -26,10 +26,10 @@ from isles.monitor.clusters import (
     worst,
 )
 from isles.monitor.remote import reports_of_all
-from isles.outer.hub.book import Book
-from isles.outer.hub.membership import Membership
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.members import Membership
+from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
-from isles.outer.hub.settings import Settings
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.records import write_record
@@ -264,7 +264,7 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
     now = [100.0]
-    book = Book(tmp_path / "book.sqlite")
+    book = Journal(tmp_path / "book.sqlite")
     settings = Settings(gather=2, gather_s=30.0)
     least = []
     membership = Membership(book, settings, Samples(book), lambda: now[0])

@@ -38,8 +38,6 @@ _NOT_SHARED = (
     "training.max_time",
     "outer.rendezvous",
     "outer.public",
-    "outer.interface",
-    "outer.hivemind",
     "outer.max_rate",
     "checkpoint.push_to_hub",
 )

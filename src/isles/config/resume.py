@@ -40,7 +40,6 @@ _OUTER_FREE = (
     "public",
     "max_rate",
     "engine",
-    "interface",
     "hivemind",
     "deadline",
     "dead_after",

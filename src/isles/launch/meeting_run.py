@@ -109,7 +109,7 @@ def _refuse(loaded: Loaded) -> None:
         raise ConfigError(
             "with engine hivemind clusters find one another without a rendezvous",
             where=loaded.where("outer.engine"),
-            fix="use engine hub or gloo; docs/hivemind.md says how hivemind is started",
+            fix="use engine hub; docs/hivemind.md says how hivemind is started",
         )
     if outer.rendezvous is not None:
         raise ConfigError(

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
-from isles.outer.base import Mode, OuterSettings
+from isles.outer.base import Mode, OuterSettings, UnsoundUpdateError
 from isles.outer.codec.base import Codec
 from isles.outer.layout import Piece
-from isles.outer.unsound import UnsoundUpdateError
 
 _LANES = 1 << 16
 

@@ -1,7 +1,10 @@
-"""What clusters and the rendezvous say to each other: the bodies of requests and answers."""
+"""What clusters and the hub say to each other: bodies of requests and answers, chunks of files."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -9,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer rendezvous."""
 
 SAMPLE_TOKENS = "tokens of a sample"
@@ -139,8 +142,6 @@ class BeatAnswer(Answer):
     """A cluster needs the state, and this one is asked for it."""
     pace: Count = 0
     """The largest of the living clusters' paces; 0: nobody asks for one."""
-    upload_average: Count | None = None
-    """Engine gloo: somebody has missed this turn; upload its average if you have it."""
 
 
 class Claim(Message):
@@ -177,8 +178,6 @@ class ContributionAnswer(Answer):
 
     is_measured: bool = True
     """False: the rendezvous is still looking at its numbers; say again that it is complete."""
-    repeated: Count = 0
-    """Samples in it that others had been dealt meanwhile: trained on twice, counted once."""
 
 
 class TurnAnswer(Answer):
@@ -199,6 +198,12 @@ class TurnAnswer(Answer):
     none and the turn changes nothing."""
     is_kept: bool = False
     """Its average can be downloaded."""
+
+
+class HeldAnswer(Answer):
+    """Whether all clusters that live have the average of a turn."""
+
+    is_everywhere: bool
 
 
 class Applied(Message):
@@ -239,59 +244,6 @@ class StateAnswer(Answer):
     files: list[StateFile] = []
 
 
-class Ready(Message):
-    """Engine gloo: a cluster has its contribution to a turn, and waits for others."""
-
-    id: Id
-    tokens: Positive
-    steps: Count
-    samples: Intervals
-    norm: Finite
-    """Of the contribution, as the cluster has measured it."""
-
-
-class EpochAnswer(Answer):
-    """Engine gloo: how a turn stands for a cluster that is ready for it."""
-
-    state: Literal["waiting", "formed", "committed", "relayed"]
-    """relayed: upload the contribution, as with engine hub."""
-    epoch: Count = 0
-    """Formed: its number; never the same twice."""
-    rank: Count = 0
-    members: list[str] = []
-    """By rank."""
-    tokens: list[int] = []
-    """The weight of each rank's contribution."""
-    have_met: bool = False
-    """These have averaged before; else they look first whether they reach one another."""
-    why: str = ""
-    """For `relayed`: why."""
-    digest: str = ""
-    """Committed: of the average."""
-    due_in_s: float | None = None
-    waits_for: list[str] = []
-
-
-class Prepared(Message):
-    """Engine gloo: a cluster has the whole average."""
-
-    id: Id
-    turn: Count
-    digest: Sha256
-    size_bytes: Positive
-
-
-class Failed(Message):
-    """Engine gloo: a cluster could not average with the others of its epoch."""
-
-    id: Id
-    why: Annotated[str, StringConstraints(max_length=1000)]
-    culprit: Annotated[int, Field(ge=0)] | None = None
-    """The rank whose contribution holds what no encoder writes, or what is not finite."""
-    apart: Annotated[list[tuple[Count, Count]], Field(max_length=4096)] = []
-    """Pairs of ranks of which the first does not reach the second."""
-
-
 class LeaveRun(Message):
     """A cluster ends."""
 
@@ -312,3 +264,30 @@ class ErrorBody(Answer):
     kind: str
     what: str
     fix: str = ""
+
+
+def num_chunks(size_bytes: int) -> int:
+    """How many chunks a file of this size has."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def chunk_size(size_bytes: int, index: int) -> int:
+    """Bytes of one chunk."""
+    return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
+
+
+def digest_of(chunks: Iterable[str]) -> str:
+    """The digest of a file: sha256 over the sha256 of its chunks, so that none is read twice."""
+    whole = hashlib.sha256()
+    for chunk in chunks:
+        whole.update(bytes.fromhex(chunk))
+    return whole.hexdigest()
+
+
+def hash_chunks(path: Path) -> list[str]:
+    """The sha256 of each chunk of a file."""
+    hashes = []
+    with path.open("rb") as stream:
+        while data := stream.read(CHUNK_BYTES):
+            hashes.append(hashlib.sha256(data).hexdigest())
+    return hashes

@@ -85,7 +85,7 @@ def _agree_on_run(
 
     run_dir, attempt, resume_from = world.main_first(begin)
     run_dir, attempt = own_run_dir(run_dir, attempt, world)
-    # Only now: relative to this rank's folder, and whole for the side process and its sockets.
+    # Only now: relative to this rank's folder, and whole for what has sockets there.
     run_dir = RunDir(run_dir.path.absolute())
     return run_dir, run_dir.attempt(attempt.number), resume_from
 

@@ -177,9 +177,6 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
     if outer.sync_every != "auto" and outer.max_sync_overhead != default:
         what = f"max_sync_overhead means nothing to sync_every {outer.sync_every}"
         yield Issue(("outer.max_sync_overhead",), what, f"{_DELETE}, or use sync_every: auto")
-    if engine != "gloo":
-        to = f"engine {engine}"
-        yield from no_effect(outer, "outer.interface", to, "use engine: gloo")
     if outer.hivemind is not None and engine != "hivemind":
         what = f"hivemind means nothing to engine {engine}"
         yield Issue(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")

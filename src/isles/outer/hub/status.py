@@ -7,9 +7,8 @@ import sqlite3
 from typing import Any
 
 from isles.facts.units import format_duration
-from isles.outer.client.blobs import num_chunks
 from isles.outer.hub.core import Core
-from isles.outer.messages import OpenTurn
+from isles.outer.messages import OpenTurn, num_chunks
 
 _EVENTS = 50
 _MOST_EVENTS = 1000
@@ -21,8 +20,8 @@ _QUIET_S = 6.0
 def status(core: Core) -> dict[str, Any]:
     """What `isles status` shows."""
     commits = _commits(core)
-    open_turns = [*core.turns.open_turns(), *core.epochs.open_turns()]
-    last = core.book.number("SELECT MAX(number) FROM events")
+    open_turns = core.turns.open_turns()
+    last = core.journal.number("SELECT MAX(number) FROM events")
     return {
         "turn": core.turns.next,
         "fragments": len(core.pieces),
@@ -30,7 +29,6 @@ def status(core: Core) -> dict[str, Any]:
         "members": [_member(core, row, commits, open_turns) for row in core.membership.latest()],
         "open": [_open(core, turn) for turn in open_turns],
         "commits": commits,
-        "epoch": core.epochs.status(),
         "samples": core.samples.counts(),
         "settings": core.settings.model_dump(),
         "events": events(core, last - _EVENTS),
@@ -39,7 +37,7 @@ def status(core: Core) -> dict[str, Any]:
 
 def events(core: Core, after: int) -> list[dict[str, Any]]:
     """What has happened since an event, oldest first."""
-    rows = core.book.rows(
+    rows = core.journal.rows(
         "SELECT * FROM events WHERE number > ? ORDER BY number LIMIT ?", after, _MOST_EVENTS
     )
     return [dict(row) for row in rows]
@@ -84,7 +82,7 @@ def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
     """A turn that collects: who is missing and why, and since when it is open."""
     rows = {row["name"]: row for row in core.membership.latest()}
     missing = {name: _why(core, rows[name], turn.turn) for name in turn.waits_for if name in rows}
-    since_s = max(core.turns.open_for_s(turn.turn), core.epochs.open_for_s(turn.turn))
+    since_s = core.turns.open_for_s(turn.turn)
     return {**turn.model_dump(), "since_s": round(since_s, 1), "missing": missing}
 
 
@@ -121,7 +119,7 @@ def _arrived(core: Core, turn: int, number: int) -> float:
 def _commits(core: Core) -> list[dict[str, Any]]:
     """The last turns that are decided, the newest first."""
     found = []
-    for row in core.book.rows(
+    for row in core.journal.rows(
         "SELECT * FROM turns WHERE state = 'committed' ORDER BY turn DESC LIMIT ?", _COMMITS
     ):
         answer = core.answer(row["turn"])

@@ -20,17 +20,17 @@ from isles.dist.nodes import raise_first
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
+from isles.outer.client.events import HivemindSettings, LinkSettings
+from isles.outer.client.link import Link, member_of
 from isles.outer.cluster import Cluster
 from isles.outer.codec.base import parse_codec
 from isles.outer.layout import Layout, make_layout
-from isles.outer.link.link import Link, member_of
-from isles.outer.link.settings import HivemindSettings, LinkSettings
 from isles.outer.messages import SAMPLE_TOKENS
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine
-from isles.train.outer.alone import Alone, OuterLine
+from isles.train.outer.alone import Alone, Line
 from isles.train.outer.coordinator import OuterCoordinator
 from isles.train.outer.loop import Outer
 from isles.train.outer.samples import OwnSamples
@@ -185,7 +185,7 @@ def _start_line(
     outer_params: list[str],
     identity: dict[str, str],
     run: str,
-) -> OuterLine:
+) -> Line:
     spool = run_dir.outer / "spool"
     is_hivemind = between.config.engine == "hivemind"
     if is_hivemind and importlib.util.find_spec("hivemind") is None:
@@ -209,16 +209,12 @@ def _start_line(
             version=turns.version,
             next_sample=turns.samples.frontier,
         )
-    rate = between.config.max_bytes_per_s
-    return Link.start(
+    return Link(
         member_of(
             between.layout, name=between.name, member_id=between.member_id, identity=identity
         ),
         LinkSettings(
-            engine=between.config.engine,
-            up_bytes_per_s=rate,
-            down_bytes_per_s=rate,
-            interface=between.config.interface,
+            max_bytes_per_s=between.config.max_bytes_per_s,
             hivemind=_hivemind(between.config, run) if is_hivemind else None,
         ),
         join_file=run_dir.join_line,
@@ -226,7 +222,6 @@ def _start_line(
         version=turns.version,
         outer_params=outer_params,
         holding=turns.holding,
-        log_file=run_dir.outer / "side.log",
     )
 
 

@@ -12,7 +12,7 @@ from typing import assert_never
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
-from isles.outer.link.messages import (
+from isles.outer.client.events import (
     Behind,
     Claimed,
     Committed,
@@ -32,8 +32,7 @@ from isles.outer.link.messages import (
     TurnDue,
 )
 from isles.outer.pace import LEAST, Schedule, auto_sync_every
-from isles.train.outer.alone import OuterLine
-from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.alone import Line
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,50 @@ _OPEN_TURNS = 8
 _LEAST_STEPS_AHEAD = 8
 _MOST_STEPS_AHEAD = 1000
 _USUAL, _LONG = 0.9, 3.0
-_SLOW_START_S = 180.0
-"""So long a side process may take before it is heard: imports from a busy file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """Make this cluster's contribution to a turn."""
+
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Take in the average of a turn.
+
+    Args:
+        event: what is known of it.
+        step: the number that the last step has at least, from then on.
+    """
+
+    event: Committed
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Take over another cluster's state.
+
+    Args:
+        event: where it is.
+        step: as in `Take`.
+    """
+
+    event: StateReady
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class UseReserve:
+    """Go on with samples that nobody deals, as long as the rendezvous is away."""
+
+    count: int
+
+
+Order = Contribute | Take | Adopt | UseReserve | Claimed | SamplesLost | Donate | Reset | Ended
+"""What rank 0 tells the ranks of its cluster to do between two inner steps, in this order."""
 
 
 @dataclass(slots=True)
@@ -115,7 +156,7 @@ class OuterCoordinator:
     def __init__(
         self,
         config: DiLoCoConfig,
-        line: OuterLine,
+        line: Line,
         *,
         num_fragments: int,
         batch: int,
@@ -248,8 +289,7 @@ class OuterCoordinator:
             return ConfigError(told.what, where=told.where, fix=told.fix, id=id)
         if not is_new or self.is_joined:
             return None
-        # A side process that is slow to start says nothing of the rendezvous.
-        since = self._began + _SLOW_START_S if self._lost_at is None else self._lost_at
+        since = self._began if self._lost_at is None else self._lost_at
         if self._clock() - since < self._config.deadline:
             return None
         limit = format_duration(self._config.deadline)

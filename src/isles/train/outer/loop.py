@@ -10,10 +10,16 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.facts.units import format_duration
-from isles.outer.link.messages import Claimed, Donate, Ended, Reset, SamplesLost
+from isles.outer.client.events import Claimed, Donate, Ended, Reset, SamplesLost
 from isles.train.metrics import StepMeter
-from isles.train.outer.coordinator import OuterCoordinator
-from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.coordinator import (
+    Adopt,
+    Contribute,
+    Order,
+    OuterCoordinator,
+    Take,
+    UseReserve,
+)
 from isles.train.outer.turns import Turns
 from isles.train.progress import Progress
 from isles.train.record import Recorder

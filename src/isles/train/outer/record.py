@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from isles.outer.base import Applied, Mode
-from isles.train.outer.coordinator import OuterCoordinator, SyncState
-from isles.train.outer.orders import Sent, Take
+from isles.outer.client.events import Sent
+from isles.train.outer.coordinator import OuterCoordinator, SyncState, Take
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 

@@ -15,12 +15,11 @@ from torch import Tensor
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import TrainingError
 from isles.outer.base import Applied, Contribution, Mode
+from isles.outer.client.events import Interval, Sent, sent_from
 from isles.outer.cluster import Cluster
 from isles.outer.layout import Layout
-from isles.outer.link.messages import Interval
-from isles.train.outer.alone import OuterLine
-from isles.train.outer.coordinator import SyncState
-from isles.train.outer.orders import Adopt, Sent, Take, sent_from
+from isles.train.outer.alone import Line
+from isles.train.outer.coordinator import Adopt, SyncState, Take
 from isles.train.outer.record import OuterRecord
 from isles.train.outer.samples import OwnSamples
 from isles.train.progress import Progress
@@ -66,7 +65,7 @@ class Turns:
         progress: Progress,
         recorder: Recorder,
     ) -> None:
-        self.line: OuterLine | None = None
+        self.line: Line | None = None
         """Rank 0 only; none before the cluster joins."""
         self.version = 0
         """Turns that have been applied."""
@@ -200,15 +199,7 @@ class Turns:
             if not encoding.done() or encoding.exception() is not None:
                 continue  # an exception is raised on all ranks, when they need it
             del self._encodings[turn]
-            sent = self.sent[turn]
-            self.line.contribute(
-                turn,
-                self.line.contribution_path(turn),
-                tokens=sent.tokens,
-                samples=sent.samples,
-                inner_steps=sent.inner_steps,
-                norm=encoding.result().norm,
-            )
+            self.line.contribute(self.sent[turn])
 
     def take(self, take: Take) -> None:
         """Take in an average; under overlap later, while inner steps go on."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from isles.errors import ConfigError, UserError
 
-BOOK = "rendezvous.sqlite"
+JOURNAL = "rendezvous.sqlite"
 
-_VERSION = 2
+_VERSION = 3
 """Raised when the tables are others than before."""
 
 _KEPT = 10_000
@@ -35,22 +35,19 @@ CREATE TABLE IF NOT EXISTS turns (
   state TEXT NOT NULL CHECK (state IN ('collecting', 'averaging', 'committed')),
   participants TEXT NOT NULL DEFAULT '[]', digest TEXT NOT NULL DEFAULT '',
   size INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0,
-  is_direct INTEGER NOT NULL DEFAULT 0, outer_params TEXT NOT NULL DEFAULT '',
+  outer_params TEXT NOT NULL DEFAULT '',
   committed_at REAL NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS parts (
   turn INTEGER NOT NULL, member INTEGER NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('complete', 'refused')),
   tokens INTEGER NOT NULL, steps INTEGER NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
-  repeated INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '',
-  samples INTEGER NOT NULL DEFAULT 0,
+  reason TEXT NOT NULL DEFAULT '', samples INTEGER NOT NULL DEFAULT 0,
+  spans TEXT NOT NULL DEFAULT '[]',
   PRIMARY KEY (turn, member));
-CREATE TABLE IF NOT EXISTS samples (
+CREATE TABLE IF NOT EXISTS blocks (
   start INTEGER PRIMARY KEY, stop INTEGER NOT NULL CHECK (stop > start),
-  state TEXT NOT NULL CHECK (state IN ('free', 'claimed', 'contributed', 'committed')),
-  member INTEGER, turn INTEGER);
-CREATE INDEX IF NOT EXISTS samples_by_state ON samples (state, member);
-CREATE TABLE IF NOT EXISTS reserve (
-  member INTEGER NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL, turn INTEGER NOT NULL);
+  member INTEGER, read INTEGER NOT NULL CHECK (read BETWEEN 0 AND stop - start));
+CREATE INDEX IF NOT EXISTS blocks_by_member ON blocks (member);
 CREATE TABLE IF NOT EXISTS applied (
   turn INTEGER NOT NULL, member INTEGER NOT NULL, outer_params TEXT NOT NULL,
   PRIMARY KEY (turn, member));
@@ -64,7 +61,7 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 
-class Book:
+class Journal:
     """Tables and transactions. One thread at a time."""
 
     def __init__(self, path: Path) -> None:

@@ -1,41 +1,13 @@
-"""Files that come and go in chunks, each with its hash: resumable by both sides at any time."""
+"""Files that come in chunks, each with its hash: resumable at any time, by either side."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
-from isles.outer.messages import CHUNK_BYTES
-
-
-def num_chunks(size_bytes: int) -> int:
-    """How many chunks a file of this size has."""
-    return -(-size_bytes // CHUNK_BYTES)
-
-
-def chunk_size(size_bytes: int, index: int) -> int:
-    """Bytes of one chunk."""
-    return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
-
-
-def digest_of(chunks: Iterable[str]) -> str:
-    """The digest of a file: sha256 over the sha256 of its chunks, so that none is read twice."""
-    whole = hashlib.sha256()
-    for chunk in chunks:
-        whole.update(bytes.fromhex(chunk))
-    return whole.hexdigest()
-
-
-def hash_chunks(path: Path) -> list[str]:
-    """The sha256 of each chunk of a file."""
-    hashes = []
-    with path.open("rb") as stream:
-        while data := stream.read(CHUNK_BYTES):
-            hashes.append(hashlib.sha256(data).hexdigest())
-    return hashes
+from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, num_chunks
 
 
 class WrongHash(ValueError):
@@ -127,10 +99,6 @@ class Incoming:
                 self.is_sealed = True
             return missing
 
-    def unseal(self) -> None:
-        """Let the file be written again."""
-        self.is_sealed = False
-
     def close(self) -> None:
         """Close the files; they stay on the disk."""
         with self._lock:
@@ -151,3 +119,21 @@ def _write(file: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do: the length of a header in JSON, then the header."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return 2 <= length <= path.stat().st_size - 8 and stream.read(1) == b"{"
+
+
+def chunk_list(path: Path) -> Path:
+    """Where the hashes of a file's chunks stand."""
+    return path.with_name(f"{path.name}.hashes")
+
+
+def write_hashes(incoming: Incoming, path: Path) -> None:
+    """Let those who fetch a file that has come know the hashes of its chunks."""
+    hashes = [sha256 for _, sha256 in sorted(incoming.received().items())]
+    chunk_list(path).write_text("".join(f"{sha256}\n" for sha256 in hashes))

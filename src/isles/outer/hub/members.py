@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Sequence
 
-from isles.outer.hub.book import Book
-from isles.outer.hub.refusal import Refusal
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.requests import Refusal
+from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
-from isles.outer.hub.settings import Settings
 from isles.outer.messages import Beat, Join
 
 _LONGEST_ROUND = 100_000
@@ -22,32 +22,33 @@ class Membership:
     """Members by number, in the order in which they first joined."""
 
     def __init__(
-        self, book: Book, settings: Settings, samples: Samples, clock: Callable[[], float]
+        self, db: Journal, settings: Settings, samples: Samples, clock: Callable[[], float]
     ) -> None:
-        self._book = book
+        self._db = db
         self._settings = settings
         self._samples = samples
         self._clock = clock
         now = clock()
         # After a restart everybody has the whole time again to be heard.
-        self._heard = {row["number"]: now for row in [*self.living(), *self.away()]}
+        self._heard = {row["number"]: now for row in db.rows("SELECT number FROM members")}
         self._moved: dict[int, tuple[int, float]] = {}
         self._come: set[int] = set()
         """Members that were heard since this process began."""
         self._gather_until = 0.0
         self.beats: dict[int, Beat] = {}
+        self._has: dict[int, int] = {}
 
     def living(self) -> list[sqlite3.Row]:
         """Members that are heard of."""
-        return self._book.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
+        return self._db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
 
     def away(self) -> list[sqlite3.Row]:
         """Members that are not heard of, and may come back."""
-        return self._book.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
+        return self._db.rows("SELECT * FROM members WHERE state = 'dropped' ORDER BY number")
 
     def latest(self) -> list[sqlite3.Row]:
         """Of each name the member that has it, or had it last."""
-        return self._book.rows(
+        return self._db.rows(
             "SELECT * FROM members WHERE number IN (SELECT MAX(number) FROM members GROUP BY name) "
             "ORDER BY number"
         )
@@ -63,7 +64,7 @@ class Membership:
 
     def get(self, number: int) -> sqlite3.Row:
         """One member."""
-        row = self._book.row("SELECT * FROM members WHERE number = ?", number)
+        row = self._db.row("SELECT * FROM members WHERE number = ?", number)
         assert row is not None, f"no member {number}"
         return row
 
@@ -73,7 +74,7 @@ class Membership:
         Raises:
             Refusal: nobody has joined with it, or it has left.
         """
-        row = self._book.row("SELECT * FROM members WHERE id = ?", member_id)
+        row = self._db.row("SELECT * FROM members WHERE id = ?", member_id)
         if row is None or row["state"] == "left":
             raise Refusal(
                 404,
@@ -93,7 +94,7 @@ class Membership:
         Raises:
             Refusal: its name is another's, or there are too many.
         """
-        rival = self._book.row(
+        rival = self._db.row(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'living'",
             join.name,
             join.id,
@@ -107,7 +108,7 @@ class Membership:
                 "give this cluster another name, or stop the other and wait "
                 f"{self._settings.dead_after_s:g} s",
             )
-        others = self._book.number(
+        others = self._db.number(
             "SELECT COUNT(*) FROM members WHERE state = 'living' AND id != ?", join.id
         )
         if others >= self._settings.max_clusters:
@@ -120,33 +121,43 @@ class Membership:
 
     def settle(self, join: Join) -> tuple[int, bool]:
         """Write a cluster down that may join; its number, and whether it lived before."""
-        for former in self._book.rows(
+        for former in self._db.rows(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'dropped'",
             join.name,
             join.id,
         ):
             self._samples.give_back(former["number"])
-            self._book.run("UPDATE members SET state = 'left' WHERE number = ?", former["number"])
-            self._book.note(join.name, "replaced", "a new cluster has taken this name")
-        row = self._book.row("SELECT * FROM members WHERE id = ?", join.id)
+            self._db.run("UPDATE members SET state = 'left' WHERE number = ?", former["number"])
+            self._db.note(join.name, "replaced", "a new cluster has taken this name")
+        row = self._db.row("SELECT * FROM members WHERE id = ?", join.id)
         if row is None:
-            self._book.run(
+            self._db.run(
                 "INSERT INTO members (id, name, state) VALUES (?, ?, 'living')", join.id, join.name
             )
-            number = self._book.number("SELECT number FROM members WHERE id = ?", join.id)
+            number = self._db.number("SELECT number FROM members WHERE id = ?", join.id)
         else:
             number = int(row["number"])
             # Its claims are numbered from the start again.
-            self._book.run(
+            self._db.run(
                 "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
                 "has_finished = 0 WHERE number = ?",
                 join.name,
                 number,
             )
-            self._book.run("DELETE FROM ended WHERE member = ?", number)
+            self._db.run("DELETE FROM ended WHERE member = ?", number)
         self._hear(number)
         self._moved.pop(number, None)
         return number, row is not None and row["state"] == "living"
+
+    def stand_in(self, name: str) -> int:
+        """The number of a name in turns that another hub has decided."""
+        row = self._db.row("SELECT number FROM members WHERE name = ?", name)
+        if row is None:
+            sql = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
+            self._db.run(sql, f"stands in for {name}", name)
+            row = self._db.row("SELECT number FROM members WHERE name = ?", name)
+        assert row is not None
+        return int(row["number"])
 
     def hear(self, number: int, beat: Beat) -> None:
         """A sign of life."""
@@ -159,7 +170,19 @@ class Membership:
     def reached(self, number: int, version: int) -> None:
         """A member has applied so many turns; what it said later may come earlier."""
         if version > self.get(number)["version"]:  # most beats say nothing new: no write
-            self._book.run("UPDATE members SET version = ? WHERE number = ?", version, number)
+            self._db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
+
+    def holds(self, number: int, has: int) -> None:
+        """A member has the averages of so many turns."""
+        self._has[number] = max(self._has.get(number, 0), has)
+
+    def all_hold(self, has: int) -> bool:
+        """Whether all members that live, and are not behind, have the averages of so many turns."""
+        return all(
+            max(row["version"], self._has.get(row["number"], 0)) >= has
+            for row in self.living()
+            if not row["is_behind"]
+        )
 
     @property
     def pace(self) -> int:
@@ -194,26 +217,33 @@ class Membership:
         ]
 
     def gone(self) -> list[tuple[sqlite3.Row, float]]:
-        """Dropped members that have not been heard for very long, and for how long."""
+        """Members that are away with samples, and not heard for very long; and for how long."""
+        rows = self._db.rows("SELECT * FROM members WHERE state IN ('dropped', 'left')")
         return [
             (row, self.heard_s(row["number"]))
-            for row in self.away()
+            for row in rows
             if self.heard_s(row["number"]) > _GONE * self._settings.dead_after_s
+            and (row["state"] == "dropped" or self._samples.has_any(row["number"]))
         ]
 
     def drop(self, row: sqlite3.Row, why: str) -> None:
         """A member is not heard: nobody waits for it."""
-        with self._book.transaction():
+        with self._db.transaction():
             sql = "UPDATE members SET state = 'dropped' WHERE number = ?"
-            self._book.run(sql, row["number"])
-            self._book.note(row["name"], "dropped", why)
+            self._db.run(sql, row["number"])
+            self._db.note(row["name"], "dropped", why)
+
+    def pause(self, row: sqlite3.Row) -> None:
+        """A member ends, and means to come back: it keeps its samples for a while."""
+        self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
+        self._db.note(row["name"], "left", "it pauses")
 
     def part(self, row: sqlite3.Row, why: str) -> None:
         """A member takes part no more, unless it joins anew: its samples are dealt to others."""
-        with self._book.transaction():
-            self._book.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
-            freed, _ = self._samples.give_back(row["number"])
-            self._book.note(row["name"], "left", f"{why}; {freed} samples go back")
+        with self._db.transaction():
+            self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
+            freed = self._samples.give_back(row["number"])
+            self._db.note(row["name"], "left", f"{why}; {freed} samples go back")
 
     def still_s(self, number: int) -> float:
         """Seconds since a member's last inner step, as far as is known."""
@@ -245,17 +275,17 @@ class Membership:
             is_settled: nobody has contributed to the next one.
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
-            self._book.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
+            self._db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
         rows = [*self.living(), *self.away()]
         if is_settled and all(row["has_finished"] and not row["is_behind"] for row in rows):
             for row in rows:
-                self._book.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], turns)
-        ended = self._book.row("SELECT turns FROM ended WHERE member = ?", number)
+                self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], turns)
+        ended = self._db.row("SELECT turns FROM ended WHERE member = ?", number)
         return None if ended is None else int(ended["turns"])
 
     def order(self, number: int, order: str, reason: str = "") -> None:
         """Have a member told something with its beats, until it joins again or has done it."""
-        self._book.run(
+        self._db.run(
             "UPDATE members SET orders = ?, order_reason = ? WHERE number = ?",
             order,
             reason,
