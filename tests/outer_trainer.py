@@ -22,6 +22,7 @@ from isles.outer.client.events import (
     Committed,
     Donate,
     Joined,
+    LinkSettings,
     Progress,
     Refused,
     Reset,
