@@ -91,20 +91,14 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
 
 def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
     launcher = cluster.launcher
-    if isinstance(launcher, QueueSection):
-        if launcher.time is not None and launcher.save_before >= launcher.time:
-            yield Issue(
-                (f"{key}.launcher.save_before", f"{key}.launcher.time"),
-                f"save_before {launcher.save_before:.0f}s leaves nothing of a time limit of "
-                f"{launcher.time:.0f}s",
-                "use a shorter save_before or a longer time",
-            )
-        if cluster.min_nodes != cluster.max_nodes:
-            yield Issue(
-                (f"{key}.nodes",),
-                f"a job has a fixed number of nodes, and nodes is {cluster.nodes}",
-                f"use {cluster.max_nodes}",
-            )
+    time = launcher.time if isinstance(launcher, QueueSection) else None
+    if isinstance(launcher, QueueSection) and time is not None and launcher.save_before >= time:
+        yield Issue(
+            (f"{key}.launcher.save_before", f"{key}.launcher.time"),
+            f"save_before {launcher.save_before:.0f}s leaves nothing of a time limit of "
+            f"{time:.0f}s",
+            "use a shorter save_before or a longer time",
+        )
     if cluster.gpus_per_node == "auto" and isinstance(
         launcher, QueueSection | ManualLauncherConfig
     ):

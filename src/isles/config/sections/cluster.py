@@ -104,7 +104,7 @@ class QueueSection(Section):
 
 
 class SlurmLauncherConfig(QueueSection):
-    """A job of Slurm: one task a node, torchrun inside."""
+    """A job of Slurm: an agent on each node."""
 
     kind: Literal["slurm"] = "slurm"
     """Slurm."""
@@ -133,7 +133,7 @@ class SlurmLauncherConfig(QueueSection):
 
 
 class PbsLauncherConfig(QueueSection):
-    """A job of OpenPBS or Torque: one task a node, torchrun inside."""
+    """A job of OpenPBS or Torque: an agent on each node."""
 
     kind: Literal["pbs"] = "pbs"
     """PBS."""

@@ -38,6 +38,7 @@ class PbsAllocation:
         environ: Mapping[str, str],
         num_nodes: int,
     ) -> None:
+        self.submit_s = _SUBMIT_S
         self._began = time.monotonic()
         self._launcher = launcher
         self._attempt = attempt
@@ -101,11 +102,11 @@ class PbsAllocation:
         for command in ["/bin/bash", "-c", submit], there:
             try:
                 done = subprocess.run(
-                    command, check=False, capture_output=True, text=True, timeout=_SUBMIT_S
+                    command, check=False, capture_output=True, text=True, timeout=self.submit_s
                 )
             except subprocess.TimeoutExpired:
                 # A job that was taken without an answer finds the end on record, and ends.
-                raise self._refused(f"qsub has not answered within {_SUBMIT_S:.0f} s") from None
+                raise self._refused(f"qsub has not answered within {self.submit_s:.0f} s") from None
             words = done.stdout.split()
             if done.returncode == 0 and words:
                 write_text_atomic(self._attempt.path / "job-id", f"{words[-1]}\n")
