@@ -332,16 +332,28 @@ class Lead:
 
     def _miss_placed(self) -> None:
         """Agents that were placed from here and have ended before they came will not come."""
-        if self._coordinator.is_over or self.rendezvous.peers():
+        peers = self.rendezvous.peers()
+        if self._coordinator.is_over:
             return
         codes = {name: process.poll() for name, process in self._placed.items()}
         ended = {name: code for name, code in codes.items() if code is not None}
-        if not ended or len(ended) < len(codes):
+        if (
+            self._allocation is None
+        ):  # a process for each node: those that have come are the others'
+            ended = {
+                name: ended[name]
+                for n, name in enumerate(codes)
+                if name in ended and n not in peers
+            }
+        elif peers:
+            return
+        is_enough = len(ended) == len(codes) or not self.fleet.is_elastic
+        if not ended or not is_enough:
             return
         words = ", ".join(f"{name} ended with {code}" for name, code in ended.items())
         logs = sorted(self._attempt.path.glob("node-*.log"))
         last = [line for log in logs for line in _last_words(log)]
-        what = f"the agents have ended before the run began: {words}"
+        what = f"agents have ended before the run began: {words}"
         what += f": {last[-1]}" if last else ""
         fix = f"their last words are in {self._attempt.path}/node-*.log"
         error = agent_error(what, fix, ExitCode.TRAINING, id="start.failed", will_recur=True)
