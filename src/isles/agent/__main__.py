@@ -137,7 +137,8 @@ def _serve(
         node = Node(run_dir, attempt, place.nproc, scratch, in_job=fleet.in_job)
         workers = WorkerGroup(node, relay, store)
         try:
-            return Agent(connection, workers, relay, StallsHere(attempt)).run()
+            stalls = StallsHere(attempt, is_shared=is_own or fleet.is_shared)
+            return Agent(connection, workers, relay, stalls).run()
         finally:
             if store is not None:
                 store.close()

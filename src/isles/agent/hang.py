@@ -34,9 +34,11 @@ class StallsHere:
 
     Args:
         attempt: this start, as this host sees it.
+        is_shared: whether the coordinator sees the same folder; else it may still be so.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
         self.is_script = False
         """Whether the ranks are those of a user's own script."""
         self._attempt = attempt
@@ -68,7 +70,7 @@ class StallsHere:
     def _files(self) -> dict[str, str]:
         folder = self._attempt.stalls
         # Where the head has the same folder it needs no copy, and an old one would undo a new file.
-        if not folder.is_dir() or self._attempt.nodes.exists():
+        if self._is_shared or self._attempt.nodes.exists() or not folder.is_dir():
             return {}
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
         recent = [p for p in paths if abs(time.time() - p.stat().st_mtime) < _RECENT_S]
