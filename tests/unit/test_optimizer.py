@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from isles.config.load import load_run_file
 from isles.config.sections.training import TrainingConfig
-from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
-from isles.strategies.stepper import Stepper
+from isles.errors import ConfigError, ConfigErrors
 from isles.train.optimizer import make_optimizers
+from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
 from tests.each import each
 
 LR = 1e-3
@@ -58,8 +57,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> float
 
 
 def state_tensors(optimizer: Any) -> list[Tensor]:
-    """Codes and scales apart, as a checkpoint holds them."""
-    return [t for fields in optimizer.state_dict()["state"].values() for t in fields.values()]
+    return [t for fields in optimizer.state.values() for t in fields.values()]
 
 
 def everything(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -74,27 +72,40 @@ def test_eight_bits_train_nearly_as_well_with_a_quarter_of_the_state() -> None:
     assert max(losses) < before / 5
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
-    def sizes(optimizer: Any) -> list[int]:
-        states = optimizer.state_dict()["state"]
-        return [
-            sum(t.nbytes for name, t in states[place].items() if name != "step") for place in (0, 2)
-        ]
+    def size(optimizer: Any, parameter: nn.Parameter) -> int:
+        fields = optimizer.state[parameter]
+        return sum(t.nbytes for name, t in fields.items() if name != "step")
 
-    numel, width = exact.large.numel(), exact.norm.numel()
-    assert sizes(full) == [8 * numel, 8 * width]
+    assert size(full, exact.large) == 8 * exact.large.numel()
     # Two codes a weight, and two fp32 scales for each block of 64, which 192 is a multiple of.
-    assert sizes(small) == [(2 + 2 * 4 / 64) * numel, 8 * width]
+    assert size(small, coded.large) == (2 + 2 * 4 / 64) * coded.large.numel()
+    assert size(small, coded.norm) == 8 * coded.norm.numel()
 
 
 def test_what_is_not_coded_is_adamw() -> None:
-    """Tensors too small for 8 bits go as torch's own AdamW takes them."""
+    """fp32 state gives torch's own AdamW; weight decay falls on matrices only in both."""
     exact, ours = Model(), Model()
-    for model in (exact, ours):
-        model.large.requires_grad_(False)
-    train(exact, optimizer_of(exact), 20)
-    train(ours, optimizer_of(ours, optimizer="adamw_8bit"), 20)
+    group = {"params": [exact.large, exact.small], "weight_decay": 0.1}
+    torch_adamw = torch.optim.AdamW(
+        [group, {"params": [exact.norm], "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    settings: Any = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "seed": 0}
+    groups = [
+        {"params": [ours.large, ours.small], "weight_decay": 0.1},
+        {"params": [ours.norm], "weight_decay": 0.0},
+    ]
+    small = SmallAdamW(groups, eight_bit=False, rounds_at_random=False, **settings)
+    train(exact, torch_adamw, 20)
+    train(ours, small, 20)
     for one, other in zip(exact.parameters(), ours.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=2e-6)
+
+
+def test_the_eight_bit_type_is_the_published_one() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for is_signed in (True, False):
+        theirs = functional.create_dynamic_map(signed=is_signed)
+        assert torch.allclose(dynamic_map(is_signed=is_signed), theirs, rtol=1e-5, atol=0)
 
 
 @each(
@@ -109,22 +120,16 @@ def test_what_is_not_coded_is_adamw() -> None:
 def test_a_skipped_step_changes_no_bit(settings: dict[str, Any], warm: int) -> None:
     dtype = torch.bfloat16 if settings.get("stochastic_rounding") else torch.float32
     model = Model(dtype)
-    made: list[Any] = []
-
-    def make(module: nn.Module) -> list[Any]:
-        made.append(optimizer_of(module, precision="bf16-true", **settings))
-        return made
-
-    stepper = Stepper([model], make, device=torch.device("cpu"), precision="bf16-true")
-    (optimizer,) = made
+    optimizer = optimizer_of(model, precision="bf16-true", **settings)
     train(model, optimizer, warm)
     before = everything(model, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
-    stepper.step(lr=LR, max_norm=1.0)
-    assert stepper.good_steps() == 0
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
     after = everything(model, optimizer)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    optimizer.found_inf = torch.zeros(())
     train(model, optimizer, 1)
     changed = everything(model, optimizer)
     assert all(t.isfinite().all() for t in changed)
@@ -156,7 +161,7 @@ def moved(model: Model, make: Callable[[Model], Any]) -> float:
     optimizer = make(model)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
-        group["lr"] = torch.tensor(1e-5) if isinstance(group["lr"], Tensor) else 1e-5
+        group["lr"] = 1e-5
     for _ in range(20):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -184,12 +189,27 @@ def test_updates_that_bf16_would_lose_are_kept_in_the_mean(name: str) -> None:
     assert abs(expected) > 15 * deviation, "the law would hold for no movement as well"
 
 
-def test_without_torchao_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    for settings in ({"optimizer": "adamw_8bit"}, {"stochastic_rounding": True}):
-        with pytest.raises(MissingDependencyError, match="torchao") as raised:
-            optimizer_of(Model(), precision="bf16-true", **settings)
-        assert raised.value.fix == "pip install 'isles[torchao]'"
+def test_rounding_at_random_is_right_in_the_mean_and_exact_where_it_can_be() -> None:
+    dice = torch.Generator().manual_seed(0)
+    values = torch.tensor([1.0, -2.5, 1 + 1 / 512, -(1 + 1 / 512), 3e-9, 0.0])
+    rounded = round_at_random(values.repeat(20_000, 1), dice).double()
+    assert (rounded[:, [0, 1, 5]] == values[[0, 1, 5]].double()).all()
+    assert torch.allclose(rounded.mean(0), values.double(), rtol=1e-3, atol=0)
+    assert {float(v) for v in rounded[:, 2].unique()} == {1.0, 1 + 1 / 128}
+    assert round_at_random(torch.tensor([torch.inf, -torch.inf]), dice).tolist() == [
+        torch.inf,
+        -torch.inf,
+    ]
+
+
+def test_pieces_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that is worked on in pieces, to hold few fp32 copies, is stepped as a whole one."""
+    whole, pieces = Model(), Model()
+    train(whole, optimizer_of(whole, optimizer="adamw_8bit"), 5)
+    monkeypatch.setattr("isles.train.small_adamw._CHUNK", 1000)
+    train(pieces, optimizer_of(pieces, optimizer="adamw_8bit"), 5)
+    for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.deadline import DEADLINE_S
 
 LOOK = """
 import sys
-import isles.agent.preload
+import isles.train.preload
 import transformers
 assert "isles.train.worker" in sys.modules
 assert any(name.startswith("transformers.models.llama.modeling") for name in sys.modules)

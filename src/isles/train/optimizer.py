@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from isles.config.sections.training import TrainingConfig
-from isles.run.packages import missing_torchao
+from isles.train.small_adamw import SmallAdamW
 
 
 def make_optimizers(
@@ -26,9 +26,6 @@ def make_optimizers(
         config: the run file's section.
         model: whose trained parameters have their memory, whole or sharded.
         seed: of stochastic rounding; the same on all ranks.
-
-    Raises:
-        MissingDependencyError: torchao is needed and not installed.
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Liu et al. 2025 (arXiv:2502.16982) for
     Muon's scale.
@@ -66,9 +63,11 @@ def make_optimizers(
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    # Begin with a momentum of zeros, which is the same mathematics.
-    # Left to themselves, torch's fused SGD leaves garbage in the buffer when its first step is
-    # skipped, and a checkpoint taken before the first step lacks it.
+    """Begin with a momentum of zeros, which is the same mathematics.
+
+    Left to themselves, torch's fused SGD leaves garbage in the buffer when its first step is
+    skipped, and a checkpoint taken before the first step lacks it.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -85,10 +84,6 @@ def _adamw(config: TrainingConfig, parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def _small_adamw(config: TrainingConfig, parameters: list[nn.Parameter], seed: int) -> Optimizer:
-    if fault := missing_torchao(config):
-        raise fault
-    from isles.train.small_adamw import SmallAdamW
-
     return SmallAdamW(
         _decay_groups(config, parameters),
         lr=config.learning_rate,
@@ -111,7 +106,7 @@ def _decay_groups(
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:
-    # Embeddings of tokens and positions, and the head.
+    """Embeddings of tokens and positions, and the head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Embedding)]
     return ends if head is None else [*ends, head]
