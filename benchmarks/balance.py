@@ -52,7 +52,7 @@ from tests.slowdown import slowed  # noqa: E402
 
 from isles.config.load import load_run_file  # noqa: E402
 from isles.config.resolve import load_resolved, resolve  # noqa: E402
-from isles.config.split import RowSplit, even_split  # noqa: E402
+from isles.dist.split import RowSplit, even_split  # noqa: E402
 from isles.run.begin import begin_run  # noqa: E402
 from isles.run.env import read_rank_env  # noqa: E402
 from isles.run.paths import RunDir  # noqa: E402
@@ -270,7 +270,7 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     import torch.distributed as dist
 
     from isles.checkpoint.travel import Travel
-    from isles.dist.disks import find_disks
+    from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
     from isles.train.loop import train

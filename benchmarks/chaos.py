@@ -1,12 +1,11 @@
 """What clusters lose, and how long they stand still, while others are killed, frozen or cut off.
 
-    python benchmarks/chaos.py [--quick] [--engine hub|gloo|both] [--rounds 40] [--seed 0]
+    python benchmarks/chaos.py [--quick] [--rounds 40] [--seed 0]
 
 Four clusters (two ranks under fsdp, two under ddp, two of one rank) train one small model, first
 undisturbed, then while every few rounds something befalls one of them or their rendezvous, at a
 random instant. Each is a run as `isles train` starts it; all are on this machine, and what a
-cluster says to the rendezvous goes through a line of its own, which can be cut. Under gloo the
-updates themselves do not: there a cut cluster is one that the rendezvous hears no more.
+cluster says to the rendezvous goes through a line of its own, which can be cut.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from chaos_clusters import BATCHES, Cluster, Inputs, Run, prepare, running
+from chaos_clusters import Cluster, Inputs, Run, prepare, running
 from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_rendezvous, pause, plan_faults
 
-from isles.outer.hub.book import Book
-from isles.outer.hub.samples import Samples
+from isles.outer.hub.journal import Journal
 from isles.run.manifest import find_checkpoint
 from isles.run.records import read_rows
 
@@ -38,8 +36,7 @@ BACK_S = 180.0
 """So long nothing at all may happen."""
 OUTER = (
     f"sync_every: {SYNC_EVERY}, fragments: {FRAGMENTS}, delay: {DELAY}, codec: int8, "
-    f"min_clusters: 2, dead_after: {DEAD_AFTER_S}s, deadline: {DEADLINE_S}s, max_rate: 80kB, "
-    "engine: {engine}"
+    f"min_clusters: 2, dead_after: {DEAD_AFTER_S}s, deadline: {DEADLINE_S}s, max_rate: 80kB"
 )
 RULES: dict[str, Any] = {"min_clusters": 2, "dead_after_s": DEAD_AFTER_S}
 WAITS: dict[str, dict[str, Any]] = {
@@ -142,10 +139,9 @@ def train(
     inputs: Inputs, folder: Path, options: argparse.Namespace, plan: Sequence[tuple[int, str, str]]
 ) -> dict[str, Any]:
     """Train once; what became of it."""
-    engine, rounds = options.engine, options.rounds
-    outer = OUTER.format(engine=engine) + (", interface: lo" if engine == "gloo" else "")
-    with running(inputs, folder, rounds * SYNC_EVERY, outer, RULES | WAITS[options.wait]) as run:
-        watch, chance = Watch(run, rounds), random.Random(f"{engine} {plan}")
+    rounds = options.rounds
+    with running(inputs, folder, rounds * SYNC_EVERY, OUTER, RULES | WAITS[options.wait]) as run:
+        watch, chance = Watch(run, rounds), random.Random(f"hub {plan}")
         began = time.monotonic()
         watch.reach(0)
         for place, kind, name in plan:
@@ -155,14 +151,14 @@ def train(
         watch.finish()
         print(f"  {rounds} rounds in {time.monotonic() - began:.0f} s", flush=True)
         run.kill_rendezvous()
-        book = Book(folder / "state" / "rendezvous.sqlite")
-        result = judge(run, book, watch)
-        book.close()
+        journal = Journal(folder / "state" / "rendezvous.sqlite")
+        result = judge(run, journal, watch)
+        journal.close()
         run._server = None
     return result
 
 
-def judge(run: Run, book: Book, watch: Watch) -> dict[str, Any]:
+def judge(run: Run, journal: Journal, watch: Watch) -> dict[str, Any]:
     """Compare what clusters and rendezvous have on record."""
     digests: dict[int, set[str]] = {}
     for cluster in run.clusters.values():
@@ -176,17 +172,15 @@ def judge(run: Run, book: Book, watch: Watch) -> dict[str, Any]:
     last = max(ends.values(), key=len)
     if len(ends) > 1:
         print(f"  {', '.join(last)} ended together, the others after other turns")
-    samples = Samples(book)
-    assert not samples.audit(), samples.audit()
     kinds = "('diverged', 'refused', 'outlier')"
-    for event in book.rows(f"SELECT * FROM events WHERE kind IN {kinds}"):
+    for event in journal.rows(f"SELECT * FROM events WHERE kind IN {kinds}"):
         print(f"  the rendezvous says of {event['member']}: {event['kind']} {event['what']}")
     clusters = run.clusters.values()
     return {
         "diverged": sum(len(found) > 1 for found in digests.values())
         + sum(len(set(found.values())) > 1 for found in ends.values()),
         "turns": len(digests),
-        "lost": sum(lost_steps(cluster, book) for cluster in clusters),
+        "lost": sum(lost_steps(cluster) for cluster in clusters),
         "done_again": sum(len(c.steps_at()) - len(train_rows(c)) for c in clusters),
         "loss": statistics.mean(final_loss(run.clusters[name]) for name in last),
         "gaps": {cluster.name: gaps_of(cluster) for cluster in clusters},
@@ -216,10 +210,10 @@ def train_rows(cluster: Cluster) -> list[dict[str, Any]]:
     return [row for row in read_rows(cluster.directory.metrics) if row["kind"] == "train"]
 
 
-def lost_steps(cluster: Cluster, book: Book) -> int:
+def lost_steps(cluster: Cluster) -> int:
     """Inner steps that led to its weights at the end, and that are in no average.
 
-    Each step must be in one average of each fragment, and its samples committed in the ledger.
+    Each step must be in one average of each fragment.
     """
     steps = int(find_checkpoint(cluster.directory, None).manifest["outer"]["steps"])
     turns = {r["turn"]: r for r in read_rows(cluster.directory.metrics) if r["kind"] == "outer"}
@@ -227,15 +221,7 @@ def lost_steps(cluster: Cluster, book: Book) -> int:
     for row in turns.values():
         if cluster.name in row["weights"]:
             counted[row["fragment"]] += row["inner_steps"]
-    member = book.row("SELECT number FROM members WHERE name = ?", cluster.name)
-    assert member is not None
-    committed = book.number(
-        "SELECT SUM(stop - start) FROM samples WHERE member = ? AND state = 'committed'", member[0]
-    )
-    # Of samples that were dealt to another meanwhile the ledger counts one reading.
-    repeated = book.number("SELECT SUM(repeated) FROM parts WHERE member = ?", member[0])
-    lost = max(abs(steps - number) for number in counted)
-    return max(lost, steps - (committed + repeated) // BATCHES[cluster.name])
+    return max(abs(steps - number) for number in counted)
 
 
 def final_loss(cluster: Cluster) -> float:
@@ -263,12 +249,12 @@ def find_delays(disturbed: dict[str, Any], usual: dict[str, float]) -> None:
 
 
 def measure(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One engine: undisturbed and disturbed; prints a table."""
-    print(f"{options.engine}: undisturbed", flush=True)
-    calm = train(inputs, folder / f"{options.engine}-calm", options, [])
+    """Undisturbed and disturbed; prints a table."""
+    print("undisturbed", flush=True)
+    calm = train(inputs, folder / "calm", options, [])
     plan = plan_faults(options.rounds, options.seed)
-    print(f"{options.engine}: with {len(plan)} faults", flush=True)
-    wild = train(inputs, folder / f"{options.engine}-wild", options, plan)
+    print(f"with {len(plan)} faults", flush=True)
+    wild = train(inputs, folder / "wild", options, plan)
     usual = {name: max(b - a for a, b in gaps) for name, gaps in calm["gaps"].items()}
     find_delays(wild, usual)
     print(f"\n{'round':>5}  {'fault':<22}{'of':<4}{'others waited':<18}what happened")
@@ -290,32 +276,21 @@ def measure(inputs: Inputs, folder: Path, options: argparse.Namespace) -> dict[s
     }
 
 
-def worst_of(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure the one that is worst; of faults their number."""
-    worst = {key: max(each[key] for each in found) for key in found[0]}
-    return worst | {"faults": sum(each["faults"] for each in found)}
-
-
 def main() -> None:
     """Measure, print tables, and one line of JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=["hub", "gloo", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="14 rounds of one engine")
+    parser.add_argument("--quick", action="store_true", help="14 rounds")
     parser.add_argument("--wait", choices=list(WAITS), default="all", help="whom a turn waits for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep all files there")
     options = parser.parse_args()
-    engines = ["hub", "gloo"] if options.engine == "both" else [options.engine]
     if options.quick:
-        engines, options.rounds = engines[:1], 14
+        options.rounds = 14
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         folder = options.folder or Path(scratch)
-        inputs = prepare(folder / "inputs")
-        found = {}
-        for options.engine in engines:
-            found[options.engine] = measure(inputs, folder, options)
-    print(json.dumps({**worst_of(list(found.values())), "deadline_s": DEADLINE_S, **found}))
+        found = measure(prepare(folder / "inputs"), folder, options)
+    print(json.dumps({**found, "deadline_s": DEADLINE_S}))
 
 
 if __name__ == "__main__":

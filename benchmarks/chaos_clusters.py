@@ -190,15 +190,13 @@ class Cluster:
         return error is not None and "have finished this run" in str(error["what"])
 
     def processes(self, what: str) -> list[psutil.Process]:
-        """`all`, `ranks`, `last rank`, or the `side` process."""
+        """`all`, `ranks`, or the `last rank`."""
         assert self.run_dir is not None
         with suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self._child.pid)
             family = [agent, *agent.children(recursive=True)]
             if what == "all":
                 return family
-            if what == "side":
-                return [each for each in family if "isles.outer.side" in _command(each)]
             attempt = self.run_dir.last_attempt()
             assert attempt is not None
             records = [read_record(attempt.rank_record(rank)) for rank in range(RANKS[self.name])]
@@ -244,12 +242,6 @@ class Cluster:
             return ""
         paths = [attempt.agent_log, attempt.rank_log(0)]
         return "\n".join(p.read_text(errors="replace")[-3000:] for p in paths if p.exists())
-
-
-def _command(process: psutil.Process) -> list[str]:
-    with suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
 
 
 @dataclass

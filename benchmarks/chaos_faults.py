@@ -58,13 +58,6 @@ def kill_machine(run: Run, cluster: Cluster, chance: random.Random) -> str:
     return f"command typed again after {away_s:.0f} s"
 
 
-def kill_side(run: Run, cluster: Cluster, chance: random.Random) -> str:
-    """kill -9 of the side process."""
-    run.wires.wait_for_transfer(cluster.name, TRANSFER_BYTES, 3.0)
-    cluster.send("side", signal.SIGKILL)
-    return "in a transfer"
-
-
 def freezing(what: str, shortest_s: float, longest_s: float) -> Blow:
     """SIGSTOP to some of a cluster's processes; later they go on."""
 
@@ -114,7 +107,6 @@ Blow = Callable[[Run, Cluster, random.Random], str]
 BLOWS: dict[str, Blow] = {
     "machine killed": kill_machine,
     "ranks killed": kill_ranks,
-    "side process killed": kill_side,
     "line cut": cut,
     "cluster frozen": freezing("all", 0.3 * DEAD_AFTER_S, 0.8 * DEAD_AFTER_S),
     "line silent": silence,

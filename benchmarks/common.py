@@ -31,8 +31,8 @@ from isles.run.paths import RunDir
 from isles.run.records import read_rows
 
 if TYPE_CHECKING:
-    from isles.config.split import RowSplit
     from isles.data.loader import Loader, StepData
+    from isles.dist.split import RowSplit
     from isles.train.parts import Parts
 
 SEQ_LENGTH, MICRO_BATCH = 128, 8
@@ -209,7 +209,7 @@ def run_rank(
     import torch.distributed as dist
 
     from isles.checkpoint.travel import Travel
-    from isles.dist.disks import find_disks
+    from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
     from isles.train.loop import train

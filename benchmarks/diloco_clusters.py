@@ -15,10 +15,10 @@ from torch import Tensor
 from isles.config.sections.outer import DiLoCoConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import learning_rate
-from isles.config.split import even_split
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.data.rng import Int64Array
+from isles.dist.split import even_split
 from isles.dist.world import World
 from isles.models.build import fill_model
 from isles.outer.average import combine
@@ -30,7 +30,7 @@ from isles.outer.pace import Schedule
 from isles.train.evaluate import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import make_optimizers
-from isles.train.outer.chief import schedule_of
+from isles.train.outer.coordinator import schedule_of
 from isles.train.strategy import make_engine, settle_mesh
 
 FRAGMENTS = "+fragments"

@@ -15,7 +15,7 @@ two synchronous runs differ by chance.
 All clusters live in this one process and step by turns: there is no rendezvous and no network. What
 they do to the weights is isles' own: engine, optimizer, loader, layout, codecs with error feedback,
 the rendezvous' averaging, weighted by tokens, and the cluster's outer step, with the same schedule
-of turns as in training. After each turn the anchors of all clusters must have one digest.
+of turns as in training. After each turn the outer parameters of all clusters must have one digest.
 Settings are codecs; `+fragments` cuts the model in fragments that are averaged by turns, while
 inner steps go on. topk has less outer momentum, as what it leaves out is fed back; SparseLoCo none.
 
@@ -166,7 +166,6 @@ def open_bench(folder: Path, overrides: Sequence[str], *, quick: bool, together:
         folder / "cache",
         seed=config.seed,
         vocab_size=len(tokenizer),
-        is_preparer=True,
         progress=lambda text: print(text, flush=True),
     )
     assert validation is not None

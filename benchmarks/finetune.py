@@ -154,12 +154,11 @@ def padding_waste(folder: Path) -> float:
         folder / "cache",
         seed=0,
         vocab_size=VOCABULARY,
-        is_preparer=True,
         progress=lambda _: None,
         world=world,
     )
     leave_world()
-    (counts,) = training.counts
+    counts = training.parts[0].counts
     return counts.padding_share
 
 

@@ -77,7 +77,7 @@ async def _measure(
             codec=codec.text,
             pieces=[[PIECE] * count],
             version=0,
-            anchors=["0" * 64],
+            outer_params=["0" * 64],
         )
         await client.join(join, DEADLINE_S)
     before = _peak_bytes(pid)

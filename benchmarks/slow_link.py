@@ -1,6 +1,6 @@
 """Two clusters over slow links: averaging with fragments and overlap, against DDP on the same link.
 
-    python benchmarks/slow_link.py [--quick] [--rate 100] [--steps 300] [--engine hub|gloo] …
+    python benchmarks/slow_link.py [--quick] [--rate 100] [--steps 300] …
 
 Needs root: clusters and rendezvous are network namespaces of this machine (see tests/lab), and the
 network interface of each cluster is shaped to RATE Mbit/s in either direction (tbf). The kernel's
@@ -10,13 +10,14 @@ the shape llama-15m in fp32 on samples that are made up. Three runs, one after t
 
 plain: both clusters at once, each for itself: what inner steps take where nothing travels.
 outer: the same with a section `outer` (int8, 4 fragments, a delay), through a rendezvous on a third
-    host: isles' trainer with its side process, nothing but the join line is put there by hand.
+    host: isles' trainer; nothing but the join line is put there by hand.
 ddp: the same trainer as one cluster of two ranks with strategy ddp, over the same two interfaces.
 
 compute share: the part of the wall time in which a rank was in its inner steps, by its own records
 (data, forward and backward, optimizer; not what it waited for communication), from the end of one
-step to the end of another, whole rounds apart; starts and ends are no part of it. Side processes,
-encoding, TLS and the rendezvous take CPU time of the same cores on which the ranks compute: that
+step to the end of another, whole rounds apart; starts and ends are no part of it. Encoding, TLS
+and the rendezvous take CPU time of the same cores on which the ranks compute, and what rank 0 says
+to the hub takes the interpreter's lock now and then: that
 makes steps longer, so `speed` says how long a step is beside one of `plain`, all in all.
 bytes: both directions of a cluster's interface, by its counters, for each inner step.
 
@@ -170,13 +171,12 @@ def outer_figures(run: Run, first: int, last: int) -> dict[str, float]:
             f"{row['turn']:>6}  {row['mode']:<8}{up:>6.1f}{row['send_s']:>7.2f}{down:>10.1f}"
             f"{row['receive_s']:>7.2f}{row['exposed_s']:>11.3f}{row['hidden_s']:>10.2f}"
         )
-    cpu = {kind: run.cpu_s(kind, first, last) for kind in ("ranks", "sides", "rendezvous")}
+    cpu = {kind: run.cpu_s(kind, first, last) for kind in ("ranks", "rendezvous")}
     print(f"CPU seconds: {', '.join(f'{kind} {spent:.1f}' for kind, spent in cpu.items())}")
     exposed_s, hidden_s = (sum(row[name] for row in every) for name in ("exposed_s", "hidden_s"))
     return {
         "exposed_s": exposed_s / len(turns),
         "hidden_s": hidden_s / len(turns),
-        "side_cpu_s": cpu["sides"] / len(turns),
         "rendezvous_cpu_s": cpu["rendezvous"],
     }
 
@@ -192,7 +192,6 @@ def main() -> None:
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--delay", type=int, default=8, help="inner steps")
-    parser.add_argument("--engine", choices=("hub", "gloo"), default="hub")
     parser.add_argument("--max-rate", default="null", help="of the section outer")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--rows", type=int, default=4, help="samples of a cluster's inner step")

@@ -49,7 +49,7 @@ clusters: [{{name: {cluster}, comm_timeout: 120s}}]
 
 OUTER = """\
 outer: {{kind: diloco, sync_every: {sync_every}, codec: {codec}, fragments: {fragments},
-  delay: {delay}, engine: {engine}, max_rate: {max_rate}, min_clusters: 2, deadline: 300s}}
+  delay: {delay}, max_rate: {max_rate}, min_clusters: 2, deadline: 300s}}
 """
 
 
@@ -62,7 +62,7 @@ class Seen:
     """By host: bytes that its interface has sent and received."""
 
     cpu: dict[str, float]
-    """CPU seconds of ranks, side processes and the rendezvous, all together."""
+    """CPU seconds of ranks and the rendezvous, all together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Bench:
         logs = [f"{names[0]}-{cluster}" for cluster in self.clusters]
         todo = list(zip(self.clusters, commands, logs, strict=True))
         with self._processes(todo) as processes:
-            kinds: dict[str, list[int]] = {"ranks": [], "sides": [], "rendezvous": []}
+            kinds: dict[str, list[int]] = {"ranks": [], "rendezvous": []}
             watch = Watch(self.lab, self.clusters, kinds)
             end = time.monotonic() + DEADLINE_S
             while any(process.poll() is None for process in processes):
@@ -256,11 +256,10 @@ def _pids(
     processes: Sequence[subprocess.Popen[bytes]], server: subprocess.Popen[bytes] | None
 ) -> dict[str, list[int]]:
     """The processes by kind."""
-    found: dict[str, list[int]] = {"ranks": [], "sides": [], "rendezvous": []}
+    found: dict[str, list[int]] = {"ranks": [], "rendezvous": []}
     for process in processes:
         for child in _family(process):
-            is_side = "isles.outer.side" in child.cmdline()
-            found["sides" if is_side else "ranks"].append(child.pid)
+            found["ranks"].append(child.pid)
     if server is not None:
         found["rendezvous"] = [child.pid for child in _family(server)]
     return found

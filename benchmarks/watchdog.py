@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from isles.config.sections.run import RunConfig
-from isles.config.sections.script import fill_absent
 from isles.dist.beat import Beats, _serve
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir
@@ -50,7 +49,7 @@ def idle_ms(folder: Path) -> float:
     run_dir = RunDir(folder)
     server, address = _serve()
     beats = Beats(address, "benchmark", rank=0, world_size=1, keeper=0, server=server)
-    config = RunConfig.model_validate(fill_absent({"training": {"script": "none.py"}}))
+    config = RunConfig.model_validate({"training": {"script": "none.py"}})
     clock = StepClock()
     recorder = Recorder(run_dir, is_main=False, world_size=1)
     watch = Watchdog(

@@ -1,6 +1,6 @@
 """Write the tables of docs/coming-from.md from the names of other tools that isles knows.
 
-Run it after a change of src/isles/config/aliases/; tests/unit/test_coming_from.py compares.
+Run it after a change of src/isles/config/aliases.yaml; tests/unit/test_coming_from.py compares.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from isles.config.aliases.names import foreign_names
-from isles.config.aliases.values import VALUES
+from isles.config.issues import alias_keys, aliases
 
 PAGE = Path(__file__).with_name("coming-from.md")
 PARTS = {
@@ -59,13 +58,13 @@ def key_tables(tools: Iterable[str]) -> str:
     """Keys that have a name here, then those that have none and why."""
     here: dict[tuple[str, str], list[str]] = {}
     nowhere: dict[str, list[str]] = {}
-    for foreign in foreign_names().values():
-        if not set(tools) & set(foreign.tools):
+    for alias in alias_keys().values():
+        if not set(tools) & set(alias.tools):
             continue
-        if foreign.target is None:
-            nowhere.setdefault(foreign.note, []).append(foreign.name)
+        if alias.target is None:
+            nowhere.setdefault(alias.note, []).append(alias.name)
         else:
-            here.setdefault((foreign.target, foreign.note), []).append(foreign.name)
+            here.setdefault((alias.target, alias.note), []).append(alias.name)
     lines = ["| there | here | to mind |", "|---|---|---|"]
     lines += [
         f"| {_names(names)} | `{target}` | {_cell(note)} |"
@@ -79,11 +78,9 @@ def key_tables(tools: Iterable[str]) -> str:
 def value_table() -> str:
     """Words for a value that mean another word here."""
     lines = ["| key | there | here |", "|---|---|---|"]
-    for key, words in VALUES.items():
-        by_meaning: dict[str, list[str]] = {}
-        for word, meaning in words.items():
-            by_meaning.setdefault(meaning, []).append(word)
-        lines += [f"| `{key}` | {_names(w)} | `{meaning}` |" for meaning, w in by_meaning.items()]
+    for key, meanings in aliases()["values"].items():
+        for meaning, words in meanings.items():
+            lines.append(f"| `{key}` | {_names(words.split())} | `{meaning}` |")
     return "\n".join(lines)
 
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from isles.config import keys
-from isles.config.emit import scalar_text
 from isles.config.sections.run import RunConfig
-from isles.config.show import write_duration
+from isles.config.yaml import scalar_text
 from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from isles.facts.models import llama_parameters, load_shape, shape_names
-from isles.facts.units import format_count
+from isles.facts.units import format_count, write_duration
 
 TARGET = Path(__file__).with_name("run-file.md")
 
@@ -184,7 +183,7 @@ def _default(node: keys.Schema) -> str:
     value: Any = option["default"]
     if value == {}:
         return "`{}`"
-    if isinstance(value, float) and keys.is_duration(node):
+    if isinstance(value, float) and "duration" in keys.value_types(node):
         return f"`{write_duration(value)}`"
     return f"`{scalar_text(value)}`"
 

@@ -1,4 +1,4 @@
-"""A stand-in for isles.train.agent: obeys orders from a pipe, and leaves the same records.
+"""A stand-in for isles.agent: obeys orders from a pipe, and leaves the same records.
 
 Orders are JSON lines in RUN_DIR/orders; each is answered by a line in RUN_DIR/answers.
 """

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from isles.outer.client.blobs import Incoming, digest_of, hash_chunks
 from isles.outer.hub.averaging import average, norm_of
-from isles.outer.messages import CHUNK_BYTES, Contribution
+from isles.outer.hub.files import Incoming
+from isles.outer.messages import CHUNK_BYTES, Contribution, digest_of, hash_chunks
 from tests.outer_world import World, member_id
 
 TURNS, NUMBERS = 6, CHUNK_BYTES // 4 + 5
@@ -135,7 +135,7 @@ def _work(folder: Path, asked: list[Callable[[World], None]], steps: int, writer
     code = 1
     try:
         world = open_world(folder)
-        world.core.book._db.set_trace_callback(count)  # before each statement, COMMIT as well
+        world.core.journal._db.set_trace_callback(count)  # before each statement, COMMIT as well
         sys.addaudithook(lambda event, _: count(event) if event in _FILES else None)
         for request in asked:
             request(world)

@@ -44,12 +44,12 @@ def member_id(name: str) -> str:
     return name.encode().hex().rjust(32, "0")
 
 
-def next_anchors(anchors: str, average: bytes) -> str:
-    """The digest of a fragment's anchors after an average."""
-    return hashlib.sha256(anchors.encode() + average).hexdigest()
+def next_outer_params(outer_params: str, average: bytes) -> str:
+    """The digest of a fragment's outer parameters after an average."""
+    return hashlib.sha256(outer_params.encode() + average).hexdigest()
 
 
-def join(name: str, elements: int, version: int, anchors: list[str], **more: object) -> Join:
+def join(name: str, elements: int, version: int, outer_params: list[str], **more: object) -> Join:
     """How a cluster of these tests joins."""
     body = {
         "id": member_id(name),
@@ -58,7 +58,7 @@ def join(name: str, elements: int, version: int, anchors: list[str], **more: obj
         "codec": "none",
         "pieces": [pieces(elements)] * FRAGMENTS,
         "version": version,
-        "anchors": anchors,
+        "outer_params": outer_params,
     }
     return Join.model_validate({**body, **more})
 
@@ -66,11 +66,11 @@ def join(name: str, elements: int, version: int, anchors: list[str], **more: obj
 async def main(line: JoinLine, name: str, folder: Path, turns: int, elements: int, rate: float):
     """Take part in so many turns; what was applied stands in NAME.json, with each turn's hash."""
     record = folder / f"{name}.json"
-    state = {"version": 0, "anchors": ["0" * 64] * FRAGMENTS, "hashes": []}
+    state = {"version": 0, "outer_params": ["0" * 64] * FRAGMENTS, "hashes": []}
     if record.exists():
         state = json.loads(record.read_text())
     async with Client(line, member_id(name), up_bytes_per_s=rate) as client:
-        await client.join(join(name, elements, state["version"], state["anchors"]), DEADLINE_S)
+        await client.join(join(name, elements, state["version"], state["outer_params"]), DEADLINE_S)
         beats = asyncio.create_task(_beat(client, state))
         for turn in range(state["version"], turns):
             file = folder / f"{name}-{turn}.part"
@@ -93,13 +93,15 @@ async def main(line: JoinLine, name: str, folder: Path, turns: int, elements: in
             await client.fetch_average(answer, average, DEADLINE_S)
             data = average.read_bytes()
             fragment = turn % FRAGMENTS
-            state["anchors"][fragment] = next_anchors(state["anchors"][fragment], data)
+            state["outer_params"][fragment] = next_outer_params(
+                state["outer_params"][fragment], data
+            )
             state["hashes"].append(hashlib.sha256(data).hexdigest())
             state["version"] = turn + 1
             partial = record.with_suffix(".new")
             partial.write_text(json.dumps(state))
             partial.replace(record)
-            await client.applied(turn, state["anchors"][fragment], DEADLINE_S)
+            await client.applied(turn, state["outer_params"][fragment], DEADLINE_S)
             file.unlink()
             average.unlink()
         beats.cancel()

@@ -1,4 +1,4 @@
-"""A cluster for tests without a model: random weights, real outer steps, a real side process.
+"""A cluster for tests without a model: random weights, real outer steps, a real link.
 
 To be started by `tests.ranks`.
 """
@@ -17,11 +17,7 @@ from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
 from isles.outer.base import OuterSettings
-from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
-from isles.outer.layout import make_layout
-from isles.outer.link.link import Link, member_of
-from isles.outer.link.messages import (
+from isles.outer.client.events import (
     Claimed,
     Committed,
     Donate,
@@ -30,8 +26,13 @@ from isles.outer.link.messages import (
     Progress,
     Refused,
     Reset,
+    Sent,
     StateReady,
 )
+from isles.outer.client.link import Link, member_of
+from isles.outer.cluster import Cluster
+from isles.outer.codec.base import parse_codec
+from isles.outer.layout import make_layout
 from isles.run.env import RankEnv
 
 DEADLINE_S = 500.0
@@ -94,17 +95,15 @@ class Trainer:
         self.seen: list[str] = []
         self.history: dict[int, list[Any]] = {}
         self.steps = 0
-        self.slowest_s = 0.0
         rate = {"lr": options.get("identity", "0.7")}
         member_id = name.encode().hex().rjust(32, "0")
-        self.link = Link.start(
+        self.link = Link(
             member_of(layout, name=name, member_id=member_id, identity=rate),
-            LinkSettings(engine=options["engine"], **options.get("link", {})),
+            LinkSettings(**options.get("link", {})),
             join_file=Path(options["join"]),
             spool=folder / f"spool-{name}",
             version=0,
-            anchors=self.digests(),
-            log_file=folder / f"{name}.side.log",
+            outer_params=self.digests(),
         )
 
     def digests(self) -> list[str]:
@@ -142,7 +141,7 @@ class Trainer:
             for fragment, path in enumerate(event.paths)
         }
         assert versions == {event.version}
-        assert tuple(self.digests()) == event.anchors
+        assert tuple(self.digests()) == event.outer_params
         self.version, self.contributed = event.version, event.version - 1
         self.samples += [span for spans in self.listed.values() for span in spans]
         self.listed.clear()
@@ -161,8 +160,7 @@ class Trainer:
         if not event.is_in:
             self.samples += listed
         self.version = event.turn + 1
-        self.history[event.turn] = [digest, event.is_in, event.participants, event.sent_bytes]
-        self.slowest_s = max(self.slowest_s, event.waited_s)
+        self.history[event.turn] = [digest, event.is_in, sorted(event.weights), event.sent_bytes]
         self.link.applied(event.turn, digest)
 
     def may_contribute(self) -> bool:
@@ -177,17 +175,11 @@ class Trainer:
         self.weights.learn(zlib.crc32(f"{self.name} {self.steps}".encode()))
         turn = self.version
         path = self.link.contribution_path(turn)
-        made = self.cluster.contribution(turn % self.fragments, path)
+        self.cluster.contribution(turn % self.fragments, path)
         self.listed[turn], self.samples = self.samples, []
         self.contributed = turn
-        self.link.contribute(
-            turn,
-            path,
-            tokens=TOKENS[self.name],
-            samples=self.listed[turn],
-            inner_steps=1,
-            norm=made.norm,
-        )
+        sent = Sent(turn, TOKENS[self.name], 1, tuple(self.listed[turn]), self.steps)
+        self.link.contribute(sent)
         self.link.claim(SAMPLES)
         self.link.progress(Progress(step=self.steps, since=1, tokens_per_s=1e3, phase="waiting"))
 
@@ -196,11 +188,9 @@ class Trainer:
             "version": self.version,
             "history": self.history,
             "is_ready": self.is_ready,
-            "pid": self.link.side_pid,
             "seen": self.seen,
-            "slowest_s": self.slowest_s,
             "weights": self.weights.digest() if is_done else "",
-            "anchors": self.digests() if is_done else [],
+            "outer_params": self.digests() if is_done else [],
         }
         path = self.folder / f"{self.name}.json"
         partial = path.with_suffix(".new")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from isles.outer.hub.averaging import Average
 from isles.outer.hub.core import Core
-from isles.outer.hub.settings import Settings
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.rules import Settings
 from isles.outer.hub.status import events
 from isles.outer.messages import Applied, Beat, Claim, Contribution, Join
 
@@ -28,14 +29,14 @@ class World:
 
     def restart(self) -> None:
         """As after kill -9: only what is on the disk is left."""
-        self.core.book.close()
+        self.core.journal.close()
         self.core = self._open()
 
     def join(
         self,
         name: str,
         version: int = 0,
-        anchors: str | list[str] = ZERO,
+        outer_params: str | list[str] = ZERO,
         called: str = "",
         **more: object,
     ):
@@ -46,7 +47,9 @@ class World:
             "codec": "none",
             "pieces": [[4]] * self.fragments,
             "version": version,
-            "anchors": [anchors] * self.fragments if isinstance(anchors, str) else anchors,
+            "outer_params": [outer_params] * self.fragments
+            if isinstance(outer_params, str)
+            else outer_params,
         }
         join = Join.model_validate({**values, **more})
         return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
@@ -65,7 +68,7 @@ class World:
 
     def complete(
         self, name: str, turn: int, samples=(), tokens: int = 10, norm: float = 1.0, fault=""
-    ) -> int:
+    ) -> None:
         body = Contribution(
             id=member_id(name),
             tokens=tokens,
@@ -73,7 +76,7 @@ class World:
             samples=list(samples),
             digest=ZERO,
         )
-        return self.core.complete(turn, body, norm, fault).repeated
+        self.core.complete(turn, body, norm, fault)
 
     def close(self) -> list[str] | None:
         """Who takes part in the turn that is closed now, and commit it; None: it waits."""
@@ -83,8 +86,8 @@ class World:
         self.core.commit(job.turn, Average(ZERO, 16) if job.parts else Average("", 0))
         return sorted(self.core.answer(job.turn).weights)
 
-    def applied(self, name: str, turn: int, anchors: str) -> None:
-        self.core.applied(Applied(id=member_id(name), turn=turn, anchors=anchors))
+    def applied(self, name: str, turn: int, outer_params: str) -> None:
+        self.core.applied(Applied(id=member_id(name), turn=turn, outer_params=outer_params))
 
     def events(self, kind: str) -> list[str]:
         return [f"{e['member']}: {e['what']}" for e in events(self.core, 0) if e["kind"] == kind]
@@ -92,3 +95,13 @@ class World:
 
 def member_id(name: str) -> str:
     return name.encode().hex().rjust(32, "0")
+
+
+def overlaps(journal: Journal) -> list[str]:
+    """What is wrong with the blocks of samples: a gap, an overlap."""
+    found, end = [], 0
+    for row in journal.rows("SELECT * FROM blocks ORDER BY start"):
+        if row["start"] != end:
+            found.append(f"block {row['start']} to {row['stop']} begins where {end} was due")
+        end = row["stop"]
+    return found

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -30,7 +29,6 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.data import DataConfig
 from isles.data.build import build_datasets
 from isles.data.stream import segment
-from isles.data.stream.source import StreamStart
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import UserError
 from tests.documents import blocks
@@ -149,37 +147,31 @@ def batches(folder: Path, setting: str, count: int) -> Iterator[bytes]:
     sources = [s | {"path": str(folder / s["path"])} for s in values["sources"]]
     pairs = sources[0].get("type") == "preference"
     segment.SEGMENT_TOKENS = 20_000
-    (folder / "ledgers").mkdir(exist_ok=True)
     training, validation = build_datasets(
         DataConfig.model_validate({**values, "sources": sources}),
         byte_tokenizer(folder / "tokenizer"),
         folder / "cache",
         seed=SEED,
-        is_preparer=True,
         vocab_size=512,
         progress=lambda _: None,
-        stream=StreamStart(folder / "ledgers", 0),
         pairs=pairs,
     )
     for number in range(count):
         ids = np.arange(number * BATCH_ROWS, (number + 1) * BATCH_ROWS)
         parts = [np.asarray(part) for part in training.rows(ids) if part is not None]
+        training.num_targets(ids)  # of a stream, what lies before is let go
         yield b"".join(str((p.shape, p.dtype)).encode() + p.tobytes() for p in parts)
     if validation is not None:
         parts = [np.asarray(part) for part in validation.rows(np.arange(4)) if part is not None]
         yield b"".join(part.tobytes() for part in parts)
+    training.close()
 
 
 def data_digest(folder: Path, setting: str, count: int) -> str:
     """SHA-256 of the first batches of a setting."""
     digest = hashlib.sha256()
-    try:
-        for batch in batches(folder, setting, count):
-            digest.update(batch)
-    finally:
-        for preparer in psutil.Process().children():  # of a stream; it would write on
-            preparer.kill()
-            preparer.wait()
+    for batch in batches(folder, setting, count):
+        digest.update(batch)
     return digest.hexdigest()
 
 

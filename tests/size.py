@@ -43,6 +43,11 @@ def lines_of(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n")
 
 
+def _path_of(name: str) -> Path:
+    path = SRC.parent / Path(*name.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def single_importers() -> list[tuple[str, str]]:
     """Files that one other file of their folder imports, and nobody else; each with that one."""
     graph = file_graph()
@@ -79,7 +84,7 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(table)
     single = single_importers()
-    paths = {name: SRC.parent / Path(*name.split(".")).with_suffix(".py") for name, _ in single}
+    paths = {name: _path_of(name) for name, _ in single}
     small = [(a, b) for a, b in single if lines_of(paths[a]) < _LEAF_LINES]
     console.print(
         f"{len(single)} files have a single importer beside them; of these {len(small)} are below "

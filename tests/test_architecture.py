@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": SHARED,
     "check": SHARED | {"launch"},
     "monitor": SHARED | {"launch"},
+    "agent": SHARED | {"launch"},
     "cli": SHARED | {"launch", "monitor", "check"},
     # worker wing
     "dist": SHARED,
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED
     | {"dist", "models", "data", "track", "strategies", "checkpoint", "balance", "outer"},
 }
-CONTROL_WING = {"errors", "facts", "config", "run", "launch", "check", "monitor", "cli"}
+CONTROL_WING = {"errors", "facts", "config", "run", "launch", "check", "monitor", "agent", "cli"}
 HEAVY = {"torch", "numpy", "transformers", "datasets", "pyarrow", "tokenizers", "matplotlib"}
 FILES = sorted(SRC.rglob("*.py"))
 
@@ -127,6 +128,24 @@ def test_a_concept_is_a_folder_and_no_prefix() -> None:
             found.setdefault((path.parent, path.stem.split("_")[0]), []).append(path.name)
     many = [f"{folder}: {names}" for (folder, _), names in found.items() if len(names) > 2]
     assert not many, many
+
+
+OLD_WORDS = {
+    *("conductor", "lobby", "seat", "strangers", "parcel", "verdict"),
+    *("wish", "chief", "crew", "outlook", "roster", "anchor"),
+}
+
+
+def test_the_fields_words_name_things() -> None:
+    """None of a dozen that the field does not have."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for kind in ("name", "id", "attr", "arg"):
+                name = getattr(node, kind, None)
+                if not isinstance(name, str) or name == "anchor":  # PyYAML's own, of an event
+                    continue
+                parts = {part.lower() for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name)}
+                assert not parts & OLD_WORDS, f"{path}:{getattr(node, 'lineno', 0)}: {name}"
 
 
 def test_every_room_says_what_is_in_it_and_what_to_open_first() -> None:

@@ -23,10 +23,7 @@ from isles.launch.arguments import normalise_overrides
 from isles.launch.file_verbs import config, data
 from isles.launch.remote.command import setup_app
 from isles.launch.render.command import render
-from isles.monitor import verbs as run_verbs
-from isles.monitor.join_cluster_verb import join_cluster_app
-from isles.monitor.join_verb import join_app
-from isles.monitor.meeting.command import rendezvous_app
+from isles.monitor import results, verbs
 
 app = App(
     name="isles",
@@ -40,10 +37,8 @@ app.command(data)
 app.command(render)
 app.command(setup_app)
 app.command(check_app)
-app.command(join_app)
-app.command(rendezvous_app)
-app.command(join_cluster_app)
-run_verbs.register(app)
+verbs.register(app)
+results.register(app)
 
 
 @app.command
@@ -57,7 +52,7 @@ def init(
         output: Where it is written.
         force: Replace the file if it is there.
     """
-    from isles.config.template import template as template_text
+    from isles.config.show import template as template_text
     from isles.run.records import write_text_atomic
 
     text = template_text(template)
@@ -107,7 +102,6 @@ def train(
     """
     from isles.launch.arguments import train_command
     from isles.launch.base import StartOptions
-    from isles.monitor.started import start_and_follow
 
     join = ""
     if join_file is not None:
@@ -125,7 +119,7 @@ def train(
         join=join,
         typed=typed or train_command(run_file, overrides, resume),
     )
-    return start_and_follow(options, detach=detach, announce=announce)
+    return verbs.start_and_follow(options, detach=detach, announce=announce)
 
 
 @app.command

@@ -21,8 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from isles.checkpoint.adapter import read_trained
 from isles.config.resolve import load_resolved
-from isles.config.sections.adapter import AdapterConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
@@ -36,7 +35,7 @@ from isles.run.records import read_record, read_rows
 from isles.strategies.base import Engine
 from isles.strategies.ddp import DDPEngine
 from isles.strategies.fsdp import FSDPEngine
-from isles.train.adapter import export_adapted
+from isles.train.finish import export_adapted
 from isles.train.model import whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import settle_mesh

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from isles.balance.balancer import Balancer
+from isles.balance.curve import Curve
 from isles.balance.history import Dealt, Device, History
 from isles.balance.meter import ComputeMeter
-from isles.config.curve import Curve
-from isles.config.split import even_split
 from isles.dist.measure import Company
+from isles.dist.split import even_split
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
 from isles.run.env import RankEnv

@@ -42,12 +42,12 @@ def build_on_node(
     """What one rank gets: the data's hash and a batch, the error, and what was logged."""
     from isles.config.sections.data import DataConfig
     from isles.data.build import build_datasets
-    from isles.data.tokens import transfer
     from isles.data.tokens.tokenizer import load_tokenizer
+    from isles.dist import files
     from isles.dist.world import join_world, leave_world
     from isles.errors import UserError
 
-    transfer.PIECE_BYTES = 4096  # so that there are many
+    files.PIECE_BYTES = 4096  # so that there are many
     node, local = divmod(env.rank, ranks_per_node)
     env = replace(env, local_rank=local, local_world_size=ranks_per_node)
     os.chdir(node_of(folder, node))
@@ -64,7 +64,6 @@ def build_on_node(
             load_tokenizer(str(tokenizer)),
             Path("cache"),
             seed=0,
-            is_preparer=local == 0,
             progress=lambda _: None,
             world=world,
             vocab_size=300,
@@ -75,7 +74,7 @@ def build_on_node(
         leave_world()
     inputs = training.batch(np.arange(64))[0]
     held = sorted(path.name for path in Path("cache").iterdir())
-    sent = [line for line in lines if "bytes=" in line and "from=" in line]
+    sent = [line for line in lines if line.startswith("data=")]
     return training.content, inputs.tolist(), sent, held
 
 
@@ -110,10 +109,10 @@ def test_damage_on_the_way_leaves_nothing_and_is_named(tmp_path: Path, tokenizer
     received.rmdir()
     errors = run_ranks(build_on_node, 2, tmp_path, 1, tokenizer)
     assert isinstance(good[0], tuple) and errors[0] == errors[1]
-    assert "are not what was prepared there: tokens.bin has changed" in errors[0]
-    assert "(rank 1)" in errors[0] and "(rank 0)" in errors[0]
+    assert "tokens.bin has changed on the disk that it was read from" in errors[0]
+    assert "rank 0 on" in errors[0] and "sent by rank 1" in errors[0]
     assert not received.exists()
-    assert not list(received.parent.glob(".tmp-*"))
+    assert not list(received.parent.glob(".partial-*"))
 
 
 @pytest.mark.long
@@ -188,7 +187,7 @@ def hang_on_rank_one(env: RankEnv, does: str) -> Any:
     """What the ranks hear when the one that works for them hangs, fails or dies."""
     import threading
 
-    from isles.data.tokens.nodes import work_together
+    from isles.dist.nodes import work_together
     from isles.dist.world import is_communication_error, join_world
 
     def work(say: Any) -> None:

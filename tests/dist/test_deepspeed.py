@@ -15,12 +15,12 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from isles.config.interop.settings import deepspeed_settings
+from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
-from isles.config.split import RowSplit, even_split
 from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.split import RowSplit, even_split
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import ExitCode
 from isles.models.build import build_empty_model, build_model, fill_model

@@ -71,7 +71,6 @@ def test_the_sample_and_the_rank_that_bring_nan_are_named(poisoned: tuple[Path, 
         tokenizer,
         run_file.parent / "cache2",
         seed=0,
-        is_preparer=True,
         progress=lambda _: None,
     )
     inputs, _ = dataset.batch(np.array([sample]))

@@ -203,7 +203,7 @@ CASES: dict[int, dict[str, tuple[str, str, tuple[str, ...]]]] = {
 def turns_of_a_cluster(
     env: RankEnv, run_file: str, folder: str, number: int, cases: dict[str, Any]
 ) -> dict[str, tuple[list[str], float]]:
-    """Every case's turns; digests of the anchors after each, and of the weights; the last loss."""
+    """Every case's turns; digests of the outer state after each, and of weights; the last loss."""
     world = join_world(env, device="cpu", timeout_s=100)
     meeting = Meeting(Path(folder), f"cluster{number}", ("cluster0", "cluster1"), world)
     found = {}
@@ -255,7 +255,7 @@ def turns_of_a_cluster(
 
 
 def check_contribution(side: Side, start: dict[str, Tensor], path: Path) -> None:
-    """It is, bit by bit, what the weights have moved since the anchors."""
+    """It is, bit by bit, what the weights have moved since the outer parameters."""
     now = side.weights()
     if side.world.is_main:
         names = side.layout.fragments[0].names
@@ -418,7 +418,7 @@ def continue_alone(env: RankEnv, run_file: str, folder: str) -> dict[str, Any]:
     for fragment in range(2):
         saved |= load_file(path / f"{fragment}.safetensors")
     anchored = newcomer.weights()
-    found["anchored"] = all(torch.equal(anchored[n], saved[f"anchor.{n}"]) for n in anchored)
+    found["anchored"] = all(torch.equal(anchored[n], saved[f"outer_param.{n}"]) for n in anchored)
     found["least momentum"] = min(float(saved[f"momentum.{n}"].abs().max()) for n in anchored)
 
     resumed = Side(run_file, world, ALONE)
@@ -435,13 +435,13 @@ def continue_alone(env: RankEnv, run_file: str, folder: str) -> dict[str, Any]:
     errors = {k: v for k, v in cluster.state_dict().items() if ".error." in k}
     found["errors"] = {name: hash_of({name: value}) for name, value in errors.items()}
 
-    # A straggler keeps what it has learnt since the anchors.
+    # A straggler keeps what it has learnt since the outer parameters.
     late = Side(run_file, world, ALONE)
     cluster = late.outer("int4", OuterSettings(), fragments=2)
-    anchors = late.weights()
+    outer_params = late.weights()
     late.train(1)
     now = late.weights()
-    wanted = {name: now[name] - anchors[name] + anchored[name] for name in anchors}
+    wanted = {name: now[name] - outer_params[name] + anchored[name] for name in outer_params}
     for fragment in range(2):
         cluster.import_state(fragment, path / f"{fragment}.safetensors", keeps_steps=True)
     found["lost"] = difference(late.weights(), wanted)
@@ -461,7 +461,7 @@ def test_state_goes_to_other_ranks_and_broken_files_change_nothing(
     arguments = (str(plain_run_file), str(tmp_path))
     results = run_ranks(one_rank_or_two, 2, *arguments)
     first = results[0]
-    # One cluster with rate one is plain training, to the last bits of the anchors.
+    # One cluster with rate one is plain training, to the last bits of the outer parameters.
     assert first["alone"] < 1e-6
     for result in results:
         assert [what.split(":")[0] for what in result["faults"]] == [

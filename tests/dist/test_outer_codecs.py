@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from isles.outer.link.messages import Committed
+from isles.outer.client.events import Committed
 from isles.run.env import RankEnv
 from isles.run.records import write_record
 from tests.outer_member import serve
@@ -41,12 +41,11 @@ class Watched(Trainer):
 
 
 def all_codecs(env: RankEnv, folder: Path, name: str) -> dict[str, list[tuple[str, str]]]:
-    """One cluster: digests of anchors and of weights after every turn of every case."""
+    """One cluster: digests of outer parameters and of weights after every turn of every case."""
     found = {}
     for case, (codec, fragments) in CASES.items():
         own = folder / case
         options = {
-            "engine": "hub",
             "codec": codec,
             "fragments": fragments,
             "turns": TURNS,
@@ -59,7 +58,7 @@ def all_codecs(env: RankEnv, folder: Path, name: str) -> dict[str, list[tuple[st
 
 
 def test_weights_are_the_same_bits_after_every_turn_with_every_codec(tmp_path: Path) -> None:
-    """Two processes that learn unlike things, with links, side processes and rendezvous."""
+    """Two processes that learn unlike things, with links and rendezvous."""
     gangs = []
     for case in CASES:
         own = tmp_path / case

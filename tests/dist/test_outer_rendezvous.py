@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import aiohttp
@@ -20,16 +19,14 @@ import numpy as np
 import pytest
 
 from isles.errors import CommunicationError
-from isles.outer.client.blobs import digest_of, hash_chunks
 from isles.outer.client.client import Client
 from isles.outer.client.files import upload
 from isles.outer.client.http import RendezvousRefusal
-from isles.outer.hub.app import make_server
-from isles.outer.hub.book import Book
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.server import Server
-from isles.outer.hub.settings import Settings
-from isles.outer.messages import CHUNK_BYTES, Beat, Prepared, Ready
+from isles.outer.messages import CHUNK_BYTES, Beat, hash_chunks
 from isles.run.join_line import JoinLine, encode
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
@@ -37,11 +34,12 @@ from tests.outer_member import (
     TOKENS,
     join,
     member_id,
-    next_anchors,
+    next_outer_params,
     numbers,
     serve,
     take_part,
 )
+from tests.outer_world import overlaps
 from tests.ranks import Gang, start_ranks
 
 TURNS = 20
@@ -89,12 +87,12 @@ class Processes:
 
     def committed(self) -> int:
         with suppress(sqlite3.Error):
-            book = sqlite3.connect(f"file:{self.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
+            journal = sqlite3.connect(f"file:{self.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
             try:
                 sql = "SELECT COUNT(*) FROM turns WHERE state = 'committed'"
-                return int(book.execute(sql).fetchone()[0])
+                return int(journal.execute(sql).fetchone()[0])
             finally:
-                book.close()
+                journal.close()
         return 0
 
     def half_uploaded(self, name: str = "") -> bool:
@@ -152,13 +150,13 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
     assert len(hashes[0]) == TURNS and hashes[0] == hashes[1] == hashes[2]
     for turn in range(TURNS):  # and they are the averages of all, weighted by tokens
         assert hashes[0][turn] == _expected(turn)
-    book = Book(world.state / "rendezvous.sqlite")
-    samples = Samples(book)
-    assert samples.audit() == []
-    assert samples.counts()["committed"] == TURNS * len(NAMES) * SAMPLES
-    taken = book.rows("SELECT participants FROM turns WHERE state = 'committed'")
+    journal = Journal(world.state / "rendezvous.sqlite")
+    samples = Samples(journal)
+    assert overlaps(journal) == []
+    assert samples.counts()["averaged"] == TURNS * len(NAMES) * SAMPLES
+    taken = journal.rows("SELECT participants FROM turns WHERE state = 'committed'")
     assert [sorted(json.loads(row["participants"])) for row in taken] == [[1, 2, 3]] * TURNS
-    book.close()
+    journal.close()
     token = (world.state / "token").read_text().strip()
     for log in world.logs:
         text = log.read_text(errors="replace")
@@ -166,11 +164,11 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
 
 
 def _numbers(world: Processes) -> dict[str, int]:
-    book = sqlite3.connect(f"file:{world.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
+    journal = sqlite3.connect(f"file:{world.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
     try:
-        return dict(book.execute("SELECT name, number FROM members").fetchall())
+        return dict(journal.execute("SELECT name, number FROM members").fetchall())
     finally:
-        book.close()
+        journal.close()
 
 
 def _expected(turn: int) -> str:
@@ -185,7 +183,7 @@ def _expected(turn: int) -> str:
 
 @asynccontextmanager
 async def serving(folder: Path, **rules: object) -> AsyncIterator[tuple[Server, JoinLine]]:
-    server = make_server(folder, Settings.model_validate(rules))
+    server = Server(folder, Settings.model_validate(rules))
     line = await server.start("127.0.0.1", 0, "test")
     try:
         yield server, line
@@ -202,30 +200,30 @@ async def part(client: Client, folder: Path, turn: int, data: bytes, name: str =
 
 
 def test_strangers_and_nonsense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(_strangers(tmp_path))
+    asyncio.run(_unknown(tmp_path))
     assert "Traceback" not in caplog.text
 
 
-async def _strangers(folder: Path) -> None:
+async def _unknown(folder: Path) -> None:
     elements = CHUNK_BYTES // 4 + 10
-    anchors = ["0" * 64] * 2
+    outer_params = ["0" * 64] * 2
     async with serving(folder / "state") as (_, line):
         wrong = replace(line, token=encode(bytes(32)))
         async with Client(wrong, member_id("a")) as client:
             with pytest.raises(RendezvousRefusal, match="token is not") as refusal:
-                await client.join(join("a", elements, 0, anchors), DEADLINE_S)
+                await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
             assert refusal.value.kind == "token"
         other = replace(line, fingerprint=bytes(32))
         async with Client(other, member_id("a")) as client:
             with pytest.raises(CommunicationError, match="certificate with sha256"):
-                await client.join(join("a", elements, 0, anchors), DEADLINE_S)
+                await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
         nobody = replace(line, port=1)
         async with Client(nobody, member_id("a")) as client:
             with pytest.raises(CommunicationError, match="has not worked for 1 s"):
-                await client.join(join("a", elements, 0, anchors), 1.0)
+                await client.join(join("a", elements, 0, outer_params), 1.0)
         for garbage in (b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
-            with socket.create_connection((line.host, line.port)) as stranger:
-                stranger.sendall(garbage)
+            with socket.create_connection((line.host, line.port)) as unknown:
+                unknown.sendall(garbage)
 
         headers = {"Authorization": f"Bearer {line.token}"}
         pin = aiohttp.Fingerprint(line.fingerprint)
@@ -237,7 +235,7 @@ async def _strangers(folder: Path) -> None:
                 assert answer.status == 401
             async with http.put("/no/such/thing", data=b"x" * 100_000) as answer:
                 assert answer.status == 401  # before anything else is said
-            await client.join(join("a", elements, 0, anchors), DEADLINE_S)
+            await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
             place = f"/v1/turns/0/parts/{member_id('a')}"
             chunk = bytes(CHUNK_BYTES)
             zeros = hashlib.sha256(chunk).hexdigest()
@@ -299,7 +297,7 @@ async def _straggler(folder: Path) -> None:
     ):
         assert (await a.join(join("a", elements, 0, zero), DEADLINE_S)).standing == "first"
         assert (await b.join(join("b", elements, 0, zero), DEADLINE_S)).standing == "current"
-        anchors = list(zero)
+        outer_params = list(zero)
 
         async def one_turn(turn: int) -> None:
             await part(a, folder, turn, numbers("a", turn, elements).tobytes())
@@ -307,8 +305,8 @@ async def _straggler(folder: Path) -> None:
             assert answer.weights == {"a": 10}
             target = folder / "average"
             await a.fetch_average(answer, target, DEADLINE_S)
-            anchors[turn % 2] = next_anchors(anchors[turn % 2], target.read_bytes())
-            await a.applied(turn, anchors[turn % 2], DEADLINE_S)
+            outer_params[turn % 2] = next_outer_params(outer_params[turn % 2], target.read_bytes())
+            await a.applied(turn, outer_params[turn % 2], DEADLINE_S)
 
         for turn in range(3):
             await one_turn(turn)
@@ -320,9 +318,9 @@ async def _straggler(folder: Path) -> None:
             target = folder / f"b-average-{turn}"
             answer = await b.wait_turn(turn, DEADLINE_S)
             await b.fetch_average(answer, target, DEADLINE_S)
-            own[turn % 2] = next_anchors(own[turn % 2], target.read_bytes())
+            own[turn % 2] = next_outer_params(own[turn % 2], target.read_bytes())
             await b.applied(turn, own[turn % 2], DEADLINE_S)
-        assert own == anchors
+        assert own == outer_params
         assert (await b.join(join("b", elements, 3, own), DEADLINE_S)).standing == "current"
 
         # c is new: b is away, so a gives it its state; both ways are cut in the middle.
@@ -334,9 +332,9 @@ async def _straggler(folder: Path) -> None:
             assert not pulling.done()
         header = json.dumps({"__metadata__": {"version": "6"}}).encode()
         body = len(header).to_bytes(8, "little") + header + os.urandom(3 * CHUNK_BYTES)
-        state = folder / "anchors.safetensors"
+        state = folder / "outer-params.safetensors"
         state.write_bytes(body)
-        at_six = list(anchors)
+        at_six = list(outer_params)
         a.channel.up.bytes_per_s = 4e6
         giving = asyncio.create_task(a.give_state(6, at_six, [state], DEADLINE_S))
         sent = a.channel.sent_bytes
@@ -353,13 +351,13 @@ async def _straggler(folder: Path) -> None:
         pulled = await c.pull_state(folder / "pulled", DEADLINE_S)
         # What was there was not fetched again, but for a chunk that was cut off before it was kept.
         assert len(body) <= c.channel.received_bytes <= len(body) + CHUNK_BYTES
-        assert (pulled.version, pulled.anchors, pulled.donor) == (6, at_six, "a")
+        assert (pulled.version, pulled.outer_params, pulled.donor) == (6, at_six, "a")
         assert (folder / "pulled" / state.name).read_bytes() == body
         assert (await c.join(join("c", elements, 6, at_six), DEADLINE_S)).standing == "late"
         target = folder / "c-average"
         await c.fetch_average(await c.wait_turn(6, DEADLINE_S), target, DEADLINE_S)
-        own = [next_anchors(at_six[0], target.read_bytes()), at_six[1]]
-        assert own == anchors
+        own = [next_outer_params(at_six[0], target.read_bytes()), at_six[1]]
+        assert own == outer_params
         assert (await c.join(join("c", elements, 7, own), DEADLINE_S)).standing == "current"
         with pytest.raises(CommunicationError, match="turn 7 is future after 0 s"):
             await c.wait_turn(7, 0.2)
@@ -388,7 +386,7 @@ async def _rate(folder: Path) -> None:
         Client(line, member_id("a"), up_bytes_per_s=rate, down_bytes_per_s=rate) as client,
     ):
         await client.join(join("a", elements, 0, ["0" * 64] * 2), DEADLINE_S)
-        await server.averager()  # torch is there: only the line is measured
+        await server.work.averager()  # torch is there: only the line is measured
         file = folder / "part"
         file.write_bytes(numbers("a", 0, elements).tobytes())
         hashes = hash_chunks(file)
@@ -406,67 +404,6 @@ async def _rate(folder: Path) -> None:
         assert 4 * elements / measured < 1.1 * rate, way
 
 
-@pytest.mark.long
-def test_gloo_forms_its_groups_through_the_rendezvous(tmp_path: Path) -> None:
-    asyncio.run(_gloo(tmp_path))
-
-
-async def _gloo(folder: Path) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from isles.outer.gloo.store import EpochStore
-
-    async def member(line: JoinLine, name: str) -> list[float]:
-        async with Client(line, member_id(name)) as client:
-            await client.join(join(name, 10, 0, ["0" * 64] * 2), DEADLINE_S)
-            ready = Ready(id=client.id, tokens=TOKENS[name], steps=1, samples=[], norm=1.0)
-            epoch = await client.ready(0, ready, DEADLINE_S)
-            while epoch.state == "waiting":
-                epoch = await client.ready(0, ready, DEADLINE_S)
-            assert epoch.members == ["a", "b"]
-            store = EpochStore(client, asyncio.get_running_loop(), epoch.epoch, DEADLINE_S)
-
-            def average() -> list[float]:
-                timeout = timedelta(seconds=DEADLINE_S)
-                group = dist.ProcessGroupGloo(store, epoch.rank, len(epoch.members), timeout)
-                values = torch.full((3,), float(epoch.tokens[epoch.rank]))
-                group.allreduce([values]).wait()
-                return values.tolist()
-
-            values = await asyncio.to_thread(average)
-            file = folder / name
-            file.write_bytes(np.array(values, np.float32).tobytes())
-            digest = digest_of(hash_chunks(file))
-            prepared = Prepared(id=client.id, turn=0, digest=digest, size_bytes=12)
-            answer = await client.prepared(epoch.epoch, prepared, DEADLINE_S)
-            assert (answer.state, answer.digest) == ("committed", digest)
-            await turn_done.wait()
-            # c has missed the turn: one of those that took part is asked for its average.
-            while not (await client.turn(0, DEADLINE_S)).is_kept:
-                beat = Beat(id=client.id, step=1, version=0)
-                if (await client.beat(beat, DEADLINE_S)).upload_average == 0:
-                    await client.give_average(0, file, DEADLINE_S)
-                await asyncio.sleep(0.05)
-            return values
-
-    turn_done = asyncio.Event()
-    rules = {"min_clusters": 2, "dead_after_s": 600.0}
-    async with (
-        serving(folder / "state", **rules) as (server, line),
-        Client(line, member_id("c")) as c,
-    ):
-        await server.averager()
-        pair = asyncio.gather(member(line, "b"), member(line, "a"))
-        answer = await c.wait_turn(0, DEADLINE_S)
-        assert answer.weights == {"a": 100, "b": 200} and not answer.is_kept
-        assert (await c.join(join("c", 10, 0, ["0" * 64] * 2), DEADLINE_S)).standing == "late"
-        turn_done.set()
-        await c.fetch_average(answer, folder / "c", DEADLINE_S)
-        assert await pair == [[300.0] * 3] * 2
-        assert (folder / "c").read_bytes() == (folder / "a").read_bytes()
-
-
 def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path) -> None:
     asyncio.run(_left_alone(tmp_path))
 
@@ -480,7 +417,7 @@ async def _left_alone(folder: Path) -> None:
         await a.join(join("a", 100, 0, ["0" * 64] * 2), DEADLINE_S)
         await b.join(join("b", 100, 0, ["0" * 64] * 2), DEADLINE_S)
         await b.leave(DEADLINE_S)
-        ending = asyncio.create_task(server.finished(DEADLINE_S, alone_s=0.2))
+        ending = asyncio.create_task(server.work.finished(DEADLINE_S, alone_s=0.2))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ending), 1.0)  # a may still train
         await a.leave(DEADLINE_S, has_finished=True)

@@ -19,23 +19,23 @@ import pytest
 import torch
 
 from isles.outer.average import size
-from isles.outer.client.blobs import digest_of, hash_chunks
 from isles.outer.client.client import Client
 from isles.outer.client.http import RendezvousRefusal
 from isles.outer.codec.base import parse_codec
 from isles.outer.hub import __main__ as rendezvous
-from isles.outer.hub.book import BOOK
-from isles.outer.messages import Beat
+from isles.outer.hub.journal import JOURNAL
+from isles.outer.messages import Beat, digest_of, hash_chunks
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
 from tests.dist.test_outer_rendezvous import part, serving
 from tests.outer_deaths import TURNS, open_world
 from tests.outer_member import FRAGMENTS, join, member_id, numbers
+from tests.outer_world import overlaps
 
-ANCHORS = ["0" * 64] * FRAGMENTS
+OUTER_PARAMS = ["0" * 64] * FRAGMENTS
 
 
-# Strangers.
+# Unknown connections.
 
 
 async def _ask(line: JoinLine, request: bytes) -> bytes:
@@ -56,16 +56,15 @@ def test_a_flood_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
 
 
 async def _flood(folder: Path) -> None:
-    async with serving(folder / "state") as (server, line), Client(line, member_id("a")) as client:
-        await client.join(join("a", 10, 0, ANCHORS), DEADLINE_S)
+    async with serving(folder / "state") as (_, line), Client(line, member_id("a")) as client:
+        await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
         connections = []
         for _ in range(600):  # they say nothing, not even the beginning of TLS
             connections.append(
                 await asyncio.open_connection(line.host, line.port, local_addr=("127.0.0.2", 0))
             )
-        assert len(server._door._strangers) <= 256
         async with Client(line, member_id("b")) as other:
-            await other.join(join("b", 10, 0, ANCHORS), DEADLINE_S)
+            await other.join(join("b", 10, 0, OUTER_PARAMS), DEADLINE_S)
         assert (await client.beat(Beat(id=client.id, step=1, version=0), DEADLINE_S)).members == [
             "a",
             "b",
@@ -107,7 +106,7 @@ def test_secrets_stand_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 async def _secrets(folder: Path) -> str:
     async with serving(folder / "state") as (_, line), Client(line, member_id("a")) as client:
-        await client.join(join("a", 10, 0, ANCHORS), DEADLINE_S)
+        await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
         headers = {"Authorization": f"Bearer {line.token}"}
         connector = aiohttp.TCPConnector(ssl=aiohttp.Fingerprint(line.fingerprint))
         async with aiohttp.ClientSession(line.url, connector=connector, headers=headers) as http:
@@ -153,7 +152,7 @@ async def _poison(folder: Path, codec: str) -> None:
         Client(line, member_id("b")) as bad,
     ):
         for client, name in ((good, "a"), (bad, "b")):
-            await client.join(join(name, elements, 0, ANCHORS, codec=codec), DEADLINE_S)
+            await client.join(join(name, elements, 0, OUTER_PARAMS, codec=codec), DEADLINE_S)
         honest = _encoded(codec, numbers("a", 0, elements))
         noise = random.Random(0)
         for turn in range(5):
@@ -218,7 +217,7 @@ def test_a_full_disk_is_named_and_gone_on_from(
 async def _full(folder: Path, disk: Path) -> None:
     elements = 1 << 19  # 2 MiB each
     async with serving(disk, dead_after_s=600.0) as (_, line), Client(line, member_id("a")) as a:
-        await a.join(join("a", elements, 0, ANCHORS), DEADLINE_S)
+        await a.join(join("a", elements, 0, OUTER_PARAMS), DEADLINE_S)
         data = numbers("a", 0, elements).tobytes()
         await part(a, folder, 0, data)
         await a.wait_turn(0, DEADLINE_S)
@@ -258,8 +257,8 @@ def test_a_rendezvous_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
     deaths, longest = map(int, done.stdout.split())
     assert deaths > 40 and longest == 20, (deaths, longest)
     world = open_world(tmp_path / "state")
-    assert world.core.samples.audit() == []
-    assert world.core.samples.counts() == {"committed": TURNS * 2 * 3}
+    assert overlaps(world.core.journal) == []
+    assert world.core.samples.counts() == {"averaged": TURNS * 2 * 3}
     for turn in range(TURNS):
         answer = world.core.answer(turn)
         assert answer.weights == {"a": 1, "b": 2}
@@ -292,10 +291,10 @@ def test_what_it_is_told_wrongly_is_named(
             said = capsys.readouterr().err
             assert says in said and "fix:" in said
         assert (state / "token").stat().st_mode & 0o777 == 0o600
-        assert (state / BOOK).stat().st_mode & 0o777 == 0o600
+        assert (state / JOURNAL).stat().st_mode & 0o777 == 0o600
         other = tmp_path / "other"
         other.mkdir()
-        (other / BOOK).write_bytes(b"x" * 5000)
+        (other / JOURNAL).write_bytes(b"x" * 5000)
         assert rendezvous.main([str(other), "--run", "tiny"]) == 1
         assert "memory is damaged" in capsys.readouterr().err
     finally:

@@ -1,4 +1,4 @@
-"""One model on several clusters: real ranks, real side processes, a real rendezvous."""
+"""One model on several clusters: real ranks, a real rendezvous."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from isles.errors import ExitCode
 from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
 from isles.outer.codec.base import parse_codec
-from isles.outer.hub.book import Book
+from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from isles.outer.layout import make_layout
 from isles.run.env import RankEnv
@@ -41,6 +41,7 @@ from isles.train.record import Recorder
 from tests.dist.test_same_mathematics import weights_of
 from tests.outer_member import serve
 from tests.outer_trainer import Numbers
+from tests.outer_world import overlaps
 from tests.ranks import Gang, start_ranks, start_training
 
 DEADLINE_S = 240.0
@@ -185,7 +186,6 @@ def reference(env: RankEnv, run_file: Path, steps: list[list[int]]) -> dict[str,
         run_file.parent / "reference",
         seed=config.seed,
         vocab_size=512,
-        is_preparer=True,
         progress=lambda _: None,
     )
     model = LlamaForCausalLM.from_pretrained(config.model.name_or_path)
@@ -220,7 +220,7 @@ def test_two_clusters_that_meet_after_each_step_are_data_parallel(
     """With SGD, rate one and no momentum; the samples are those that the rendezvous has dealt."""
     options = ("training.lr_scheduler_type=constant", "training.warmup_steps=0", *SGD)
     options += ("training.weight_decay=0.0", "training.learning_rate=0.5", "training.max_steps=3")
-    outer = f"sync_every: 1, engine: gloo, interface: lo, {PLAIN}, deadline: 120s"
+    outer = f"sync_every: 1, {PLAIN}, deadline: 120s"
     with rendezvous(tmp_path, min_clusters=2):
         started = [start_cluster(on_disk, name, 1, outer, *options) for name in "ab"]
         for _, _, gang in started:
@@ -266,16 +266,16 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
         assert again.path == b.path
         assert a_gang.wait(DEADLINE_S) == [0, 0]
         assert b_gang.wait(DEADLINE_S) == [0]
-        samples = Samples(Book(state / "rendezvous.sqlite"))
-        assert samples.audit() == []
-        counts = samples.counts()
+        journal = Journal(state / "rendezvous.sqlite")
+        assert overlaps(journal) == []
+        counts = Samples(journal).counts()
     rows = turns_of(a)
     digests = {turn: row["digest"] for turn, row in turns_of(b).items()}
     assert len(rows) >= 8 and len(digests) >= 8
     assert digests == {turn: rows[turn]["digest"] for turn in digests}
     one, other = model_of(a), model_of(b)
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert counts["committed"] >= 24 * 6 + 6 * 12
+    assert counts["averaged"] >= 24 * 6 + 6 * 12
     assert (
         {"overlap"}
         < {row["mode"] for row in rows.values()}
@@ -314,8 +314,7 @@ def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_pa
         ]
         assert a_gang.wait(DEADLINE_S) == [0]
         assert [set(gang.wait(DEADLINE_S)) for _, _, gang in others] == [{0}, {0}]
-        samples = Samples(Book(state / "rendezvous.sqlite"))
-        assert samples.audit() == []
+        assert overlaps(Journal(state / "rendezvous.sqlite")) == []
     rows = turns_of(a)
     assert before.items() <= rows.items(), "what was averaged stays so"
     assert {"a", "c", "d"} == set().union(*(row["weights"] for row in rows.values())) - {"b"}
@@ -345,7 +344,7 @@ def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Pa
         gangs = [start_cluster(made_up, name, 1, outer, *options)[2] for name in "ab"]
         for gang in gangs:
             assert gang.wait(DEADLINE_S) == [0]
-        assert Samples(Book(state / "rendezvous.sqlite")).audit() == []
+        assert overlaps(Journal(state / "rendezvous.sqlite")) == []
     rows = turns_of(started[0][0])
     assert {t: r["digest"] for t, r in before.items()}.items() <= {
         t: r["digest"] for t, r in rows.items()
@@ -390,7 +389,7 @@ def halts_at_the_end(env: RankEnv, run: Path, attempt: int, resume_from: Path | 
     def halt(turns: Turns, turn: int) -> None:
         if turn >= LAST_TURN:
             Turns.contribute = contribute  # type: ignore[method-assign]
-            os.kill(os.getpid(), signal.SIGSTOP)  # its side process lives
+            os.kill(os.getpid(), signal.SIGSTOP)
         contribute(turns, turn)
 
     Turns.contribute = halt  # type: ignore[method-assign]
@@ -449,7 +448,9 @@ def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -
         run_dir, _, gang = start_cluster(on_disk, "a", 2, outer, *lora, resume=again)
         assert gang.wait(DEADLINE_S) == [0, 0]
     rows = turns_of(run_dir)
-    trained = sum(w.numel() for n, w in weights_of(run_dir).items() if n.startswith("outer.anchor"))
+    trained = sum(
+        w.numel() for n, w in weights_of(run_dir).items() if n.startswith("outer.outer_param")
+    )
     assert len(shorter) == 2 and len(rows) == 3
     assert spans_of(rows) == list(range(6 * 12))
     for row in rows.values():

@@ -19,15 +19,14 @@ from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
-from isles.config.split import even_split
+from isles.data import builders
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.order import SampleOrder
-from isles.data.tokens.split import Ranges
-from isles.data.tokens.store import TokenStore
-from isles.data.whole import WholeSamples
+from isles.data.tokens.store import Ranges, TokenStore
 from isles.dist.batch import Batch, cu_seqlens
 from isles.dist.documents import isolation_inputs
+from isles.dist.split import even_split
 from isles.dist.world import World, join_world, leave_world
 from isles.facts.architectures import ISOLATED
 from isles.models.attention import use_maskless_attention
@@ -117,7 +116,7 @@ def train(
     )
     store = chats()
     ends = np.asarray(store.document_ends)
-    part = WholeSamples(
+    part = builders.whole(
         store,
         Ranges(np.concatenate([[0], ends[:-1]]), ends),
         SEQ_LENGTH,

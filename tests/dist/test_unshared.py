@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import shutil
 import signal
@@ -24,7 +23,7 @@ from isles.run.env import RankEnv
 from isles.run.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
-from tests.dist.test_resume import rows_after_start, same_bits, with_dropout
+from tests.dist.test_resume import same_bits, with_dropout
 from tests.dist.test_strategy_resume import CONSTANT, check_state
 from tests.ports import free_port
 from tests.ranks import Gang, run_ranks, start_ranks, train_to_end
@@ -114,31 +113,10 @@ def test_killed_and_resumed_it_equals_the_run_on_one_disk(
     codes = gang.wait()
     assert codes == [0, 0], log_of(gang)[-3000:]
     assert again.path == run_dir.path
-    assert "disks of their own" in log_of(gang) and "travels bytes=" in log_of(gang)
+    assert "disks of their own" in log_of(gang) and "travels to ranks=[1]" in log_of(gang)
     assert same_bits(shared, again)
     assert left_on(1, run_dir) == []
     assert not [p for p in run_dir.checkpoints.iterdir() if p.name.startswith(PARTIAL_PREFIX)]
-
-
-@pytest.mark.long
-def test_a_host_reads_its_own_parts_again_without_their_travelling(run_file: Path) -> None:
-    with_dropout(run_file)
-    options = (*SAVES, "strategy={kind: fsdp}", "training.max_steps=16")
-    shared, code = train_to_end(run_file, 3, *options)
-    assert code == 0
-    runs = f"output_dir={run_file.parent / 'apart'}"
-    run_dir, _, gang = start_on_hosts(run_file, (1, 2), *options, runs)
-    assert rows_after_start(run_dir, gang, 1), log_of(gang)[-3000:]
-    os.kill(gang.processes[2].pid or 0, signal.SIGTERM)
-    assert gang.wait() == [ExitCode.REQUEUE] * 3
-    last = list_checkpoints(run_dir)[-1]
-    assert left_on(1, run_dir) == [f".kept-{last.path.name}-1"]
-    _, _, gang = start_on_hosts(run_file, (1, 2), *options, runs)
-    assert gang.wait() == [0] * 3, log_of(gang)[-3000:]
-    travelled = sum(map(int, re.findall(r"travels bytes=(\d+)", log_of(gang))))
-    assert 0 < travelled < last.size_bytes / 4, "the index, and numbers that belong to no shard"
-    assert same_bits(shared, run_dir)
-    assert left_on(1, run_dir) == [], "a run that is over keeps nothing there"
 
 
 @pytest.mark.long
@@ -228,32 +206,28 @@ def fault_of(action: Callable[[], object]) -> str:
 
 
 def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
-    """What rank 1 and 2 get from rank 0, well and damaged."""
+    """What ranks 1 and 2 get from rank 0, well and damaged."""
     import torch.distributed as dist
 
-    from isles.dist.parcels import Parcel, send_parcels, whole
+    from isles.dist.files import broadcast_folder, gather_folder
     from isles.dist.world import join_world, leave_world
 
-    def go(parcels: list[Parcel], mine: Path) -> None:
-        send_parcels(parcels, mine, world, world.work)
+    def go(mine: Path, **files: str) -> list[int]:
+        return broadcast_folder(mine, world, src=0, needs=env.rank > 0, files=files or None)
 
     world = join_world(env, device="cpu", timeout_s=60)
-    mine = folder / str(env.rank)
+    source, mine = folder / "0", folder / str(env.rank) / "copy"
+    mine.parent.mkdir(exist_ok=True)
     found: dict[str, Any] = {}
-    files = sorted(path for path in (folder / "0").rglob("*") if path.is_file())
-    names = [path.relative_to(folder / "0").as_posix() for path in files]
-    sizes = [path.stat().st_size for path in files]
-    parcels = [Parcel(n, whole(size), 0, (1, 2)) for n, size in zip(names, sizes, strict=True)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    go(parcels, mine)
+    found["first"] = go(source if env.rank == 0 else mine)
     found["grown_mb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    spoilt = mine if env.rank == 0 else folder / f"spoilt-{env.rank}"
-    gone = Parcel("gone", whole(9), 0, (1,))
-    found["gone"] = fault_of(lambda: go([gone, *parcels], spoilt))
-    wrong = replace(parcels[0], sha256="0" * 64)
-    found["wrong"] = fault_of(lambda: go([wrong], spoilt))
-    takes = small if env.rank == 1 else spoilt
-    found["small"] = fault_of(lambda: go(parcels, takes))
+    found["again"] = go(source if env.rank == 0 else mine)
+    spoilt = source if env.rank == 0 else mine.with_name("spoilt")
+    found["gone"] = fault_of(lambda: go(spoilt, gone="0" * 64))
+    found["wrong"] = fault_of(lambda: go(spoilt, tiny="0" * 64))
+    takes = small / "copy" if env.rank == 1 else spoilt
+    found["small"] = fault_of(lambda: go(takes))
     receive = dist.irecv
 
     def damaged(piece: Any, *args: Any) -> Any:
@@ -264,11 +238,14 @@ def send(env: RankEnv, folder: Path, small: Path) -> dict[str, Any]:
 
     if env.rank == 2:
         dist.irecv = damaged
-    found["damaged"] = fault_of(lambda: go([p for p in parcels if p.size_bytes], spoilt))
+    found["damaged"] = fault_of(lambda: go(spoilt))
     dist.irecv = receive
+    assert env.rank == 0 or not spoilt.exists()
     # After all this the ranks still understand one another.
-    parts = [replace(p, spans=((3, 5), (9 * 2**20, 16))) for p in parcels if p.name == "sub/odd"]
-    go(parts, mine if env.rank == 0 else folder / f"parts-{env.rank}")
+    parts = folder / "gathered" / str(env.rank)
+    parts.mkdir(parents=True)
+    (parts / f"of-{env.rank}").write_text(f"rank {env.rank}")
+    gather_folder(parts, world, sends=env.rank > 0, group=world.saving)
     leave_world()
     return found
 
@@ -298,15 +275,18 @@ def test_files_travel_whole_or_not_at_all_in_little_memory(tmp_path: Path) -> No
         subprocess.run(["umount", str(small)], check=True)
     for rank in (1, 2):
         for name, content in contents.items():
-            assert (tmp_path / str(rank) / name).read_bytes() == content
-        odd = (tmp_path / f"parts-{rank}" / "sub" / "odd").read_bytes()
-        assert odd[3:8] == contents["sub/odd"][3:8] and not any(odd[8 : 9 * 2**20])
-        assert odd[9 * 2**20 :] == contents["sub/odd"][9 * 2**20 : -1]
-        assert (tmp_path / str(rank) / "large").stat().st_size == 160 * 2**20
+            assert (tmp_path / str(rank) / "copy" / name).read_bytes() == content
+        assert (tmp_path / str(rank) / "copy" / "large").stat().st_size == 160 * 2**20
+    assert not list(tmp_path.rglob(f"{PARTIAL_PREFIX}*"))
+    gathered = tmp_path / "gathered" / "0"
+    texts = {path.name: path.read_text() for path in gathered.iterdir()}
+    assert texts == {f"of-{rank}": f"rank {rank}" for rank in range(3)}
     assert max(result.pop("grown_mb") for result in found) < 48
     assert found[0] == found[1] == found[2], "all ranks say the same"
-    assert "gone: No such file" in found[0]["gone"] and "rank 0 on" in found[0]["gone"]
-    assert "empty has changed on the disk that it was read from" in found[0]["wrong"]
+    assert found[0]["first"] == [1, 2]
+    assert found[0]["again"] == [], "what is there already is not sent"
+    assert "gone" in found[0]["gone"] and "No such file" in found[0]["gone"]
+    assert "tiny has changed on the disk that it was read from" in found[0]["wrong"]
     assert "are free on it" in found[0]["small"] and str(small) in found[0]["small"]
     assert "has changed on its way" in found[0]["damaged"]
     assert "rank 2 on" in found[0]["damaged"]
@@ -316,8 +296,8 @@ def look_around(env: RankEnv, folder: Path) -> list[Any]:
     """What a rank finds out about the disks, and what it refuses."""
     from isles.checkpoint.travel import refuse_other_run
     from isles.config.sections.model import ModelConfig
-    from isles.dist.disks import find_disks
-    from isles.dist.place import on_every_rank
+    from isles.dist.files import find_disks
+    from isles.dist.nodes import on_every_rank
     from isles.dist.world import join_world, leave_world
     from isles.train.hosts import check_model_folder
 
@@ -346,9 +326,8 @@ def look_around(env: RankEnv, folder: Path) -> list[Any]:
 
 
 def spread(env: RankEnv, folder: Path) -> list[bool]:
-    """Two hosts share a disk that the head does not see; what each has after the head's news."""
-    from isles.checkpoint.travel import Travel
-    from isles.dist.disks import find_disks, spread_folder
+    """Two hosts share a disk that rank 0 does not see; what each has after its news."""
+    from isles.dist.files import broadcast_folder, find_disks
     from isles.dist.world import join_world, leave_world
 
     env = replace(env, local_rank=0, local_world_size=1)
@@ -364,26 +343,21 @@ def spread(env: RankEnv, folder: Path) -> list[bool]:
             for name in names:
                 (run_dir.tokenizer / name).write_text(name)
         world.gather(None)
-        spread_folder(run_dir.tokenizer, 0, world, disks)
+        needs = env.rank in disks.apart_leaders
+        broadcast_folder(run_dir.tokenizer, world, src=0, needs=needs)
         kept.append(sorted(path.name for path in run_dir.tokenizer.iterdir()) == sorted(names))
-    travel = Travel(run_dir, world, disks)
-    partial = run_dir.checkpoints / f"{PARTIAL_PREFIX}step-00000004"
-    if not world.is_main:
-        travel.staging(partial).mkdir(parents=True)
-    world.gather(None)
-    travel.settle(partial, "step-00000004")
     leave_world()
     return kept
 
 
 @pytest.mark.long
-def test_hosts_that_share_a_disk_without_the_head_write_it_once(tmp_path: Path) -> None:
+def test_hosts_that_share_a_disk_without_rank_0_do_not_get_in_each_others_way(
+    tmp_path: Path,
+) -> None:
     for name in ("head", "both", "own"):
         (tmp_path / name).mkdir()
     assert run_ranks(spread, 4, tmp_path) == [[True] * 3] * 4
     assert not [*tmp_path.rglob(".probe-*"), *tmp_path.rglob(f"{PARTIAL_PREFIX}*")]
-    kept = sorted(path.name for path in (tmp_path / "both" / "checkpoints").iterdir())
-    assert kept == [".kept-step-00000004-1", ".kept-step-00000004-2"]
 
 
 def test_who_sees_the_run_directory_and_what_a_host_lacks(tmp_path: Path) -> None:

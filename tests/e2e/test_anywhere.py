@@ -110,17 +110,13 @@ class Typed:
     CODE = """
 import sys
 from pathlib import Path
-from isles.launch.base import Started
-from isles.monitor.consoles import console
-from isles.monitor.foreground import attend
-from isles.monitor.inbox import caught_signals
+from isles.monitor.remote import RemoteFollower
+from isles.monitor.signals import caught_signals
+from isles.monitor.table import console
 from isles.run.find import find_any
-from isles.run.paths import RunDir
 remote = find_any(sys.argv[1], Path(sys.argv[2]))
-run_dir = RunDir(Path(remote.path))
-with caught_signals() as inbox:
-    started = Started(run_dir, run_dir.attempt(1), None, remote=remote)
-    sys.exit(attend(started, inbox=inbox, console=console(), errors=console(stderr=True)))
+with caught_signals() as signals:
+    sys.exit(RemoteFollower(remote, 1, console(), console(stderr=True)).follow(signals))
 """
 
     def __init__(
@@ -202,7 +198,7 @@ def test_a_run_elsewhere_is_found_shown_and_stopped(lab: Lab) -> None:
 
 
 def test_a_machine_that_is_down_is_a_row_that_says_so(lab: Lab) -> None:
-    run = Run(lab, "b-1", "a3")
+    other, run = Run(lab, "i-1"), Run(lab, "b-1", "a3")
     run.order("status", phase="training", step=9, total_steps=60, loss=4.5)
     assert "b-1@a3" in isles(lab, "ctl", "status").stdout
     lab.link("a3", "cut")
@@ -211,7 +207,7 @@ def test_a_machine_that_is_down_is_a_row_that_says_so(lab: Lab) -> None:
         row = next(row for row in rows if row.startswith("b-1@a3"))
         assert row.split()[1:3] == ["unreachable", "9/60"]
         assert "a3 cannot be asked" in row
-        assert any(row.startswith("a-1@a1") for row in rows), rows  # the others are shown
+        assert any(row.startswith("i-1@a1") for row in rows), rows  # the others are shown
         full = isles(lab, "ctl", "status", "b")
         assert "ago it was running" in full.stdout
         stopped = isles(lab, "ctl", "stop", "b")
@@ -220,6 +216,7 @@ def test_a_machine_that_is_down_is_a_row_that_says_so(lab: Lab) -> None:
     finally:
         lab.link("a3", "restore")
     isles(lab, "a3", "stop", run.path, "--now")
+    isles(lab, "a1", "stop", other.path, "--now")
 
 
 @pytest.mark.long

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.check.node.smoke import smoke
+from isles.check.checks.ranks import smoke
+from isles.check.plan import NodePlan
 from tests.deadline import DEADLINE_S
 from tests.lab.home import until
 
@@ -40,8 +41,8 @@ def test_a_training_that_takes_too_long_is_ended_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    answer = smoke({"nproc": 1, "timeout_s": 3.0})
-    assert answer["fault"] == "not done in 3 s"
+    (finding,) = smoke(NodePlan("a"), timeout_s=3.0)
+    assert finding.level == "error" and "three steps not done in 3 s" in finding.text
     until(lambda: not _processes(str(tmp_path)), f"no process is left of {tmp_path}", DEADLINE_S)
 
 

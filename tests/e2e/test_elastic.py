@@ -18,7 +18,6 @@ import torch
 from isles.errors import ExitCode
 from isles.monitor.stop import wait_for_end
 from isles.run.manifest import list_checkpoints
-from isles.run.nodes import node_process
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, read_rows
@@ -146,6 +145,11 @@ def test_a_stop_during_a_restart_is_heard(run_file: Path) -> None:
         assert command.end() == ExitCode.REQUEUE, command.err
     outcome = read_record(attempt.outcome) or {}
     assert (outcome["state"], outcome["exit_code"]) == ("stopped", ExitCode.REQUEUE)
+
+
+def node_process(attempt: Attempt, node: int) -> ProcessId | None:
+    """The agent of a node; None where none has come."""
+    return ProcessId.from_record(read_record(attempt.node_record(node)) or {})
 
 
 def agent_says(attempt: Attempt, node: int, words: str) -> bool:

@@ -87,7 +87,7 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
 
 
 @pytest.mark.long
-def test_a_host_that_dies_is_done_without_and_no_run_outlives_its_supervisor(lab: Lab) -> None:
+def test_a_host_that_dies_is_done_without_and_no_run_outlives_its_coordinator(lab: Lab) -> None:
     attempt = start(lab, "elastic", hosts=["a1", "a2", "a4"], nodes="2:3")
     os.kill(lab.pid1("a4"), signal.SIGKILL)
     until(lambda: read_last_step(attempt, 1), "two go on")
@@ -98,8 +98,10 @@ def test_a_host_that_dies_is_done_without_and_no_run_outlives_its_supervisor(lab
     assert [node["state"] for node in nodes] == ["there", "there", "lost"]
 
     kill(lab, "a1", read_record(attempt.launch) or {})
-    outcome = ended(attempt)
-    what = str(outcome["error"]["what"])
-    assert re.search(r"the supervisor on a1 \(10.77.1.1:295\d\d\), through which .* is gone", what)
     assert_nothing_left(lab)
+    log = lab.root("a2") / "root" / "runs" / "elastic-1" / "attempts" / "001" / "node-1.log"
+    gone = r"the coordinator on a1 \(10.77.1.1:295\d\d\), through which .* is gone"
+    assert re.search(gone, log.read_text())
+    _, text, _ = isles(lab, "status", "/root/runs/elastic-1", host="a1")
+    assert "killed: its processes are gone" in text and "node 0" in text, text
     assert not left(lab)

@@ -29,19 +29,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
-from isles.launch.base import Started
-from isles.monitor.foreground import attend
-from isles.monitor.inbox import caught_signals
+from isles.monitor.follow import RunFollower
+from isles.monitor.signals import caught_signals
 from isles.run.begin import new_attempt
 from isles.run.paths import RunDir
 from tests.runs import fake_job
 run_dir = RunDir(Path(sys.argv[1]))
 attempt = new_attempt(run_dir)
-with caught_signals() as inbox:
+with caught_signals() as signals:
     process = LocalLauncher().submit(fake_job(run_dir, attempt))
     console = Console(width=200)
-    where = {"console": console, "errors": console}
-    sys.exit(attend(Started(run_dir, attempt, process), inbox=inbox, **where))
+    sys.exit(RunFollower(run_dir, attempt, console, console, process=process).follow(signals))
 """
 
 

@@ -16,7 +16,7 @@ from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.restarts import read_last_step
 from tests.deadline import DEADLINE_S
-from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run
+from tests.lab.home import assert_nothing_left, isles, sh, until, write_run
 from tests.lab.hosts import Lab, hosts
 
 ADDRESSES = ["10.77.1.1", "10.77.1.2", "10.77.1.3"]
@@ -28,8 +28,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
-def prepare(lab: Lab, name: str, **options: Any) -> list[list[str]]:
-    """`isles train` on the first host; the words to type on each."""
+def prepare(lab: Lab, name: str, **options: Any) -> tuple[str, list[list[str]]]:
+    """`isles train` on the first host; the token of the start, and the words to type on each."""
     path = write_run(lab, name, output_dir="/root/runs", device="cpu", gpus_per_node=1, **options)
     content = yaml.safe_load(path.read_text())
     content["clusters"][0] |= {"launcher": {"kind": "manual", "hosts": ADDRESSES}}
@@ -37,13 +37,21 @@ def prepare(lab: Lab, name: str, **options: Any) -> list[list[str]]:
     path.write_text(yaml.safe_dump(content))
     code, text, _ = isles(lab, "train", path.name, host="a1")
     assert code == 0, text
-    commands = re.findall(r"^ +isles (.*)|^ +\S+ -m isles (.*)", text, re.M)
+    commands = re.findall(r"^ +(\S+ -m isles\.agent .*)", text, re.M)
     assert len(commands) == 3, text
-    return [(one or other).split() for one, other in commands]
+    token = text.split()[-1]
+    assert not any(token in command for command in commands), "a secret is on no command line"
+    return token, [command.split() for command in commands]
 
 
-def type_on(lab: Lab, host: str, words: list[str]) -> subprocess.Popen[bytes]:
-    return lab.popen(host, ["bash", "-c", 'cd /shared && exec "$@"', "-", ISLES, *words])
+def type_on(lab: Lab, host: str, words: list[str], token: str) -> subprocess.Popen[bytes]:
+    process = lab.popen(
+        host, ["bash", "-c", 'cd /shared && exec "$@"', "-", *words], stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(f"{token}\n".encode())
+    process.stdin.flush()
+    return process
 
 
 def first_to_stay(
@@ -64,18 +72,18 @@ def end(process: subprocess.Popen[bytes]) -> str:
 
 def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
     long = {"training": {"max_steps": 100_000}}
-    first, second, third = prepare(lab, "typed", **long)
+    token, (first, second, third) = prepare(lab, "typed", **long)
     run_dir = RunDir(lab.root("a1") / "root" / "runs" / "typed-1")
     attempt = run_dir.attempt(1)
-    on_a2, twice_a2 = type_on(lab, "a2", second), type_on(lab, "a2", second)
-    on_a1, twice_a1 = type_on(lab, "a1", first), type_on(lab, "a1", first)
+    on_a2, twice_a2 = type_on(lab, "a2", second, token), type_on(lab, "a2", second, token)
+    on_a1, twice_a1 = type_on(lab, "a1", first, token), type_on(lab, "a1", first, token)
     on_a1 = first_to_stay(on_a1, twice_a1, "typed-1 is on its way already", ExitCode.USER)
     on_a2 = first_to_stay(on_a2, twice_a2, "node 1 is there already: a2", ExitCode.PREFLIGHT)
     missing = "waiting for node 2 (10.77.1.3)"
     until(lambda: missing in str((read_record(run_dir.status) or {}).get("detail")), "it is named")
-    on_a3 = type_on(lab, "a3", third)
+    on_a3 = type_on(lab, "a3", third, token)
     until(lambda: (read_last_step(attempt, 0) or 0) >= 3, "all train")
-    sh(lab, "a2", "pkill -INT -f 'join-node .*--node 1'")
+    sh(lab, "a2", "pkill -INT -f 'isles.agent .*--node [1]'")
     texts = [end(process) for process in (on_a1, on_a2, on_a3)]
     codes = [process.returncode for process in (on_a1, on_a2, on_a3)]
     assert codes == [ExitCode.INTERRUPTED] * 3, texts
@@ -88,17 +96,18 @@ def test_typed_late_they_wait_train_and_stop_together(lab: Lab) -> None:
 
 @pytest.mark.long
 def test_one_that_never_comes_is_named_on_all_and_others_are_refused(lab: Lab) -> None:
-    first, second, third = prepare(lab, "missing", start_timeout="20s")
-    on_a1, on_a2 = type_on(lab, "a1", first), type_on(lab, "a2", second)
+    token, (first, second, third) = prepare(lab, "missing", start_timeout="20s")
+    on_a1, on_a2 = type_on(lab, "a1", first, token), type_on(lab, "a2", second, token)
     attempt = RunDir(lab.root("a1") / "root" / "runs" / "missing-1").attempt(1)
     until(lambda: read_record(attempt.node_record(1)), "two have met")
-    third[third.index("--digest") + 1] = "0123456789abcdef"
-    on_a3 = type_on(lab, "a3", third)
+    on_a3 = type_on(lab, "a3", third, "not the token")
     said = end(on_a3)
     assert on_a3.returncode == ExitCode.PREFLIGHT
-    assert "another run file: its digest begins with 0123456789ab" in said and "fix: " in said
-    code, text, _ = isles(lab, *second, host="a3")
-    assert code == ExitCode.PREFLIGHT and "node 1 is there already: a2, process" in text
+    assert "does not know the token of this start" in said and "fix: " in said
+    on_a3 = type_on(lab, "a3", second, token)
+    said = end(on_a3)
+    assert on_a3.returncode == ExitCode.PREFLIGHT
+    assert "node 1 is there already: a2, process" in said
     for process in (on_a1, on_a2):
         text = end(process)
         assert process.returncode == ExitCode.COMMUNICATION, text

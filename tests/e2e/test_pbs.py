@@ -116,7 +116,7 @@ class Site:
         self.until(run_dir, is_over)
         self.until(run_dir, lambda: self.job(run_dir).get("state") == "ended")
         for host in ("a1", "a2"):
-            left = self.lab.run(host, ["pgrep", "-fa", f"isles.train.*{run_dir.name}"])
+            left = self.lab.run(host, ["pgrep", "-fa", f"isles.agent.*{run_dir.name}"])
             assert left.stdout == "", left.stdout
         return read_record(attempt.outcome) or {}
 

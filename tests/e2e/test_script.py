@@ -15,11 +15,7 @@ import psutil
 import pytest
 import torch
 
-from isles.config.load import load_run_file
-from isles.config.resolve import resolve
 from isles.errors import ExitCode
-from isles.launch.rank_command import rank_command
-from isles.run.begin import begin_run, new_attempt
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
@@ -239,34 +235,6 @@ def test_nothing_is_left_when_the_agent_is_killed(
     left = processes_of(tmp_path)
     assert psutil.wait_procs(left, timeout=DEADLINE_S)[1] == []
     assert processes_of(tmp_path) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["end", "fail"])
-def test_it_runs_under_torchrun(tmp_path: Path, own: RunDir, how: str) -> None:
-    """As in the job script of a queue: no agent of isles judges how it ends."""
-    file = write_probe(tmp_path, how)
-    loaded = load_run_file(file, [f"output_dir={tmp_path}/runs"])
-    begun = begin_run(resolve(loaded, num_gpus=0), loaded.text, "auto")
-    attempt = new_attempt(begun.run_dir)
-    tail = rank_command(loaded.config, str(begun.run_dir.path), attempt.number)
-    result = subprocess.run(
-        [*TORCHRUN, *tail],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        timeout=DEADLINE_S,
-    )
-    outcome = read_record(attempt.outcome) or {}
-    assert "hello from 1" in attempt.rank_log(1).read_text()
-    if how == "end":
-        assert result.returncode == 0
-        assert (outcome["state"], outcome["exit_code"]) == ("finished", 0)
-    else:
-        assert result.returncode != 0
-        assert (outcome["state"], outcome["exit_code"]) == ("failed", ExitCode.TRAINING)
-        assert outcome["error"]["rank"] == 1
-        assert outcome["reason"] == "probe.py failed: ValueError: the data is odd"
 
 
 def test_a_script_that_is_not_there(tmp_path: Path, own: RunDir) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, read_rows
-from isles.run.restarts import read_last_step
+from isles.run.restarts import list_restarts, read_last_step
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import weights_of
 from tests.lab.home import ISLES, assert_nothing_left, isles, sh, until, write_run
@@ -35,7 +35,7 @@ def job_run(lab: Lab, name: str, **more: Any) -> None:
     """A run file /shared/NAME.yaml for two nodes with a rank each."""
     launcher = {"kind": "slurm", "gres": "none", "time": "10m", **more.pop("launcher", {})}
     training = {"max_steps": STEPS, **more.pop("training", {})}
-    shape = {"nodes": 2, "gpus_per_node": 1, "device": "cpu"}
+    shape = {"nodes": more.pop("nodes", 2), "gpus_per_node": 1, "device": "cpu"}
     environment = {"variables": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}}
     write_run(
         lab, name, launcher=launcher, training=training, environment=environment, **shape, **more
@@ -158,6 +158,24 @@ def test_a_killed_rank_the_time_limit_and_preemption_change_nothing(
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+def test_a_node_that_is_lost_is_named_and_done_without(lab: Lab) -> None:
+    job_run(lab, "elastic", nodes="1:2", training={"max_steps": 100_000})
+    _, attempt, job_id = start(lab, "elastic")
+    until(lambda: (read_last_step(attempt, 0) or 0) >= 3, "step 3")
+    agent = (read_record(attempt.node_record(1)) or {})["pid"]
+    sh(lab, "a2", f"kill -KILL {agent}")
+    until(lambda: read_last_step(attempt, 1), "the other goes on")
+    (restart,) = list_restarts(attempt)
+    assert "node 1 (a2" in restart.why and "is gone" in restart.why
+    assert (restart.nodes, restart.world_size, restart.is_counted) == ((0,), 1, False)
+    assert job_fields(lab, job_id)["JobState"] == "RUNNING"
+    _, text, _ = isles(lab, "status", "elastic-1")
+    assert "is lost: its agent has ended without a word" in text, text
+    code, text, _ = isles(lab, "stop", "elastic-1")
+    assert code == 0, text
+    assert_nothing_left(lab)
+
+
 @pytest.mark.long
 def test_a_cancelled_job_saves_and_is_not_queued_again(lab: Lab) -> None:
     """FSDP this time; `scancel` by hand, then `isles train` goes on, and `isles stop` stops it."""
@@ -219,7 +237,7 @@ clusters:
     assert outcome["state"] == "finished", outcome
     job_id = (read_record(attempt.launch) or {})["job_id"]
     assert (attempt.path / f"slurm-{job_id}.out").stat().st_size
-    assert "joins the others" in (attempt.path / "node-1.log").read_text()
+    assert "starting rank 1 of 2" in (attempt.path / "node-1.log").read_text()
     for rank, host in enumerate(NODES):
         place, arguments = json.loads((lab.shared / f"place-{rank}.json").read_text())
         assert (place["RANK"], place["GROUP_RANK"], place["host"]) == (str(rank), str(rank), host)
@@ -289,7 +307,7 @@ def test_from_a_laptop_that_is_closed(lab: Lab) -> None:
     assert not (lab.root("ctl") / "root/home/runs/afar-1").exists()
     text = typed("status", "afar-1")
     assert "running" in text and "on a[1-2]" in text, text
-    assert "joins the others at" in typed("logs", "afar-1", "-n", "200")
+    assert "starting rank 1 of 2" in typed("logs", "afar-1", "-n", "200")
     text = typed("stop", "afar-1")
     assert "stopped at step" in text, text
     assert outcome_of(attempt)["exit_code"] == 85

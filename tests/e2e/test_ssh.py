@@ -98,7 +98,7 @@ def test_a_dry_run_names_the_commands_and_starts_nothing(lab: Lab) -> None:
     cores = len(os.sched_getaffinity(0))
     for node, host in enumerate(HOSTS):
         assert f"then on {host}: {lab.address(host)}, 1 rank" in text
-        tail = f"-m isles.train.agent /shared/runs/dry-1 --attempt 1 --node {node}"
+        tail = "-m isles.agent /shared/runs/dry-1 --attempt 1" + f" --node {node}" * bool(node)
         variables = f"GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS={cores}"
         assert f"env {variables} {sys.executable} {tail}" in text
     assert not (lab.shared / "runs" / "dry-1").exists()
@@ -141,7 +141,7 @@ def test_each_host_may_have_a_user_of_its_own(lab: Lab) -> None:
     assert read_record(lab.root("a2") / "home/bob/w/runs/users-1/node-of.json")
     assert "[a2 rank 1]" in isles(lab, "logs", "users", "--node", "1")[1]
     for host in ("a1", "a2"):
-        sh(lab, host, "pkill -9 -f isles.train")
+        sh(lab, host, "pkill -9 -f isles.agent")
     assert "killed" in isles(lab, "status", "users-1@ann@a1")[1]
 
     hosts = "clusters.0.launcher.hosts="
@@ -212,7 +212,7 @@ def test_setup_installs_once_and_then_finds_it_ready(lab: Lab) -> None:
 
 @pytest.mark.long
 def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
-    """No common disk: the verdict and the stacks of all hosts lie on the head all the same, also
+    """No common disk: the decision and the stacks of all hosts lie on the head all the same, also
     where the head's own rank is the one that is frozen."""
     run_dir = RunDir(lab.root("a1") / "root/runs/frozen-1")
     write_run(lab, "frozen", output_dir="/root/runs", training={"max_steps": 1_000_000})
@@ -223,18 +223,18 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
     until(lambda: (read_last_step(attempt, 0) or 0) > 5, "steps are done")
 
     def freeze(rank: int) -> tuple[dict[str, Any], str]:
-        """Freeze one rank until a new verdict is on the head; the verdict and the pid."""
+        """Freeze one rank until a new decision is on the head; the decision and the pid."""
         host, before = HOSTS[rank], set(attempt.stalls.glob("step-?*.json"))
         record = RunDir(lab.root(host) / "root/runs/frozen-1").attempt(1).rank_record(rank)
         pid = str((read_record(record) or {})["pid"])
         sh(lab, host, f"kill -STOP {pid}")
 
-        def verdict() -> dict[str, Any] | None:
+        def decision() -> dict[str, Any] | None:
             paths = set(attempt.stalls.glob("step-?*.json")) - before
             found = (read_record(path) or {} for path in paths)
             return next((entry for entry in found if entry.get("culprits") == [rank]), None)
 
-        return until(verdict, f"a verdict on rank {rank}"), pid
+        return until(decision, f"a decision on rank {rank}"), pid
 
     stall, pid = freeze(2)
     assert "rank 2 on a3 has not been heard of for" in stall["text"]
@@ -296,7 +296,7 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
     attempt = RunDir(lab.root("a1") / "root/runs/mine-1").attempt(1)
     # The hosts share no disk: a1 asks the others, and their stacks travel.
 
-    def verdict() -> Path | None:
+    def decision() -> Path | None:
         """That on the script's last line; where torch takes long to import, there is one before."""
         return next((p for p in attempt.stalls.glob("silence-*.json") if is_whole(p)), None)
 
@@ -308,7 +308,7 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
                 return False
         return True
 
-    path = until(verdict, "a verdict on the last line of every rank")
+    path = until(decision, "a decision on the last line of every rank")
     assert "no rank has printed or reported anything" in path.read_text()
     logs = isles(lab, "logs", "mine-1", *FAR)[1]
     for rank, host in enumerate(HOSTS):

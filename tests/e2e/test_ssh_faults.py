@@ -120,7 +120,7 @@ def test_a_full_disk_on_the_head_in_mid_run_leaves_nothing_running(lab: Lab) -> 
             until(lambda: (read_last_step(attempt, 0) or 0) > 3, "steps are done")
             sh(lab, "a1", "cat /dev/zero > /root/runs/fill || true")
             record = RunDir(lab.root("a2") / name).attempt(1).rank_record(1)
-            agent = sh(lab, "a2", "pgrep -f '[i]sles.train.agent .*--node 1'").strip()
+            agent = sh(lab, "a2", "pgrep -f '[i]sles.agent .*--node 1'").strip()
             pid = (read_record(record) or {})["pid"]
             sh(lab, "a2", f"kill -STOP {agent} && kill -9 {pid}; sleep 5; kill -CONT {agent}")
             text = command.communicate(timeout=DEADLINE_S)[0].decode()

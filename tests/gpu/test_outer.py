@@ -10,9 +10,9 @@ from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
 from isles.outer.average import combine, decode_average
-from isles.outer.base import OuterSettings
+from isles.outer.base import OuterSettings, UnsoundUpdateError
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import UnsoundUpdateError, parse_codec
+from isles.outer.codec.base import parse_codec
 from isles.outer.layout import make_layout
 from isles.run.env import RankEnv
 from tests.outer_trainer import SHAPES, Numbers
@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_found_on_a_gpu(codec: str, device: str = "cuda") 
 
 
 def turns_on(device: str, folder: Path) -> list[str]:
-    """Digests of the anchors, and of the weights, after turns on time, overlapped and late."""
+    """Digests of outer parameters and weights, after turns on time, overlapped and late."""
     folder.mkdir()
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device=device, timeout_s=60)
     try:

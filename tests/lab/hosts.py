@@ -66,12 +66,14 @@ class Lab:
             check=False,
         )
 
-    def popen(self, host: str, command: Sequence[str], **variables: str) -> subprocess.Popen[bytes]:
+    def popen(
+        self, host: str, command: Sequence[str], stdin: int = subprocess.DEVNULL, **variables: str
+    ) -> subprocess.Popen[bytes]:
         """Start a command inside a host, in a session of its own; stdout and stderr are pipes."""
         return subprocess.Popen(
             self.argv(host, command, **variables),
             env=self.environ(),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -16,9 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isles.config.auto import Machine, choose_strategy, ddp_bytes
 from isles.config.layout import make_layout
 from isles.config.load import load_run_file
-from isles.config.sections.adapter import AdapterConfig
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
@@ -27,10 +26,9 @@ from isles.facts.flops import train_flops_per_token
 from isles.facts.memory import ModelSize
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, build_probe, fill_model
-from isles.models.identity import base_fingerprint
+from isles.models.fill import base_fingerprint
 from isles.run.manifest import CheckpointInfo
-from isles.train.adapter import base_of, with_base
-from isles.train.model import count_parameters, flops_per_token
+from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import state_bytes
 from tests.each import each

@@ -13,15 +13,22 @@ import torch
 from torch import nn
 
 from isles.balance.balancer import Balancer
-from isles.balance.cache import curve_file, keep_curve, read_curve
-from isles.balance.calibrate import Probe, calibrate, rows_that_fit, settled
+from isles.balance.calibrate import (
+    Probe,
+    calibrate,
+    curve_file,
+    keep_curve,
+    read_curve,
+    rows_that_fit,
+    settled,
+)
+from isles.balance.curve import Curve, rank_seconds
 from isles.balance.history import Dealt, Device, History
 from isles.balance.meter import ComputeMeter
 from isles.balance.revise import choose, judge, pooled, revise
 from isles.balance.shares import rank_shares, rank_sizes
-from isles.config.curve import Curve, rank_seconds
 from isles.config.load import load_run_file
-from isles.config.split import RowSplit, even_split
+from isles.dist.split import RowSplit, even_split
 from isles.errors import ConfigError
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe

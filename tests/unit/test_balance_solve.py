@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.config.curve import Curve, rank_seconds, slowest, step_seconds
-from isles.config.solve import are_alike, fastest_split
-from isles.config.split import RowSplit, even_split, shared_split
+from isles.balance.curve import Curve, rank_seconds, slowest, step_seconds
+from isles.balance.solve import are_alike, fastest_split
+from isles.dist.split import RowSplit, even_split, shared_split
 
 
 def affine(overhead: float, per_row: float, limit: int) -> Curve:

@@ -16,7 +16,7 @@ import pytest
 from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, load_resolved, resolve
 from isles.errors import UserError
-from isles.monitor.collect import collect
+from isles.monitor.status import collect
 from isles.run.begin import (
     Begun,
     begin_run,

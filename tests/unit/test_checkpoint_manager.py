@@ -12,9 +12,9 @@ import pytest
 
 from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.travel import Travel
-from isles.config.sections.checkpoint import CheckpointConfig
-from isles.dist.disks import Disks
-from isles.dist.place import Place
+from isles.config.sections.output import CheckpointConfig
+from isles.dist.files import Disks
+from isles.dist.nodes import Place
 from isles.dist.world import World
 from isles.errors import TrainingError
 from isles.run.manifest import MANIFEST, MANIFEST_VERSION, checkpoint_name

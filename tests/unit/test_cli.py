@@ -101,7 +101,7 @@ def test_dry_run_shows_the_command_and_makes_nothing(here: Path, capsys: Capture
     out = capsys.readouterr().out
     assert "max_steps: 77" in out
     assert "quickstart-1" in out
-    assert "-m isles.train.agent" in out
+    assert "-m isles.agent" in out
     assert [path.name for path in here.iterdir()] == ["run.yaml"]
 
 
@@ -139,7 +139,7 @@ sys.exit(main(["train", "run.yaml"]))
     assert refused.returncode == 1, refused.stderr
     assert "pip install 'isles[train]'" in refused.stderr
     assert "torch, transformers, numpy" in refused.stderr
-    assert "isles.train.agent" in refused.stdout, "a dry run needs none of them"
+    assert "isles.agent" in refused.stdout, "a dry run needs none of them"
     assert not (here / "runs").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from isles.cli import app, main
 from isles.config import keys
-from isles.config.aliases.names import find_foreign, foreign_names
+from isles.config.issues import alias_keys, find_alias
 from isles.errors import ExitCode
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,12 +36,12 @@ def test_every_key_of_these_tools_has_a_row_that_says_the_same() -> None:
             cells = [cell.strip() for cell in line.strip("|").split(" | ")]
             if "`" in cells[0]:
                 rows |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), " ".join(cells[1:]))
-    wanted = {f.name: f for f in foreign_names().values() if set(TOOLS) & set(f.tools)}
+    wanted = {f.name: f for f in alias_keys().values() if set(TOOLS) & set(f.tools)}
     assert set(wanted) <= set(rows)
-    for name, foreign in wanted.items():
-        found = find_foreign(name.split("."))
-        assert found == foreign
-        assert (foreign.target or foreign.note.replace("|", "\\|")) in rows[name], name
+    for name, alias in wanted.items():
+        found = find_alias(name.split("."))
+        assert found == alias
+        assert (alias.target or alias.note.replace("|", "\\|")) in rows[name], name
 
 
 def test_the_commands_and_keys_of_the_page_exist() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
-from isles.config.template import TEMPLATES, template
+from isles.config.show import TEMPLATES, template
 from isles.errors import ConfigError, ConfigErrors
 
 TEXTS = [template(kind) for kind in TEMPLATES] + [

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from isles.config import keys
-from isles.config.aliases.names import foreign_names
-from isles.config.aliases.values import VALUES, VALUES_NOT_YET
 from isles.config.explain import unknown_key
+from isles.config.issues import alias_keys, alias_words, aliases
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors
 from tests.each import each
@@ -325,13 +324,14 @@ def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
 
 def test_every_name_of_another_tool_leads_to_a_key_that_exists() -> None:
     known = {".".join(str(part) for part in path) for path in keys.all_paths()}
-    names = foreign_names()
+    names = alias_keys()
     assert len(names) >= 120
     assert {f.target for f in names.values() if f.target} <= known
-    assert set(VALUES) | set(VALUES_NOT_YET) <= known
-    for key, words in VALUES.items():
+    assert set(aliases()["values"]) | set(aliases()["not_yet"]) <= known
+    for key in aliases()["values"]:
         node = keys.schema_at(tuple(int(p) if p.isdigit() else p for p in key.split(".")))
         assert node is not None
+        words = alias_words("values", key)
         assert set(words.values()) <= set(keys.literals(node))
         assert all(word == word.lower() for word in words), "they are compared in lower case"
 
@@ -339,12 +339,12 @@ def test_every_name_of_another_tool_leads_to_a_key_that_exists() -> None:
 def test_no_key_of_isles_is_taken_for_another_tools() -> None:
     ours = {str(path[-1]) for path in keys.all_paths()}
     # In the section outer these are of the outer optimizer; elsewhere other tools have them.
-    assert ours & set(foreign_names()) == {"lr", "max_norm"}
+    assert ours & set(alias_keys()) == {"lr", "max_norm"}
 
 
 def test_every_name_of_another_tool_is_recognised_in_any_spelling() -> None:
-    for name, foreign in foreign_names().items():
+    for name, alias in alias_keys().items():
         for spelling in (name, name.upper(), name.replace("_", "-")):
             (fault,) = unknown_key(tuple(spelling.split(".")), 1)
-            assert f"a name from {foreign.tools[0]}" in fault.what
-            assert (foreign.target or foreign.note) in fault.fix
+            assert f"a name from {alias.tools[0]}" in fault.what
+            assert (alias.target or alias.note) in fault.fix

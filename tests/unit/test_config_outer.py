@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from isles.config.clusters import for_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.sections.outer import DiLoCoConfig
-from isles.config.show import for_cluster, show
+from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors
 from tests.each import each
 
@@ -48,7 +49,8 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={sync_every: 5}"], "does not say its kind", "none, diloco"),
         (["outer={kind: none, lr: 1}"], "unknown key lr", "kind: diloco"),
         (["outer={kind: diloco, codec: uniform8bit}"], "uniform8bit", "int8"),
-        (["outer={kind: diloco, engine: torchft}"], "does not have yet", "hub, gloo"),
+        (["outer={kind: diloco, engine: torchft}"], "does not have yet", "hub, hivemind"),
+        (["outer={kind: diloco, engine: gloo}"], "not one of its values", "mean hub?"),
         (["outer={kind: diloco, hivemind: {relay: true}}"], "nothing to engine hub", "hivemind"),
         (["outer={kind: diloco, engine: hivemind, public: 'h:1'}"], "public h:1", "initial_peers"),
         (
@@ -113,7 +115,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={kind: diloco, sync_every: auto, wait: {quorum: 2}}"], "auto", "wait: all"),
         (["outer={kind: diloco, alpha: 0.1}"], "nothing to delay 0", "delay"),
         (["outer={kind: diloco, max_sync_overhead: 0.1}"], "sync_every 500", "auto"),
-        (["outer={kind: diloco, interface: eth0}"], "nothing to engine hub", "gloo"),
+        (["outer={kind: diloco, interface: eth0}"], "unknown key", "delete it: clusters average"),
         (["outer={kind: diloco, max_rate: 20}"], "max_rate is 20", "20MB"),
         (["outer={kind: diloco, max_rate: 20Mbit}"], "20Mbit", "20MB"),
         (["outer={kind: diloco, rendezvous: hub}"], "not HOST:PORT", "hub.example.org:29400"),
@@ -155,7 +157,7 @@ def test_values_are_read_as_they_are_meant(tmp_path: Path) -> None:
 
 
 def test_the_rendezvous_understands_its_settings(tmp_path: Path) -> None:
-    from isles.outer.hub.settings import Settings
+    from isles.outer.hub.rules import Settings
 
     for text in ("wait: all", "wait: {time_boxed: 2m}", "wait: {quorum: 3, grace: 0s}"):
         Settings.model_validate(outer(tmp_path, text).rendezvous_settings)
@@ -187,7 +189,9 @@ def test_one_cluster_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
 
 def test_what_a_resumed_run_may_change(tmp_path: Path) -> None:
     before = load(tmp_path, DILOCO).config
-    free = load(tmp_path, "outer={kind: diloco, engine: gloo, wait: {quorum: 2}, max_rate: 1MB}")
+    free = load(
+        tmp_path, "outer={kind: diloco, engine: hivemind, wait: {quorum: 2}, max_rate: 1MB}"
+    )
     assert changed_mathematics(before, free.config) == []
     other = load(tmp_path, "outer={kind: diloco, lr: 0.5, codec: bf16}").config
     assert [change.key for change in changed_mathematics(before, other)] == [

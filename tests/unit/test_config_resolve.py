@@ -12,10 +12,9 @@ import yaml
 from isles.config.load import load_run_file
 from isles.config.resolve import Resolved, digest, dump_resolved, leaves, load_resolved, resolve
 from isles.config.resume import Change, changed_mathematics
-from isles.config.show import json_schema, show, write_duration
-from isles.config.template import TEMPLATES, template
+from isles.config.show import TEMPLATES, json_schema, show, template
 from isles.errors import ConfigError
-from isles.facts.units import parse_duration_s
+from isles.facts.units import parse_duration_s, write_duration
 from tests.each import each
 
 GOOD = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isles.config.load import Loaded, load_run_file
-from isles.config.rules.all import check_rules
+from isles.config.rules import check_rules
 from isles.errors import ConfigErrors
 from tests.each import each
 

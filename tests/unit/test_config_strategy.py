@@ -13,7 +13,7 @@ from isles.config.files import data_faults, shape_faults
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import resolve
 from isles.config.resume import changed_mathematics
-from isles.config.shape import check_shape
+from isles.config.rules.shape import check_shape
 from isles.errors import ConfigError, ConfigErrors
 from isles.facts.architectures import (
     CONTEXT_PARALLEL,
@@ -60,7 +60,7 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
             f"true {NOTHING} tp_",
             "tp_size",
         ),
-        (["strategy={kind: ddp, pp_size: 2, bucket_cap_mb: 9.0}"], f"9.0 {NOTHING} pp", "pp_size"),
+        (["strategy={kind: ddp, pp_size: 2, bucket_cap_mb: 9.0}"], f"9 {NOTHING} pp", "pp_size"),
         (
             ["strategy={kind: ddp, gradient_compression: fp16}", "training.precision=bf16-true"],
             f"gradient_compression fp16 {NOTHING}",

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.config.emit import dump_yaml, scalar_text
-from isles.config.yaml import parse_value, parse_yaml
+from isles.config.yaml import dump_yaml, parse_value, parse_yaml, scalar_text
 from isles.errors import ConfigError, ConfigErrors
 from tests.each import each
 

@@ -14,7 +14,7 @@ from isles.data.build import build_datasets, documents_for_tokenizer
 from isles.data.samples import FAKE_SAMPLES
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import IGNORE_INDEX
-from isles.errors import CommunicationError, DataError
+from isles.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def build(data: DataConfig, tokenizer: Any, cache: Path, *, seed: int = 0, **keys: Any):
-    keys = {"is_preparer": True, "progress": lambda text: None, **keys}
+    keys = {"progress": lambda text: None, **keys}
     return build_datasets(data, tokenizer, cache, seed=seed, **keys)
 
 
@@ -54,7 +54,7 @@ def test_training_and_validation_set(tokenizer, corpus: Path, tmp_path: Path, pa
     assert inputs.shape == (training.num_samples, 16)
     assert training.num_targets(np.arange(training.num_samples)) == (targets != -100).sum()
     # All ranks and all restarts see the same; another seed holds out other documents.
-    again, _ = build(data, tokenizer, tmp_path / "cache", is_preparer=False)
+    again, _ = build(data, tokenizer, tmp_path / "cache")
     assert np.array_equal(again.batch(np.arange(9))[0], training.batch(np.arange(9))[0])
     other, _ = build(data, tokenizer, tmp_path / "cache", seed=1)
     assert not np.array_equal(other.batch(np.arange(9))[0], training.batch(np.arange(9))[0])
@@ -118,8 +118,3 @@ def test_text_for_a_tokenizer_comes_from_all_sources_in_turn(corpus: Path, tmp_p
     (tmp_path / "b.txt").write_text("the other")
     texts = list(documents_for_tokenizer(section(corpus, tmp_path / "b.txt")))
     assert len(texts) == 101 and texts[1] == "the other" and texts[2].startswith("document 1:")
-
-
-def test_a_rank_that_waits_does_so_in_time(tokenizer, corpus: Path, tmp_path: Path):
-    with pytest.raises(CommunicationError, match="no process has begun"):
-        build(section(corpus), tokenizer, tmp_path / "none", is_preparer=False, no_progress_s=0.1)

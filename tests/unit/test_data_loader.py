@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.config.split import even_split
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.data.order import SampleOrder
 from isles.data.samples import FakeSamples
 from isles.dist.batch import IGNORE_INDEX
+from isles.dist.split import even_split
 from tests.deadline import DEADLINE_S
 
 CPU = torch.device("cpu")

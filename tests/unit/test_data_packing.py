@@ -13,22 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.config.load import Loaded, load_run_file
-from isles.config.rules.all import check_rules
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.isolation import isolates
-from isles.config.shape import check_shape
-from isles.config.split import even_split
-from isles.data.cut import cut_samples, store_samples
+from isles.config.rules import check_rules
+from isles.config.rules.shape import check_shape
+from isles.config.sections.data import DataConfig, SourceConfig, isolates
+from isles.data.build import split_samples
+from isles.data.builders import best_fit, make_table, packed, pairs, whole
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.order import SampleOrder
-from isles.data.packing import best_fit
-from isles.data.samples import PackedSamples, SampleSource
-from isles.data.tokens.split import Ranges, split_store
-from isles.data.tokens.store import TokenStore
-from isles.data.whole import PairSamples, WholeSamples
+from isles.data.samples import Samples, SampleTable
+from isles.data.tokens.store import Ranges, TokenStore, split_store
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.documents import block_mask
+from isles.dist.split import even_split
 from isles.errors import ConfigErrors, DataError, UserError
 from isles.models.attention import check_attention
 from tests.each import each
@@ -57,7 +54,7 @@ def everything(store: TokenStore) -> Ranges:
     return Ranges(np.concatenate([[0], ends[:-1]]), ends)
 
 
-def read_all(part: SampleSource, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def read_all(part: Samples, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Inputs, targets and positions, [samples, R, width]."""
     shape = (part.num_samples, part.rows_per_sample, width)
     inputs, targets = np.full((2, *shape), -7, dtype=np.int64)
@@ -140,7 +137,7 @@ def test_whole_documents_train_on_what_is_marked_and_nothing_else(
     lengths: list[int], seq_length: int, packs: bool, isolated: bool, too_long: str, seed: int
 ) -> None:
     store = store_of(lengths, "chat", seed)
-    part = WholeSamples(
+    part = whole(
         store,
         everything(store),
         seq_length,
@@ -183,7 +180,7 @@ def test_whole_documents_train_on_what_is_marked_and_nothing_else(
 
 def test_a_document_that_fits_exactly_is_not_cut() -> None:
     store = replace(store_of([9, 10], "chat"), trained=None)
-    part = WholeSamples(store, everything(store), 8, packs=True, isolates=True, too_long="truncate")
+    part = whole(store, everything(store), 8, packs=True, isolates=True, too_long="truncate")
     inputs, targets, _ = read_all(part, 8)
     assert inputs[0, 0].tolist() == list(range(8)) and targets[0, 0].tolist() == list(range(1, 9))
     assert inputs[1, 0].tolist() == list(range(9, 17))
@@ -194,16 +191,14 @@ def test_what_changes_the_samples_changes_the_content() -> None:
     store = store_of([5, 9, 3, 7, 30], "chat")
     ranges = everything(store)
     parts = [
-        WholeSamples(store, ranges, length, packs=packs, isolates=apart, too_long=too_long)
+        whole(store, ranges, length, packs=packs, isolates=apart, too_long=too_long)
         for length in (40, 41)
         for packs, apart in ((True, True), (True, False), (False, False))
         for too_long in ("truncate", "drop")
     ]
     text = replace(store, kind="text", trained=None)
     streams = [
-        PackedSamples(text, ranges, length, isolates=apart)
-        for length in (8, 9)
-        for apart in (True, False)
+        packed(text, ranges, length, isolates=apart) for length in (8, 9) for apart in (True, False)
     ]
     found = [part.content for part in (*parts, *streams)]
     assert len(set(found)) == len(found)
@@ -219,8 +214,8 @@ def test_isolated_text_is_the_same_stream_without_targets_across_borders(
 ) -> None:
     store = replace(store_of(lengths, "text"), trained=None)
     ranges = everything(store)
-    joined = PackedSamples(store, ranges, seq_length)
-    apart = PackedSamples(store, ranges, seq_length, isolates=True)
+    joined = packed(store, ranges, seq_length)
+    apart = packed(store, ranges, seq_length, isolates=True)
     assert apart.num_samples == joined.num_samples
     firsts = set(np.asarray(store.document_ends)[:-1].tolist())
     for sample in range(joined.num_samples):
@@ -263,9 +258,11 @@ def test_the_mask_joins_a_token_to_the_earlier_ones_of_its_document() -> None:
     st.sampled_from(["truncate", "drop"]),
 )
 @settings(max_examples=100, deadline=None)
-def test_pairs_stay_together(pairs: list[tuple[int, int]], seq_length: int, too_long: str) -> None:
-    store = store_of([n for pair in pairs for n in pair], "preference")
-    part = PairSamples(
+def test_pairs_stay_together(
+    lengths: list[tuple[int, int]], seq_length: int, too_long: str
+) -> None:
+    store = store_of([n for pair in lengths for n in pair], "preference")
+    part = pairs(
         store,
         everything(store),
         seq_length,
@@ -283,7 +280,7 @@ def test_pairs_stay_together(pairs: list[tuple[int, int]], seq_length: int, too_
     trained = targets != IGNORE_INDEX
     assert trained.any(axis=2).all() and np.array_equal(inputs[trained] + 1, targets[trained])
     if too_long == "drop":
-        assert all(max(pairs[owner // 2]) <= seq_length + 1 for owner in owners[:, 0])
+        assert all(max(lengths[owner // 2]) <= seq_length + 1 for owner in owners[:, 0])
 
 
 @given(st.integers(1, 30), st.floats(0.01, 0.5), st.integers(0, 99))
@@ -306,14 +303,14 @@ def test_the_end_of_a_single_conversation_is_not_held_out() -> None:
 # Datasets and steps
 
 
-def dataset_of(*parts: SampleSource, seq_length: int, trims: bool = True) -> Dataset:
+def dataset_of(*parts: Samples, seq_length: int, trims: bool = True) -> Dataset:
     order = SampleOrder([part.num_samples for part in parts], None, 0)
     return Dataset(parts, order, seq_length, trims=trims)
 
 
-def chats(lengths: list[int], seq_length: int, *, packs: bool) -> WholeSamples:
+def chats(lengths: list[int], seq_length: int, *, packs: bool) -> SampleTable:
     store = store_of(lengths, "chat", seed=1, share=0.95)
-    return WholeSamples(
+    return whole(
         store, everything(store), seq_length, packs=packs, isolates=True, too_long="truncate"
     )
 
@@ -323,19 +320,19 @@ def test_rows_are_only_as_long_as_the_longest_of_a_batch() -> None:
     trimmed, fixed = (dataset_of(part, seq_length=64, trims=trims) for trims in (True, False))
     for first in range(0, 50, 5):
         ids = np.arange(first, first + 5)
-        rows, whole = trimmed.rows(ids), fixed.rows(ids)
+        rows, untrimmed = trimmed.rows(ids), fixed.rows(ids)
         longest = int(trimmed.lengths(ids).max())
         width = rows.targets_BT.shape[1]
         assert longest <= width < longest + 8 and width % 8 == 0
-        assert np.array_equal(rows.input_ids_BT, whole.input_ids_BT[:, :width])
-        assert np.array_equal(rows.targets_BT, whole.targets_BT[:, :width])
-        assert (whole.targets_BT[:, width:] == IGNORE_INDEX).all()
-        assert whole.targets_BT.shape[1] == 64
+        assert np.array_equal(rows.input_ids_BT, untrimmed.input_ids_BT[:, :width])
+        assert np.array_equal(rows.targets_BT, untrimmed.targets_BT[:, :width])
+        assert (untrimmed.targets_BT[:, width:] == IGNORE_INDEX).all()
+        assert untrimmed.targets_BT.shape[1] == 64
 
 
 def test_text_beside_isolated_chats_gets_positions_too() -> None:
     text = replace(store_of([30] * 20, "text"), trained=None)
-    stream = PackedSamples(text, everything(text), 16)
+    stream = packed(text, everything(text), 16)
     dataset = dataset_of(stream, chats([6] * 39, 16, packs=True), seq_length=16)
     assert dataset.isolates
     positions = dataset.rows(np.arange(dataset.num_samples)).position_ids_BT
@@ -376,7 +373,7 @@ def test_a_step_knows_its_targets_its_tokens_and_its_padding(packs: bool, ranks:
 
 def test_a_step_of_pairs_has_two_rows_each_and_counts_pairs() -> None:
     store = store_of([n for i in range(20) for n in (5 + i, 25 - i)], "preference", share=0.9)
-    part = PairSamples(store, everything(store), 32, too_long="truncate")
+    part = pairs(store, everything(store), 32, too_long="truncate")
     dataset = dataset_of(part, seq_length=32)
     split = even_split(6, 1, 4, in_step=False)
     loader = Loader(dataset, split=split, dp_rank=0, device=torch.device("cpu"))
@@ -409,16 +406,17 @@ def test_the_run_file_says_what_is_packed_and_kept_apart() -> None:
         source = SourceConfig.model_validate({"path": "x", "type": name})
         for keys in ({}, {"packing": False}, {"isolate_documents": False}):
             data = section(seq_length=64, **keys)
-            part = cut_samples(data, source, store, everything(store))
+            part = make_table(data, source, store, everything(store))
             assert part.isolates == isolates(data, source)
-            found[name, *keys] = type(part).__name__, part.isolates, part.num_samples
+            how = part.content.split(":")[2]
+            found[name, *keys] = how, part.isolates, part.num_samples
     assert found == {
-        ("chat",): ("WholeSamples", True, 10),
-        ("chat", "packing"): ("WholeSamples", False, 30),
-        ("chat", "isolate_documents"): ("WholeSamples", False, 10),
-        ("text",): ("PackedSamples", False, 9),
-        ("text", "packing"): ("DocumentSamples", False, 30),
-        ("text", "isolate_documents"): ("PackedSamples", False, 9),
+        ("chat",): ("packed", True, 10),
+        ("chat", "packing"): ("single", False, 30),
+        ("chat", "isolate_documents"): ("packed", False, 10),
+        ("text",): ("packed", False, 9),
+        ("text", "packing"): ("documents", False, 30),
+        ("text", "isolate_documents"): ("packed", False, 9),
     }
 
 
@@ -427,7 +425,7 @@ def test_what_cannot_be_used_is_counted_and_said(caplog: pytest.LogCaptureFixtur
     assert store.trained is not None
     store.trained[:20] = False  # the first two documents
     data = section(seq_length=64, too_long="drop", validation_fraction=0.0)
-    train, held_out = store_samples(data, data.sources[0], store, 0)
+    train, held_out = split_samples(data, data.sources[0], store, 0)
     assert held_out is None
     assert (train.counts.too_long, train.counts.untrained, train.counts.dropped) == (4, 2, 6)
     assert "6 of 34 documents are left out: 4 longer than seq_length 64, 2 without" in caplog.text
@@ -437,12 +435,12 @@ def test_nothing_to_train_on_is_an_error() -> None:
     store = store_of([200] * 4, "chat")
     drops = section(seq_length=64, too_long="drop", validation_fraction=0.0)
     with pytest.raises(DataError, match="none of 4 documents can be trained on: 4 are longer") as e:
-        store_samples(drops, drops.sources[0], store, 0)
+        split_samples(drops, drops.sources[0], store, 0)
     assert "data.too_long: truncate" in e.value.fix
     untrained = replace(store, trained=np.zeros(800, dtype=np.bool_))
     cuts = section(seq_length=64, validation_fraction=0.0)
     with pytest.raises(DataError, match="no token that is trained lies in the first 64 tokens"):
-        store_samples(cuts, cuts.sources[0], untrained, 0)
+        split_samples(cuts, cuts.sources[0], untrained, 0)
 
 
 RUN = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -17,14 +18,13 @@ import numpy as np
 import pytest
 
 from isles.config.sections.data import SourceConfig
-from isles.data.sources.builtin import PythonDocs
-from isles.data.sources.find import open_source
+from isles.data.sources.find import BuiltIn, open_source
 from isles.data.sources.rows import PLAIN, Columns, Row, Rows
 from isles.data.tokens.encode import Encoder
-from isles.data.tokens.prepare import prepare, wait_for_prepared
+from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.errors import CommunicationError, DataError
-from isles.run.records import read_record
+from isles.run.manifest import hash_file
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,8 @@ def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
     lines: list[str] = []
     folder = prepare(source, letters(), tmp_path / "cache", progress=lines.append)
     store = TokenStore.open(folder)
-    store.verify()
+    files = store.manifest["files"]
+    assert all(hash_file(folder / name) == facts["sha256"] for name, facts in files.items())
     text = "".join(chr(token) for token in store.tokens)
     assert text == "alpha\x01be\n\x01gamma delta\x01"
     assert store.document_ends.tolist() == [6, 10, 22]
@@ -139,7 +140,6 @@ def test_prepared_once_and_the_same_bytes_again(source, tmp_path: Path):
     first = prepare(source, letters(), tmp_path / "a", progress=quiet)
     stamp = (first / "tokens.bin").stat().st_mtime_ns
     assert prepare(source, letters(), tmp_path / "a", progress=quiet) == first
-    assert wait_for_prepared(source, letters(), tmp_path / "a") == first
     assert (first / "tokens.bin").stat().st_mtime_ns == stamp
     second = prepare(source, letters(), tmp_path / "b", progress=quiet)
     assert first.name == second.name
@@ -178,21 +178,10 @@ def test_a_damaged_folder_is_noticed_and_prepared_anew(
             os.truncate(folder / "manifest.json", 50)
     with pytest.raises(DataError, match="not whole"):
         TokenStore.open(folder)
-    with pytest.raises(CommunicationError, match="no process has begun"):
-        wait_for_prepared(source, letters(), tmp_path, no_progress_s=0.05)
     assert prepare(source, letters(), tmp_path, progress=quiet) == folder
     assert "damaged" in caplog.text
     assert (folder / "tokens.bin").read_bytes() == whole
     assert leftovers(tmp_path) == [folder.name]
-
-
-def test_a_changed_byte_is_found_by_verify(source, tmp_path: Path):
-    folder = prepare(source, letters(), tmp_path, progress=quiet)
-    data = bytearray((folder / "tokens.bin").read_bytes())
-    data[3] ^= 1
-    (folder / "tokens.bin").write_bytes(data)
-    with pytest.raises(DataError, match=r"tokens\.bin has changed"):
-        TokenStore.open(folder).verify()
 
 
 def test_a_source_that_changes_meanwhile(tmp_path: Path):
@@ -235,16 +224,13 @@ def test_kill_9_leaves_nothing_that_is_taken_for_whole(tmp_path: Path):
         process.send_signal(signal.SIGKILL)
         process.wait(DEADLINE_S)
         assert leftovers(tmp_path) == [half]
-        # A process that waits is not misled by the record of the dead one.
-        with pytest.raises(CommunicationError, match=f"process {process.pid} on .* died"):
-            wait_for_prepared(Told(), letters(), tmp_path, no_progress_s=0.05)
-    other = prepare(PythonDocs(), letters(Letters(10_000)), tmp_path, progress=quiet)
+    other = prepare(BuiltIn("python-docs"), letters(Letters(10_000)), tmp_path, progress=quiet)
     assert leftovers(tmp_path) == [other.name]  # what the dead one left is gone
     with preparing(tmp_path) as process:
-        prepare(PythonDocs(), letters(Letters(10_001)), tmp_path, progress=quiet)
+        prepare(BuiltIn("python-docs"), letters(Letters(10_001)), tmp_path, progress=quiet)
         process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0  # what a living one writes is not
-    folder = wait_for_prepared(Told(), letters(), tmp_path)
+    folder = prepare(Told(), letters(), tmp_path, progress=quiet)
     assert len(leftovers(tmp_path)) == 3
     assert TokenStore.open(folder).document_ends.size == 3
 
@@ -262,6 +248,37 @@ def test_two_processes_prepare_the_same(tmp_path: Path):
         thread.join(DEADLINE_S)
         assert first.returncode == 0 and leftovers(tmp_path) == [tokens[0].name]
         assert TokenStore.open(tokens[0]).document_ends.size == 3  # the first one's
+
+
+def test_who_waits_goes_on_when_the_other_dies(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("more\n"))
+    with preparing(tmp_path) as first:
+        told = threading.Event()
+        lines: list[str] = []
+        tokens: list[Path] = []
+
+        def second() -> None:
+            def hear(line: str) -> None:
+                lines.append(line)
+                told.set()
+
+            tokens.append(prepare(Told(), letters(), tmp_path, progress=hear))
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert told.wait(DEADLINE_S) and "another process prepares it" in lines[0]
+        first.kill()
+        thread.join(DEADLINE_S)
+    assert leftovers(tmp_path) == [tokens[0].name]
+    assert TokenStore.open(tokens[0]).document_ends.size == 2  # its own
+
+
+def test_who_waits_does_not_wait_for_ever(tmp_path: Path):
+    with preparing(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(CommunicationError, match="has written nothing for 0 s"):
+            prepare(Told(), letters(), tmp_path, progress=quiet, no_progress_s=0.3)
+        process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small disk takes root")
@@ -312,5 +329,3 @@ def test_a_file_that_may_not_grow(tmp_path: Path):
     assert ended.returncode == 1 and "a file may not grow further" in ended.stderr, ended.stderr
     assert str(tmp_path) in ended.stderr and "Traceback" not in ended.stderr
     assert leftovers(tmp_path) == []
-    (record,) = tmp_path.glob(".*.progress.json")
-    assert (read_record(record) or {})["state"] == "failed"

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isles.data.builders import cut, packed
 from isles.data.dataset import Dataset
 from isles.data.order import SampleOrder
-from isles.data.samples import DocumentSamples, FakeSamples, PackedSamples, SampleSource
-from isles.data.tokens.split import Ranges, split_store
-from isles.data.tokens.store import TokenStore
+from isles.data.samples import FakeSamples, Samples
+from isles.data.tokens.store import Ranges, TokenStore, split_store
 from isles.dist.batch import IGNORE_INDEX
 
 END = 9999
@@ -36,7 +36,7 @@ def everything(store: TokenStore) -> Ranges:
     return training
 
 
-def read_all(part: SampleSource, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+def read_all(part: Samples, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
     inputs = np.full((part.num_samples, seq_length), -7, dtype=np.int64)
     targets = np.full_like(inputs, -7)
     for sample in range(part.num_samples):
@@ -119,7 +119,7 @@ def test_packed_samples_are_the_stream(lengths: list[int], seq_length: int, frac
         stream = np.array(tokens_of(ranges))
         if ranges is None or len(stream) <= seq_length:
             continue
-        part = PackedSamples(store, ranges, seq_length)
+        part = packed(store, ranges, seq_length)
         inputs, targets = read_all(part, seq_length)
         assert part.num_samples == (len(stream) - 1) // seq_length
         used = part.num_samples * seq_length
@@ -133,19 +133,19 @@ def test_a_short_stream_is_one_padded_sample(num_tokens: int, seq_length: int):
     if num_tokens > seq_length:
         return
     store = store_of([1] * num_tokens)
-    part = PackedSamples(store, everything(store), seq_length)
+    part = packed(store, everything(store), seq_length)
     inputs, targets = read_all(part, seq_length)
     assert part.num_samples == 1
-    assert inputs[0, :num_tokens].tolist() == list(range(num_tokens))
-    assert (inputs[0, num_tokens:] == END).all()
+    assert inputs[0, : num_tokens - 1].tolist() == list(range(num_tokens - 1))
+    assert (inputs[0, num_tokens - 1 :] == END).all()
     assert targets[0, : num_tokens - 1].tolist() == list(range(1, num_tokens))
     assert (targets[0, num_tokens - 1 :] == IGNORE_INDEX).all()
 
 
 def test_a_single_token_is_no_sample():
     store = store_of([1])
-    assert PackedSamples(store, everything(store), 4).num_samples == 0
-    assert DocumentSamples(store, everything(store), 4).num_samples == 0
+    assert packed(store, everything(store), 4).num_samples == 0
+    assert cut(store, everything(store), 4).num_samples == 0
 
 
 # One document a sample
@@ -155,7 +155,7 @@ def test_a_single_token_is_no_sample():
 @settings(max_examples=100, deadline=None)
 def test_each_token_but_a_documents_first_is_a_target_once(lengths: list[int], seq_length: int):
     store = store_of(lengths)
-    part = DocumentSamples(store, everything(store), seq_length)
+    part = cut(store, everything(store), seq_length)
     if part.num_samples == 0:
         assert max(lengths) == 1
         return
@@ -205,7 +205,7 @@ def test_fake_pairs_begin_alike_and_train_on_the_rest():
 def test_targets_are_counted_without_reading(
     first: list[int], second: list[int], packing: bool, weighted: bool, seed: int
 ):
-    kind = PackedSamples if packing else DocumentSamples
+    kind = packed if packing else cut
     stores = [store_of([*first, 2]), store_of([*second, 3])]
     parts = [kind(store, everything(store), 5) for store in stores]
     sizes = [part.num_samples for part in parts]
@@ -222,7 +222,7 @@ def test_targets_are_counted_without_reading(
 def test_a_packed_batch_is_quick():
     store = store_of([50] * 1200)
     ranges, _ = split_store(store, 0.02, 0)
-    part = PackedSamples(store, ranges, 1024)
+    part = packed(store, ranges, 1024)
     dataset = Dataset([part], SampleOrder([part.num_samples], None, 0), 1024)
     ids = np.arange(16)
     seconds = []

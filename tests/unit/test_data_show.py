@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.chat.choice import use_template
+from isles.data.chat.template import use_template
 from isles.data.show import SHOWN_TOKENS, figures_of, shown_documents
 from isles.data.sources.find import open_source
 from isles.data.tokens.encode import Encoder

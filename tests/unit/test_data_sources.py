@@ -18,7 +18,7 @@ from isles.data.build import documents_for_tokenizer
 from isles.data.sources.find import open_source
 from isles.data.sources.hub import open_hub
 from isles.data.sources.parse import columns_of
-from isles.data.sources.readers import PIECE_BYTES, WHOLE_BYTES
+from isles.data.sources.read import PIECE_BYTES, WHOLE_BYTES
 from isles.data.sources.rows import PLAIN
 from isles.errors import DataError
 from tests.deadline import DEADLINE_S

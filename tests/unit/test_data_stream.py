@@ -13,16 +13,14 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.config.sections.data import DataConfig
+from isles.data.order import SampleOrder
+from isles.data.sources.find import open_source
+from isles.data.sources.hub import HubStream
 from isles.data.sources.parse import TextParser
+from isles.data.sources.read import file_pieces
 from isles.data.sources.rows import Row
 from isles.data.stream import segment as stream_segment
-from isles.data.stream.files import file_pieces
-from isles.data.stream.ledger import Ledger
-from isles.data.stream.open import open_stream
-from isles.data.stream.order import StreamOrder
-from isles.data.stream.rows import row_stream
-from isles.data.stream.segment import HoldOut, SegmentRecord, Stream, make_segment, samples_of
-from isles.data.tokens.progress import Reporter
+from isles.data.stream.segment import HoldOut, SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import ConfigErrors, DataError
@@ -88,12 +86,10 @@ def test_a_file_is_read_on_from_any_place(tmp_path: Path, name: str):
 
 
 def test_a_long_text_file_is_read_on_from_any_piece(tmp_path: Path, monkeypatch):
-    from isles.data.sources import readers
-    from isles.data.stream import files as stream_files
+    from isles.data.sources import read
 
-    for module in (readers, stream_files):
-        monkeypatch.setattr(module, "WHOLE_BYTES", 2000)
-        monkeypatch.setattr(module, "PIECE_BYTES", 700)
+    monkeypatch.setattr(read, "WHOLE_BYTES", 2000)
+    monkeypatch.setattr(read, "PIECE_BYTES", 700)
     path = tmp_path / "a.txt"
     path.write_text("\n".join(TEXTS[:100]) + "ä" * 900)
     parser = TextParser("text")
@@ -117,7 +113,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stream_of(path: Path, tokenizer: Any, **keys: Any) -> Stream:
     data = {"sources": [{"path": str(path)}], "seq_length": 32, "streaming": True, **keys}
-    return open_stream(DataConfig.model_validate(data), 0, tokenizer, 5)
+    return Stream(DataConfig.model_validate(data), 0, tokenizer, 5)
 
 
 def segments(
@@ -126,10 +122,9 @@ def segments(
     """The next segments of a stream."""
     made = []
     folder.mkdir(exist_ok=True)
-    reporter = Reporter(folder / "progress.json", "test", lambda _: None)
     for _ in range(count):
         number = before.number + 1 if before else 0
-        before = make_segment(stream, before, folder / str(number), reporter)
+        before = make_segment(stream, before, folder / str(number))
         made.append((before, TokenStore.open(folder / str(number))))
     return made
 
@@ -138,7 +133,7 @@ def tokens_read(stream: Stream, made: list[tuple[SegmentRecord, TokenStore]]) ->
     """Targets of all samples in order, with the first input before them."""
     tokens: list[int] = []
     for record, store in made:
-        samples = samples_of(stream.make_samples, store, record.begin)
+        samples = segment_table(stream.data, stream.config, store, record.begin)
         assert samples.num_samples == record.num_samples
         for sample in range(record.num_samples):
             inputs, targets = np.empty((1, 32), np.int64), np.empty((1, 32), np.int64)
@@ -188,7 +183,7 @@ def test_a_stream_reads_nothing_of_what_came_before(tmp_path: Path, tokenizer: A
         (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
     stream = stream_of(tmp_path / "data" / "*.jsonl", tokenizer)
     made = segments(stream, tmp_path / "one", 8)
-    at = next(n for n, (r, _) in enumerate(made) if (r.begin.anchor or {}).get("file") == 2)
+    at = next(n for n, (r, _) in enumerate(made) if (r.begin.chunk_start or {}).get("file") == 2)
     anchored = stream_of(tmp_path / "data" / "*.jsonl", tokenizer)
     (tmp_path / "data" / "0.jsonl").write_text("not what it was")
     ((again, _),) = segments(anchored, tmp_path / "two", 1, made[at - 1][0])
@@ -208,8 +203,6 @@ def test_nothing_to_train_on_is_said(tmp_path: Path, tokenizer: Any):
 def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
     import datasets
 
-    from isles.data.stream.rows import HubRows
-
     files = []
     for part in range(3):
         files.append(str(tmp_path / f"{part}.jsonl"))
@@ -218,14 +211,14 @@ def test_hub_datasets_are_read_on_from_the_librarys_state(tmp_path: Path):
     builder = datasets.load_dataset_builder(
         "json", data_files=files, cache_dir=str(tmp_path / "cache")
     )
-    rows = HubRows("three files", builder, "train", TextParser("text"))
-    chunks = list(rows.chunks(None))
+    rows, columns = HubStream("three files", builder, "train"), TextParser("text")
+    chunks = list(rows.chunks(columns))
     assert [text for chunk in chunks for text in texts_of(chunk.rows)] == TEXTS
     for number, chunk in enumerate(chunks):
-        anchor = json.loads(json.dumps(chunk.begin))
-        following = next(iter(rows.chunks(anchor)))
+        chunk_start = json.loads(json.dumps(chunk.begin))
+        following = next(iter(rows.chunks(columns, chunk_start)))
         assert (following.begin, following.rows) == (chunk.begin, chunk.rows), number
-    assert list(rows.chunks(chunks[-1].end)) == []
+    assert list(rows.chunks(columns, chunks[-1].end)) == []
 
 
 def test_saved_datasets_are_read_on_from_any_row(tmp_path: Path):
@@ -237,50 +230,20 @@ def test_saved_datasets_are_read_on_from_any_row(tmp_path: Path):
         str(tmp_path / "saved")
     )
     source = SourceConfig.model_validate({"path": str(tmp_path / "saved")})
-    rows = row_stream(source, TextParser("text"))
-    chunks = list(rows.chunks(None))
+    rows, columns = open_source(source, streams=True), TextParser("text")
+    chunks = list(rows.chunks(columns))
     assert [text for chunk in chunks for text in texts_of(chunk.rows)] == TEXTS
-    assert list(rows.chunks(chunks[2].begin)) == chunks[2:]
-    assert list(rows.chunks(chunks[-1].end)) == []
+    assert list(rows.chunks(columns, chunks[2].begin)) == chunks[2:]
+    assert list(rows.chunks(columns, chunks[-1].end)) == []
 
 
 def test_weights_are_exact_and_nothing_is_skipped():
-    order = StreamOrder([3, 1], 7)
+    order = SampleOrder(None, [3, 1], 7)
     ids = np.arange(3 * 65_536)
     source, number = order.locate(ids)
     for k, share in enumerate((3 / 4, 1 / 4)):
         assert (number[source == k] == np.arange((source == k).sum())).all(), "in order, each once"
         assert (source[:65_536] == k).sum() == share * 65_536
-    for sample in (0, 1, 65_535, 65_536, 150_000):
-        assert order.before(sample) == [int((source[:sample] == k).sum()) for k in (0, 1)]
-
-
-def test_the_ledger_knows_where_a_sample_begins(tmp_path: Path):
-    from isles.data.stream.segment import Position
-
-    def segment(number: int, digest: str = "d") -> SegmentRecord:
-        return SegmentRecord(
-            number, 10 * number, 10, Position(), Position(anchor={"file": 1}), digest
-        )
-
-    ledger = Ledger(tmp_path, 0, {"rows": [1]})
-    for number in range(3):
-        ledger.add(segment(number))
-    path = tmp_path / "source-0.jsonl"
-    path.write_text(path.read_text() + '{"number": 3, "first')  # killed while it was written
-    again = Ledger(tmp_path, 0, {"rows": [1]})
-    assert [again.before(s) for s in (0, 9)] == [None, None]
-    assert [again.before(s) for s in (10, 29, 30, 99)] == [segment(n) for n in (0, 1, 2, 2)]
-    assert again.reaches(30) and not again.reaches(31)
-    again.add(segment(1))
-    again.add(segment(3))
-    assert Ledger(tmp_path, 0, {"rows": [1]}).before(40) == segment(3)
-    with pytest.raises(DataError, match=r"segment 1 .samples 10 to 19. is made of other tokens"):
-        again.add(segment(1, "e"))
-    other = Ledger(tmp_path, 0, {"rows": [2]})
-    other.check(started=False)
-    with pytest.raises(DataError, match="rows: 1 before, 2 now"):
-        other.check(started=True)
 
 
 def test_what_is_held_out_depends_on_seed_and_number_alone():

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from isles.config.clusters import of_cluster
 from isles.config.load import Base, load_run_file
-from isles.config.one_cluster import of_cluster
 from isles.config.resolve import resolve
 from isles.errors import ConfigError, ConfigErrors
 from tests.documents import (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from isles import errors
-from isles.check.ids import MEANINGS
+from isles.check.finding import IDS
 from isles.cli import main
 from isles.errors import (
     CommunicationError,
@@ -30,10 +30,10 @@ from isles.errors import (
 )
 from isles.facts import troubleshooting as page
 from isles.launch.remote.wheel import wheel_bytes
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import Shell
-from isles.monitor.errors import failure_lines
+from isles.monitor.ending import failure_lines
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import write_record
@@ -81,7 +81,7 @@ def _given(node: ast.AST) -> Iterator[ast.expr]:
 
 def ids_used() -> set[str]:
     """All ids: of errors, and of the findings of `isles check`."""
-    found = set(MEANINGS)
+    found = set(IDS)
     for path in SRC.rglob("*.py"):
         found |= ids_of_code(path.read_text(encoding="utf-8"))
     return found
@@ -126,7 +126,7 @@ def test_every_kind_of_error_has_an_id_with_a_paragraph() -> None:
 def test_versions_of_hosts_have_the_ids_of_findings() -> None:
     text = (SRC / "launch" / "ssh" / "hosts.py").read_text(encoding="utf-8")
     assert 'id=f"version.{what.lower()}"' in text
-    assert {"version.isles", "version.torch", "version.python"} <= set(MEANINGS)
+    assert {"version.isles", "version.torch", "version.python"} <= set(IDS)
 
 
 def test_an_id_is_no_key_of_the_run_file() -> None:
@@ -255,7 +255,10 @@ def test_a_refusal_keeps_its_id_on_its_way() -> None:
 
 
 def test_a_node_of_a_run_answers_with_the_id() -> None:
-    with Channel(Shell(), python=sys.executable) as channel, pytest.raises(UserError) as caught:
+    with (
+        open_channel(Shell(), python=sys.executable) as channel,
+        pytest.raises(UserError) as caught,
+    ):
         channel.call("frobnicate", timeout_s=DEADLINE_S)
     assert caught.value.id == "version.isles"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from isles.agent.failure import failure_report
+from isles.agent.rank import let_cause_end_first
 from isles.errors import ExitCode
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
-from isles.train.rank_edges import let_cause_end_first
-from isles.train.reports import failure_report
 from isles.train.worker import record_error
 
 
@@ -48,8 +48,8 @@ def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
     assert found["what"] == "rank 1 was killed by SIGKILL"
 
     waited: list[float] = []
-    monkeypatch.setattr("isles.train.rank_edges._CAUSE_FIRST_S", 0.1)
-    monkeypatch.setattr("isles.train.rank_edges.time.sleep", waited.append)
+    monkeypatch.setattr("isles.agent.rank._CAUSE_FIRST_S", 0.1)
+    monkeypatch.setattr("isles.agent.rank.time.sleep", waited.append)
     let_cause_end_first(attempt, env, ExitCode.TRAINING)
     assert not waited
     let_cause_end_first(attempt, env, code)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from isles.check.ids import MEANINGS
+from isles.check.finding import IDS
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode
@@ -111,7 +111,7 @@ def test_without_torchrun_it_is_isles_train(tmp_path: Path) -> None:
 
     done = run("--dry-run", "name=alone")
     assert done.returncode == 0, done.stderr
-    assert f"isles.train.agent {tmp_path}/logs/runs/alone-1" in done.stdout
+    assert f"isles.agent {tmp_path}/logs/runs/alone-1" in done.stdout
     assert re.search(r"global_batch_size: 8 +# command line", done.stdout)
     done = run("training.max_stepz=4")
     assert done.returncode == ExitCode.USER and "did you mean max_steps?" in done.stderr
@@ -179,9 +179,9 @@ def test_the_page_has_the_lines_of_the_guide() -> None:
 
 
 def test_every_finding_and_exit_code_leads_to_a_paragraph() -> None:
-    assert [name for name in MEANINGS if name not in by_id()] == []
+    assert [name for name in IDS if name not in by_id()] == []
     named = re.findall(r"`([a-z]+\.[a-z]+)`", TROUBLE)
-    ids = {name for name in named if name.split(".")[0] in {key.split(".")[0] for key in MEANINGS}}
+    ids = {name for name in named if name.split(".")[0] in {key.split(".")[0] for key in IDS}}
     assert ids <= set(by_id()), ids - set(by_id())
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", TROUBLE, re.M)}
     assert codes == {int(code) for code in ExitCode} - {0}

@@ -1,4 +1,4 @@
-"""The nodes of a run and their supervisor: real sockets; the ranks' part is played by the test."""
+"""The nodes of a run and their coordinator: real sockets; the ranks' part is played by the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 
-from isles.errors import ExitCode
+from isles.agent.connection import Connection, Head, authenticate
+from isles.agent.coordinator import Coordinator
+from isles.agent.members import Terms
+from isles.agent.server import Identity, NodeRecords, RendezvousServer
+from isles.errors import ExitCode, UserError
 from isles.run.fleet import Fleet, FleetNode
 from isles.run.pace import LOST_AFTER_S, Silence
 from isles.run.paths import Attempt, RunDir
@@ -25,29 +29,25 @@ from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
 from isles.run.stop_request import StopKind, request_stop
-from isles.run.wire import Wire
-from isles.train.conductor import Conductor
-from isles.train.contact import Contact, Head
-from isles.train.lobby import Identity, Lobby
-from isles.train.members import Terms
-from isles.train.presence import Presence
+from isles.run.wire import NotOurs, Wire
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run
 
 VERSIONS = {"isles": "1", "torch": "2"}
+TOKEN = "a secret of this attempt"
 
 
 @dataclass
 class Table:
-    """A supervisor without a process of its own, driven by the test."""
+    """A coordinator without a process of its own, driven by the test."""
 
     run_dir: RunDir
     attempt: Attempt
     fleet: Fleet
-    lobby: Lobby
-    conductor: Conductor
-    contacts: list[Contact]
+    rendezvous: RendezvousServer
+    coordinator: Coordinator
+    contacts: list[Connection]
     late_s: float = 0.0
 
     def look_until(self, condition: Callable[[], Any], what: str) -> Any:
@@ -55,17 +55,17 @@ class Table:
         end = time.monotonic() + DEADLINE_S
         pause = threading.Event()
         while time.monotonic() < end:
-            self.conductor.look()
+            self.coordinator.look()
             if found := condition():
                 return found
             pause.wait(0.01)
         raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}")
 
-    def join(self, node: int, other: dict[str, Any] | None = None) -> Contact:
+    def join(self, node: int, other: dict[str, Any] | None = None) -> Connection:
         """An agent that comes."""
         head = Head("h0", "127.0.0.1", self.fleet.port)
         hello = {**self.hello(node), **(other or {})}
-        contact = Contact(head, hello, start_timeout_s=DEADLINE_S, may_return=False)
+        contact = Connection(head, hello, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
         contact.report({"restart": -1, "state": "idle"})
         self.contacts.append(contact)
         return contact
@@ -81,13 +81,13 @@ class Table:
             "versions": VERSIONS,
         }
 
-    def begin(self, *nodes: int) -> list[Contact]:
+    def begin(self, *nodes: int) -> list[Connection]:
         """Agents that come, and are told to start their ranks, and do so."""
         contacts = [self.join(node) for node in nodes]
         self.runs(*contacts)
         return contacts
 
-    def runs(self, *contacts: Contact) -> None:
+    def runs(self, *contacts: Connection) -> None:
         """Their ranks are started as they were told."""
         told = [contact.order for contact in contacts]
         self.look_until(
@@ -98,7 +98,7 @@ class Table:
 
     def ends(self, what: str) -> dict[str, Any]:
         """The outcome, once there is one."""
-        self.look_until(lambda: self.conductor.is_over, what)
+        self.look_until(lambda: self.coordinator.is_over, what)
         return read_record(self.attempt.outcome) or {}
 
 
@@ -123,18 +123,26 @@ def table(
         start_timeout_s=wait_s,
         digest=hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
     )
-    identity = Identity("x-1", 1, fleet.digest, VERSIONS)
+    identity = Identity("x-1", 1, fleet.digest, VERSIONS, TOKEN)
     terms = Terms(max_restarts=3, save_timeout_s=60.0, needs_head=True)
     made = Table(run_dir, attempt, fleet, None, None, [])  # type: ignore[arg-type]  # just below
     clock = lambda: time.monotonic() + made.late_s  # noqa: E731
-    lobby = made.lobby = Lobby(listener, fleet, identity, lambda: {"run": "x-1"}, clock)
-    made.conductor = Conductor(run_dir, attempt, fleet, terms, lobby)
+    rendezvous = made.rendezvous = RendezvousServer(
+        listener, fleet, identity, lambda: {"run": "x-1"}, clock
+    )
+    made.coordinator = Coordinator(run_dir, attempt, fleet, terms, rendezvous)
     try:
         yield made
     finally:
         for contact in made.contacts:
             contact.leave()
-        lobby.close()
+        rendezvous.close()
+
+
+def greet(wire: Wire, hello: dict[str, Any]) -> None:
+    """What an agent without a thread says first."""
+    message = {"hello": {**hello, "agent": "t"}}
+    assert "welcome" in authenticate(wire, message, TOKEN, DEADLINE_S)
 
 
 def error(rank: int, at: float, what: str, *, is_communication: bool = False) -> dict[str, Any]:
@@ -163,7 +171,7 @@ def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_pat
         assert [c.order["ranks"] for c in (first, middle, late)] == [[0, 1], [1, 2], [3, 3]]
         assert {c.order["world_size"] for c in (first, middle, late)} == {6}
         assert late.order["master"][0] == "10.0.0.0", "an address, never a name"
-        Presence(made.attempt, made.fleet, made.lobby).note(made.conductor.places())
+        NodeRecords(made.attempt, made.fleet, made.rendezvous).write(made.coordinator.places())
         nodes = (read_record(made.attempt.nodes) or {})["nodes"]
         assert [(n["name"], n["state"], n["first_rank"]) for n in nodes] == [
             ("h0", "there", 0),
@@ -175,7 +183,7 @@ def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_pat
 def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     with table(tmp_path, 3, wait_s=20.0) as made:
         there = made.join(1)
-        made.look_until(lambda: made.lobby.there() == [1], "one has come")
+        made.look_until(lambda: made.rendezvous.there() == [1], "one has come")
         made.late_s = 6.0
         made.look_until(lambda: there.order.get("waiting"), "who waits is told for whom")
         line = there.order["waiting"]
@@ -193,7 +201,7 @@ def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
 def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
     with table(tmp_path, 3, least=2, wait_s=20.0) as made:
         contacts = [made.join(0), made.join(2)]
-        made.look_until(lambda: made.lobby.there() == [0, 2], "two have come")
+        made.look_until(lambda: made.rendezvous.there() == [0, 2], "two have come")
         assert not contacts[0].order.get("ranks")
         made.late_s = 21.0
         made.runs(*contacts)
@@ -215,21 +223,21 @@ def test_who_does_not_belong_is_refused_on_both_sides(
 ) -> None:
     with table(tmp_path) as made:
         first = made.join(0)
-        made.look_until(lambda: made.lobby.there() == [0], "one has come")
-        stranger = made.join(1, other)
-        made.look_until(lambda: stranger.state == "refused", "the other is refused")
-        assert words in str(stranger.fault) and "fix: " in str(stranger.fault)
+        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
+        unknown = made.join(1, other)
+        made.look_until(lambda: unknown.state == "refused", "the other is refused")
+        assert words in str(unknown.fault) and "fix: " in str(unknown.fault)
         assert words in capfd.readouterr().err
-        assert first.state == "there" and not made.conductor.is_over
+        assert first.state == "there" and not made.coordinator.is_over
 
 
 def test_another_program_on_the_port_is_found_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
         threading.Thread(target=_talk, args=(other,), daemon=True).start()
         head = Head("h0", "127.0.0.1", other.getsockname()[1])
-        contact = Contact(head, {}, start_timeout_s=DEADLINE_S, may_return=False)
+        contact = Connection(head, {}, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
         made.look_until(lambda: contact.state == "refused", "it is found out")
-        assert "is not the supervisor of this run: not a message: b'SSH-2.0" in str(contact.fault)
+        assert "is not the coordinator of this run: not a message: b'SSH-2.0" in str(contact.fault)
 
 
 def _talk(other: socket.socket) -> None:
@@ -245,7 +253,7 @@ def test_the_earliest_error_is_the_cause_whatever_the_clocks_say(tmp_path: Path)
         first, last = made.join(0), made.join(2)
         # The clock of node 1 is an hour ahead.
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(1), "token": "t"}})
+        greet(wire, made.hello(1))
         made.runs(first, last)
         now = time.time()
         first.report(failed(0, None, error(0, now, "lost", is_communication=True)))
@@ -268,9 +276,9 @@ def test_after_a_loss_all_end_their_ranks_before_any_begins_again(tmp_path: Path
         second.report(failed(0, error(1, time.time(), "boom")))
         made.look_until(lambda: first.order["phase"] == "halt", "all are told to end")
         second.report({"restart": 0, "state": "idle"})
-        made.look_until(lambda: made.lobby.seats()[1].report["state"] == "idle", "one has")
+        made.look_until(lambda: made.rendezvous.peers()[1].report["state"] == "idle", "one has")
         for _ in range(20):
-            made.conductor.look()
+            made.coordinator.look()
         assert second.order["phase"] == "halt", "the first has not ended its ranks yet"
         first.report({"restart": 0, "state": "idle"})
         made.runs(first, second)
@@ -282,8 +290,7 @@ def test_an_agent_that_dies_is_missed_within_seconds(tmp_path: Path) -> None:
         first = made.join(0)
         # A process of its own, which has nothing but its socket, and loses it.
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(1), "token": "t"}})
-        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        greet(wire, made.hello(1))
         made.runs(first)
         wire.close()
         outcome = made.ends("the loss ends a run of a fixed number of nodes")
@@ -298,27 +305,26 @@ def test_a_node_that_falls_silent_is_named_after_twenty_seconds(tmp_path: Path) 
     with table(tmp_path) as made:
         first = made.join(0)
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(1), "token": "t"}})
-        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        greet(wire, made.hello(1))
         made.runs(first)
-        seats = made.lobby.seats()
-        while not seats[1].lost:
+        peers = made.rendezvous.peers()
+        while not peers[1].lost:
             made.late_s += 1.0
-            seats[0].silence.heard()  # this one gives a sign of life each second
-            made.conductor.look()
-        assert re.fullmatch(r"it has not been heard of for 2[0-3] s", seats[1].lost)
+            peers[0].silence.heard()  # this one gives a sign of life each second
+            made.coordinator.look()
+        assert re.fullmatch(r"it has not been heard of for 2[0-3] s", peers[1].lost)
         outcome = made.ends("the loss ends a run of a fixed number of nodes")
-        assert "node 1 (h1, 10.0.0.1) is lost: " + seats[1].lost == outcome["error"]["what"]
+        assert "node 1 (h1, 10.0.0.1) is lost: " + peers[1].lost == outcome["error"]["what"]
         wire.close()
 
 
 @pytest.mark.parametrize(("kind", "code"), [("save", 85), ("interrupt", 130), ("now", 130)])
-def test_a_wish_to_stop_is_heard_while_nobody_is_there(
+def test_a_stop_request_is_heard_while_nobody_is_there(
     tmp_path: Path, kind: StopKind, code: int
 ) -> None:
     with table(tmp_path) as made:
         only = made.join(0)
-        made.look_until(lambda: made.lobby.there() == [0], "one has come")
+        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
         request_stop(made.attempt, kind)
         outcome = made.ends("it is stopped")
         assert (outcome["state"], outcome["exit_code"]) == ("stopped", code)
@@ -326,10 +332,10 @@ def test_a_wish_to_stop_is_heard_while_nobody_is_there(
         assert only.order["exit_code"] == code
 
 
-def test_a_wish_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> None:
+def test_a_stop_request_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
-        second.report({"restart": 0, "state": "running", "wish": 2})
+        second.report({"restart": 0, "state": "running", "stop": 2})
         made.look_until(lambda: first.order.get("signal") == 2, "the other hears of it")
         request_stop(made.attempt, "now")
         made.look_until(lambda: first.order["phase"] == "over" and first.order["now"], "at once")
@@ -351,15 +357,44 @@ def test_a_run_directory_that_is_deleted_ends_all_nodes_at_once(tmp_path: Path) 
         assert not made.run_dir.path.exists()
 
 
-def test_files_are_given_for_the_right_digest_only(tmp_path: Path) -> None:
+def test_who_does_not_know_the_token_gets_nothing_and_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the files nor a place; and an agent takes nobody else for the coordinator."""
     with table(tmp_path) as made:
-        for digest, key in ((made.fleet.digest[:16], "files"), ("f" * 16, "refused")):
+
+        def first_word(message: dict[str, Any], token: str) -> Any:
             wire = Wire(
                 socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S)
             )
-            wire.send({"fetch": digest})
-            assert key in (wire.receive(DEADLINE_S) or {})
-            wire.close()
+            try:
+                return authenticate(wire, message, token, DEADLINE_S)
+            finally:
+                wire.close()
+
+        assert first_word({"fetch": True}, TOKEN)["files"] == {"run": "x-1"}
+        hello = {"hello": {**made.hello(1), "agent": "t"}}
+        for message in ({"fetch": True}, hello):
+            with pytest.raises(UserError, match=r"127\.0\.0\.1 does not know the token"):
+                first_word(message, "another secret")
+        assert not made.rendezvous.peers()
+        assert "does not know the token" in capfd.readouterr().err
+
+
+def test_a_coordinator_that_does_not_know_the_token_is_obeyed_by_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            wire = Wire(server.accept()[0])
+            wire.send({"challenge": "c"})
+            wire.receive(DEADLINE_S)
+            wire.send({"welcome": {}, "proof": "0" * 64})
+
+        threading.Thread(target=pretend, daemon=True).start()
+        wire = Wire(socket.create_connection(server.getsockname(), timeout=DEADLINE_S))
+        with pytest.raises(NotOurs, match="does not know the token"):
+            authenticate(wire, {"hello": {}}, TOKEN, DEADLINE_S)
+        wire.close()
 
 
 def test_a_process_that_was_frozen_does_not_take_the_others_for_lost() -> None:

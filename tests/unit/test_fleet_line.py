@@ -1,32 +1,29 @@
-"""What may come over the line between the nodes and their supervisor, in whatever order."""
+"""What may come over the line between the nodes and their coordinator, in whatever order."""
 
 from __future__ import annotations
 
 import socket
-import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from isles import __version__
+from isles.agent.connection import Connection, Head, authenticate
+from isles.agent.failure import judge
+from isles.agent.fetch import fetch_run
 from isles.errors import ExitCode, PreflightError, UserError
-from isles.launch.join import join
 from isles.run.records import read_record
-from isles.run.wire import Wire
-from isles.train.agent import kill_all
-from isles.train.contact import Contact, Head
-from isles.train.verdict import judge
+from isles.run.wire import Wire, proof
 from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.unit.test_fleet import Table, error, table
+from tests.unit.test_fleet import TOKEN, Table, error, greet, table
 
 
 def knock(made: Table, said: bytes) -> bytes:
-    """What a stranger is answered, up to the end of the connection."""
+    """What an unknown connection is answered, up to the end of the connection."""
     with socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S) as connection:
         connection.sendall(said)
         connection.shutdown(socket.SHUT_WR)
@@ -49,7 +46,7 @@ def test_nonsense_ends_its_own_connection_only(
     tmp_path: Path, said: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with table(tmp_path) as made:
-        assert knock(made, said) == b""
+        assert b"welcome" not in knock(made, said)
         made.begin(0, 1)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -62,9 +59,9 @@ def test_a_greeting_that_makes_no_sense_is_no_traceback(
 ) -> None:
     with table(tmp_path) as made:
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(0), "token": "t", key: value}})
+        message = {"hello": {**made.hello(0), "agent": "t", key: value}}
         with pytest.raises(ConnectionResetError):
-            wire.receive(DEADLINE_S)
+            authenticate(wire, message, TOKEN, DEADLINE_S)
         made.begin(0, 1)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -72,27 +69,17 @@ def test_a_greeting_that_makes_no_sense_is_no_traceback(
 def test_a_report_that_is_none_costs_the_connection_and_not_the_run(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
-        wire.send({"hello": {**made.hello(0), "token": "t"}})
-        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        greet(wire, made.hello(0))
         wire.send({"report": "well"})
-        made.look_until(lambda: made.lobby.seats()[0].wire is None, "it is cut")
-        assert made.lobby.seats()[0].report == {}
-
-
-def test_who_guesses_a_digest_is_not_told_enough_to_be_let_in(tmp_path: Path) -> None:
-    with table(tmp_path) as made:
-        answer = knock(made, b'{"fetch": "000000000000"}\n').decode()
-        assert "refused" in answer
-        known = max(n for n in range(65) if made.fleet.digest[:n] in answer)
-        again = knock(made, f'{{"fetch": "{made.fleet.digest[:known]}"}}\n'.encode())
-        assert b"refused" in again
+        made.look_until(lambda: made.rendezvous.peers()[0].wire is None, "it is cut")
+        assert made.rendezvous.peers()[0].report == {}
 
 
 def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         made.join(0)
-        made.look_until(lambda: made.lobby.there() == [0], "one has come")
-        seat = made.lobby.seats()[0]
+        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
+        peer = made.rendezvous.peers()[0]
 
         class Parting(dict[str, Any]):
             """Compared with what was sent before, as the other thread takes the line away."""
@@ -100,11 +87,11 @@ def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path
             __hash__ = None  # type: ignore[assignment]  # as that of a dict
 
             def __eq__(self, other: object) -> bool:
-                seat.wire = None
+                peer.wire = None
                 return False
 
-        made.lobby.order(0, Parting(phase="wait"), time.monotonic())
-        assert seat.wire is None
+        made.rendezvous.order(0, Parting(phase="wait"), time.monotonic())
+        assert peer.wire is None
 
 
 def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
@@ -113,7 +100,7 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
 
         def order() -> None:
             while not is_over.is_set():
-                made.lobby.order(0, {"phase": "wait"}, time.monotonic())
+                made.rendezvous.order(0, {"phase": "wait"}, time.monotonic())
 
         busy = threading.Thread(target=order)
         busy.start()
@@ -122,8 +109,7 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
                 wire = Wire(
                     socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S)
                 )
-                wire.send({"hello": {**made.hello(0), "token": "t"}})
-                assert "welcome" in (wire.receive(DEADLINE_S) or {})
+                greet(wire, made.hello(0))
                 wire.close()
         finally:
             is_over.set()
@@ -146,36 +132,43 @@ def test_a_refusal_that_makes_no_sense_is_that_of_another_program(
     with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
         threading.Thread(target=answer, daemon=True).start()
         head = Head("h0", "127.0.0.1", other.getsockname()[1])
-        contact = Contact(head, {}, start_timeout_s=DEADLINE_S, may_return=False)
+        contact = Connection(head, {}, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
         made.look_until(lambda: contact.state == "refused", "it is found out")
-        assert "is not the supervisor of this run" in str(contact.fault)
+        assert "is not the coordinator of this run" in str(contact.fault)
         port = other.getsockname()[1]
         with pytest.raises(UserError, match="has not answered"):
-            join(f"127.0.0.1:{port}", 1, "0" * 16, output_dir=None, timeout_s=0.1, say=print)
+            fetch_run(f"127.0.0.1:{port}", TOKEN, 1, None, timeout_s=0.1)
+
+
+def serve(listener: socket.socket, files: dict[str, Any]) -> None:
+    """What a coordinator gives to the first who knows the token."""
+    wire = Wire(listener.accept()[0])
+    wire.send({"challenge": "c"})
+    asked = wire.receive(DEADLINE_S) or {}
+    wire.send({"files": files, "proof": proof(TOKEN, asked["challenge"], "coordinator")})
 
 
 @each("target", ["h0:99999", "h0:0", "h0", "h0:²", "a..b:29500"])
 def test_an_address_that_cannot_be_is_no_traceback(target: str) -> None:
     with pytest.raises(UserError, match=r"neither a run directory|has not answered"):
-        join(target, 1, "0" * 16, output_dir=None, timeout_s=0.1, say=print)
+        fetch_run(target, TOKEN, 1, None, timeout_s=0.1)
 
 
 def test_a_first_node_with_another_isles_is_named_before_its_files_are_read() -> None:
     def answer() -> None:
-        connection, _ = other.accept()
-        Wire(connection).send({"files": {"isles": "0.0.1", "whatever": "it was then"}})
+        serve(other, {"isles": "0.0.1", "whatever": "it was then"})
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=answer, daemon=True).start()
         target = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(PreflightError, match=f"has isles 0.0.1, this host has {__version__}"):
-            join(target, 1, "0" * 16, output_dir=None, timeout_s=DEADLINE_S, say=print)
+            fetch_run(target, TOKEN, 1, None, timeout_s=DEADLINE_S)
 
 
 def test_ranks_that_all_ended_well_have_finished_whatever_was_asked_late(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
-        made.conductor.ask_to_stop(15)
+        made.coordinator.ask_to_stop(15)
         for contact in (first, second):
             contact.report({"restart": 0, "state": "succeeded", "codes": {"0": 0}})
         assert made.ends("it is over")["state"] == "finished"
@@ -196,17 +189,8 @@ def test_a_script_elsewhere_that_has_reported_steps_is_started_again(tmp_path: P
         culprit = {**error(1, time.time(), "boom"), "kind": "ScriptFailed", "is_script": True}
         culprit["will_recur"] = True  # as a host without the head's records sees it
         found = judge(made.run_dir, made.attempt, 0, culprit, max_restarts=3)
-        assert found.verdict == "restart" and read_record(made.attempt.outcome) is None
+        assert found.decision == "restart" and read_record(made.attempt.outcome) is None
         made.attempt.last_step.unlink()
         found = judge(made.run_dir, made.attempt, 1, culprit, max_restarts=3)
-        assert found.verdict == "fail"
+        assert found.decision == "fail"
         assert (read_record(made.attempt.outcome) or {})["exit_code"] == ExitCode.TRAINING
-
-
-def test_one_that_is_gone_already_does_not_keep_the_others_from_being_killed() -> None:
-    gone, left = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
-    processes = [psutil.Process(gone.pid), psutil.Process(left.pid)]
-    gone.kill()
-    gone.wait()
-    kill_all(processes)
-    assert left.wait(DEADLINE_S) == -9

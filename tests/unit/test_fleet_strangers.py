@@ -1,8 +1,7 @@
-"""Whoever else knocks at the supervisor's door: no memory, no time, no say in the log."""
+"""Whoever else knocks at the coordinator's port: no memory, no time, no say in the log."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -10,21 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isles import __version__
-from isles.check import link
+from isles.agent.connection import Connection, Head, authenticate
+from isles.agent.fetch import fetch_run
 from isles.errors import PreflightError
-from isles.launch.join import join
 from isles.run.wire import GREETING_BYTES, NotOurs, Wire
-from isles.train.contact import Contact, Head
 from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.unit.test_fleet import table
+from tests.unit.test_fleet import TOKEN, greet, table
+from tests.unit.test_fleet_line import serve
 
 
 def dial(port: int) -> socket.socket:
@@ -58,9 +56,9 @@ def test_a_message_that_trickles_in_has_one_deadline_for_all_its_bytes() -> None
 
 def test_a_stranger_gets_no_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with table(tmp_path) as made:
-        with dial(made.fleet.port) as stranger, pytest.raises(OSError, match=r"pipe|reset"):
+        with dial(made.fleet.port) as unknown, pytest.raises(OSError, match=r"pipe|reset"):
             for _ in range(1024):
-                stranger.sendall(b"x" * GREETING_BYTES)
+                unknown.sendall(b"x" * GREETING_BYTES)
         made.begin(0, 1)
     assert "a line without an end" in capfd.readouterr().err
 
@@ -68,10 +66,9 @@ def test_a_stranger_gets_no_memory(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_who_is_known_may_say_more_than_a_stranger(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         wire = Wire(dial(made.fleet.port))
-        wire.send({"hello": {**made.hello(0), "token": "t"}})
-        assert "welcome" in (wire.receive(DEADLINE_S) or {})
+        greet(wire, made.hello(0))
         wire.send({"report": {"state": "idle", "tail": "x" * 4 * GREETING_BYTES}})
-        made.look_until(lambda: made.lobby.seats()[0].report.get("tail"), "it is heard")
+        made.look_until(lambda: made.rendezvous.peers()[0].report.get("tail"), "it is heard")
         wire.close()
     here, there = pair()
     with here, there:
@@ -92,21 +89,22 @@ def test_many_who_say_nothing_do_not_keep_a_node_out(tmp_path: Path) -> None:
 def test_what_a_stranger_says_does_nothing_to_a_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    evil = "\x1b[2J\r2026 supervisor: all is well\n" + "x" * 20_000
+    evil = "\x1b[2J\r2026 coordinator: all is well\n" + "x" * 20_000
     with table(tmp_path) as made:
         for other in ({"run": evil}, {"versions": {"isles": evil, "torch": "2"}}):
             wire = Wire(dial(made.fleet.port))
-            wire.send({"hello": {**made.hello(1), "token": "t", **other}})
-            told = (wire.receive(DEADLINE_S) or {})["refused"]
-            assert "\x1b" not in told["what"] and len(told["what"]) < 1000
+            message = {"hello": {**made.hello(1), "agent": "t", **other}}
+            with pytest.raises(PreflightError) as caught:
+                authenticate(wire, message, TOKEN, DEADLINE_S)
+            assert "\x1b" not in caught.value.what and len(caught.value.what) < 1000
             wire.close()
         wire = Wire(dial(made.fleet.port))
-        wire.send({"fetch": evil})
-        assert "refused" in (wire.receive(DEADLINE_S) or {})
+        with pytest.raises(PreflightError):
+            authenticate(wire, {"fetch": evil}, evil, DEADLINE_S)
         wire.close()
     said = capfd.readouterr().err
     assert "\x1b" not in said and "\r" not in said
-    assert all("supervisor: " in line[:35] and len(line) < 1000 for line in said.splitlines())
+    assert all("coordinator: " in line[:35] and len(line) < 1000 for line in said.splitlines())
 
 
 def test_who_knocks_again_and_again_fills_no_log(
@@ -115,10 +113,10 @@ def test_who_knocks_again_and_again_fills_no_log(
     with table(tmp_path) as made:
         for number in range(200):
             wire = Wire(dial(made.fleet.port))
-            wire.send({"fetch": f"{number:064}"})
-            assert "refused" in (wire.receive(DEADLINE_S) or {})
+            with pytest.raises(PreflightError):
+                authenticate(wire, {"fetch": True}, str(number), DEADLINE_S)
             wire.close()
-        assert made.lobby.refused is not None and "another run file" in made.lobby.refused.what
+        assert "does not know the token" in str(made.rendezvous.refused)
     assert 5 < len(capfd.readouterr().err.splitlines()) < 60
 
 
@@ -139,7 +137,7 @@ def test_a_head_that_is_frozen_at_the_start_is_no_other_program(
         assert head.stdout is not None
         place = Head("h0", "127.0.0.1", int(head.stdout.readline()))
         os.waitid(os.P_PID, head.pid, os.WSTOPPED)
-        contact = Contact(place, {}, start_timeout_s=1.0, may_return=False)
+        contact = Connection(place, {}, TOKEN, start_timeout_s=1.0, may_return=False)
         end = time.monotonic() + DEADLINE_S
         pause = threading.Event()
         while contact.state == "seeking" and time.monotonic() < end:
@@ -178,31 +176,10 @@ def test_files_that_lead_elsewhere_or_are_of_another_run_are_not_written(
             other = {"fleet": {**files["fleet"], **other["fleet"]} if other["fleet"] else {}}
 
         def answer() -> None:
-            Wire(server.accept()[0]).send({"files": {**files, **other}})
+            serve(server, {**files, **other})
 
         threading.Thread(target=answer, daemon=True).start()
         target, here = f"127.0.0.1:{server.getsockname()[1]}", tmp_path / "here" / "runs"
-        with pytest.raises(PreflightError, match="has sent is not the run"):
-            join(target, 1, made.fleet.digest[:16], output_dir=here, timeout_s=9.0, say=print)
+        with pytest.raises(PreflightError, match="has sent is no run of isles"):
+            fetch_run(target, TOKEN, 1, here, timeout_s=9.0)
         assert not (tmp_path / "here").exists()
-
-
-def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line() -> None:
-    is_over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
-        address = server.getsockname()
-        stranger = socket.create_connection(address)
-
-        def trickle() -> None:
-            with contextlib.suppress(OSError):
-                while not is_over.wait(0.2):
-                    stranger.sendall(b"x")
-
-        pool.submit(trickle)
-        node = pool.submit(link.join, address, 1, "d", DEADLINE_S)
-        try:
-            assert list(link.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
-        finally:
-            is_over.set()
-        node.result().close()
-        stranger.close()

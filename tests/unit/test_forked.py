@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from isles.agent.workers import Ranks
 from isles.errors import ExitCode
-from isles.train.forked import Ranks
 from tests.deadline import DEADLINE_S
 
 
@@ -46,7 +46,7 @@ def end_as(how: str, mark: Path) -> int:
 def started(how: str, mark: Path) -> Iterator[Ranks]:
     forkserver.set_forkserver_preload([])
     environs = {rank: {"RANK": str(rank)} for rank in range(len(how.split()))}
-    ranks = Ranks(end_as, (how, mark), environs)
+    ranks = Ranks("tests.unit.test_forked:end_as", (how, mark), environs)
     try:
         yield ranks
     finally:
@@ -92,8 +92,7 @@ def test_whoever_does_not_end_is_killed(tmp_path: Path) -> None:
 
 def test_who_holds_the_ranks_imports_nothing_heavy() -> None:
     """torch is for the fork server alone: each further import of it delays the first step."""
-    modules = ("agent", "crew", "member", "contact", "supervisor", "alone")
-    code = f"import sys, {', '.join(f'isles.train.{name}' for name in modules)}\n"
+    code = "import sys, isles.agent.__main__\n"
     code += "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True

@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from isles.cli import main
+from isles.config.clusters import shared_text
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.shared import shared_text
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.join_cluster import Site, joining_run, read_join_line
@@ -160,11 +160,11 @@ def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path
 def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
-    site = Site(path, ("outer.lr=0.5", "outer.engine=gloo", "seed=3"), "b")
+    site = Site(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
     text = faults(line, site)
     assert f"{path}:6 training.max_steps: 9 here, and 8 in the run" in text
     assert "command line outer.lr: 0.5 here, and 0.7" in text
-    assert "outer.engine: gloo here, and hub" in text and "seed: 3 here" in text
+    assert "outer.outlier: 20.0 here, and 10.0" in text and "seed: 3 here" in text
     assert text.count(" here, and ") == 4
     own = (
         "data.sources.0.path=x.txt",
@@ -219,7 +219,7 @@ def test_a_rendezvous_may_say_what_it_likes(
 
 
 @contextmanager
-def stranger(says: bytes) -> Iterator[int]:
+def unknown(says: bytes) -> Iterator[int]:
     """Something that is no rendezvous, and says this to whoever comes; its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -250,11 +250,11 @@ def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
         with pytest.raises(kind, match=what) as caught:
             ask_rendezvous(other, "/v1/status", 20)
         assert line.token not in str(caught.value) and caught.value.fix
-    with stranger(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
+    with unknown(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
         ask_rendezvous(replace(line, port=port), "/v1/status", 20)
     with pytest.raises(CommunicationError, match="no rendezvous listens"):
         ask_rendezvous(replace(line, port=port), "/v1/status", 20)
-    with stranger(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
+    with unknown(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
         ask_rendezvous(replace(line, port=port), "/v1/status", 0.2)
 
 
@@ -346,7 +346,7 @@ def test_a_queue_is_given_no_secret(
     assert isinstance(shown, str) and TOKEN not in shown
     started = start(asked)
     assert isinstance(started, Started)
-    assert "ISLES_RUN_DIR" in said.read_text() and TOKEN not in said.read_text()
+    assert "isles.agent" in said.read_text() and TOKEN not in said.read_text()
     assert_only_in_its_file(started.run_dir)
 
 

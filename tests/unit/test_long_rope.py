@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.config.shape import check_shape
+from isles.config.rules.shape import check_shape
 from tests.each import each
 from tests.unit.test_config_strategy import LLAMA, load
 

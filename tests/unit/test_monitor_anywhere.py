@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from isles.agent.node_log import NodeLog
 from isles.errors import UserError
 from isles.launch.remote.passing import remote_script
 from isles.monitor import stream
-from isles.monitor.collect import RunReport, collect
 from isles.monitor.logs import LogChoice, log_lines
+from isles.monitor.status import RunReport, collect
 from isles.monitor.stop import stop_run
 from isles.monitor.stream import shown_lines
 from isles.monitor.table import report_lines
@@ -29,7 +30,6 @@ from isles.run.records import read_record, write_record
 from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remote
 from isles.run.state import FRESH_S, attempt_state
 from isles.run.stop_request import read_stop_request, request_stop
-from isles.train.node_log import NodeLog
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
 from tests.deadline import DEADLINE_S
@@ -157,11 +157,11 @@ def test_a_request_while_training_waits_for_the_steps_end(tmp_path: Path) -> Non
     signals = StopSignals(attempt)
     signals.training_begins()
     try:
-        assert signals.wish == 0
+        assert signals.stop_code == 0
         request_stop(attempt, "save")
-        _until(lambda: signals.wish == 85)
+        _until(lambda: signals.stop_code == 85)
         request_stop(attempt, "now")
-        _until(lambda: signals.wish == NOW)
+        _until(lambda: signals.stop_code == NOW)
     finally:
         signals.restore()
 
@@ -352,9 +352,9 @@ def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "_QUIET_S", 1.0)
-    hangs = stream.FarLogs(0, "a1", ("sh", "-c", "echo one; exec sleep 600"))
-    answers = stream.FarLogs(1, "a2", ("echo", "two"))
+    hangs = stream.Source(("sh", "-c", "echo one; exec sleep 600"), "a1")
+    answers = stream.Source(("echo", "two"), "a2")
     notes: list[str] = []
-    found = stream._joined([], [hangs, answers], LogChoice(), notes.append)
+    found = stream._read([hangs, answers], LogChoice(), notes.append)
     assert list(found) == ["one", "two"]
     assert notes == ["not a word from a1 for 1 s: its logs may be cut short"]

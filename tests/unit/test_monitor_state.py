@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode, UserError
-from isles.monitor.collect import collect
-from isles.monitor.errors import failure_lines, find_culprit
+from isles.monitor.ending import failure_lines, root_cause
+from isles.monitor.status import collect
 from isles.monitor.stop import stop_run, wait_for_end
 from isles.monitor.table import report_lines, runs_table
 from isles.run.begin import new_attempt, write_launch
@@ -194,11 +194,11 @@ def test_the_rank_that_failed_by_itself_is_shown_first(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_died_without_a_word_comes_before_those_that_missed_it(tmp_path: Path) -> None:
-    verdict = {"rank": 1, "host": "h", "what": "rank 1 was killed by SIGKILL", "fix": "dmesg"}
-    outcome = {"state": "failed", "exit_code": 3, "error": verdict}
+    decision = {"rank": 1, "host": "h", "what": "rank 1 was killed by SIGKILL", "fix": "dmesg"}
+    outcome = {"state": "failed", "exit_code": 3, "error": decision}
     attempt = ended_run(tmp_path / "a-1", outcome, world_size=2)
     rank_error(attempt, 0, 10.0, kind="RuntimeError", what="lost", is_communication=True)
-    assert find_culprit(attempt) == verdict
+    assert root_cause(attempt) == decision
     assert failure_lines(attempt)[0] == "error: rank 1 was killed by SIGKILL"
     assert failure_lines(attempt)[-1] == "  1 other rank stopped because of it"
 

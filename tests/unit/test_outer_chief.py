@@ -12,9 +12,7 @@ import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError
-from isles.outer.codec.base import parse_codec
-from isles.outer.layout import make_layout
-from isles.outer.link.messages import (
+from isles.outer.client.events import (
     Behind,
     Committed,
     Event,
@@ -24,16 +22,25 @@ from isles.outer.link.messages import (
     StateReady,
     TurnDue,
 )
+from isles.outer.codec.base import parse_codec
+from isles.outer.layout import make_layout
 from isles.outer.pace import LEAST
 from isles.run.paths import RunDir
-from isles.train.outer.alone import Alone, OuterLine
-from isles.train.outer.chief import Chief, Outlook
-from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.alone import Alone
+from isles.train.outer.coordinator import (
+    Adopt,
+    Contribute,
+    Order,
+    OuterCoordinator,
+    SyncState,
+    Take,
+    UseReserve,
+)
 from isles.train.record import Recorder
 
 BATCH = 4
 LAYOUT = make_layout({"a": (8,), "b": (8,)}, parse_codec("none"), num_fragments=2)
-NEW = Outlook(
+NEW = SyncState(
     version=0, steps=0, contributed_at=0, sent=(), has_learnt=True, step=0, samples_left=10**6
 )
 
@@ -45,18 +52,17 @@ class Told(Alone):
         self._events += events
 
 
-def chief_of(
+def coordinator_of(
     folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
-) -> tuple[Chief, Told]:
+) -> tuple[OuterCoordinator, Told]:
     line = Told(LAYOUT, "a", folder / "spool", version=0, next_sample=0)
     line.poll()
-    seam: OuterLine = line
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
     config = DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings})
     return (
-        Chief(
+        OuterCoordinator(
             config,
-            seam,
+            line,
             num_fragments=2,
             batch=BATCH,
             total_steps=100,
@@ -67,157 +73,155 @@ def chief_of(
     )
 
 
-def orders(chief: Chief, outlook: Outlook) -> list[Order]:
-    chief.plan(outlook)
-    return chief.take_orders()
+def orders(coordinator: OuterCoordinator, sync_state: SyncState) -> list[Order]:
+    coordinator.plan(sync_state)
+    return coordinator.take_orders()
 
 
 def committed(turn: int, **fields: Any) -> Committed:
-    known = {"digest": "", "is_in": True, "weights": {"a": 1}, "refused": {}, "size_bytes": 8}
+    known = {"is_in": True, "weights": {"a": 1}, "refused": {}, "size_bytes": 8}
     return Committed(turn=turn, path=Path("x"), **{**known, **fields})
 
 
 def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
-    chief, _ = chief_of(tmp_path)
+    coordinator, _ = coordinator_of(tmp_path)
     due = []
-    outlook = NEW
+    sync_state = NEW
     for step in range(1, 21):
-        if orders(chief, replace(outlook, steps=step - 1, step=step - 1)):
+        if orders(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
             due.append(step)
-            outlook = replace(outlook, version=outlook.version + 1, contributed_at=step)
+            sync_state = replace(sync_state, version=sync_state.version + 1, contributed_at=step)
     assert due == [4, 8, 12, 16, 20]
 
 
 def test_rounds_of_the_warmup_are_shorter(tmp_path: Path) -> None:
-    chief, _ = chief_of(tmp_path, warmup_rounds=2, warmup_sync_every=3)
+    coordinator, _ = coordinator_of(tmp_path, warmup_rounds=2, warmup_sync_every=3)
     due = []
-    outlook = NEW
+    sync_state = NEW
     for step in range(1, 23):
-        if orders(chief, replace(outlook, steps=step - 1, step=step - 1)):
+        if orders(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
             due.append(step)
-            assert chief.step_of(outlook.version) == step
-            outlook = replace(outlook, version=outlook.version + 1, contributed_at=step)
+            assert coordinator.step_of(sync_state.version) == step
+            sync_state = replace(sync_state, version=sync_state.version + 1, contributed_at=step)
     assert due == [1, 3, 4, 6, 10, 14, 18, 22]
-    assert [chief.round_steps(turn) for turn in (0, 3, 4)] == [3, 3, 8]
+    assert [coordinator.round_steps(turn) for turn in (0, 3, 4)] == [3, 3, 8]
 
 
 def test_a_fragment_under_way_is_not_contributed_again(tmp_path: Path) -> None:
-    chief, _ = chief_of(tmp_path)
-    outlook = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
-    assert orders(chief, outlook) == [Contribute(1)]
-    outlook = replace(outlook, sent=(0, 1), contributed_at=8, steps=90, step=90)
-    assert orders(chief, outlook) == []
-    assert orders(chief, replace(outlook, version=1, sent=(1,))) == [Contribute(2)]
+    coordinator, _ = coordinator_of(tmp_path)
+    sync_state = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
+    assert orders(coordinator, sync_state) == [Contribute(1)]
+    sync_state = replace(sync_state, sent=(0, 1), contributed_at=8, steps=90, step=90)
+    assert orders(coordinator, sync_state) == []
+    assert orders(coordinator, replace(sync_state, version=1, sent=(1,))) == [Contribute(2)]
 
 
 def test_rounds_that_were_missed_are_not_made_up_for_by_empty_ones(tmp_path: Path) -> None:
-    chief, _ = chief_of(tmp_path)
-    outlook = replace(NEW, version=1, contributed_at=40, steps=41, step=41)
-    assert orders(chief, outlook) == []
-    assert orders(chief, replace(outlook, steps=43, step=43)) == [Contribute(1)]
+    coordinator, _ = coordinator_of(tmp_path)
+    sync_state = replace(NEW, version=1, contributed_at=40, steps=41, step=41)
+    assert orders(coordinator, sync_state) == []
+    assert orders(coordinator, replace(sync_state, steps=43, step=43)) == [Contribute(1)]
 
 
 def test_a_turn_that_closes_gets_what_there_is(tmp_path: Path) -> None:
-    chief, line = chief_of(tmp_path)
+    coordinator, line = coordinator_of(tmp_path)
     line.say(TurnDue(turn=0, due_in_s=3.0, waits_for=("a",)))
-    assert orders(chief, replace(NEW, has_learnt=False)) == []
-    assert orders(chief, replace(NEW, steps=1, step=1)) == [Contribute(0)]
-    assert orders(chief, replace(NEW, version=1, steps=2, contributed_at=2, step=2)) == []
+    assert orders(coordinator, replace(NEW, has_learnt=False)) == []
+    assert orders(coordinator, replace(NEW, steps=1, step=1)) == [Contribute(0)]
+    assert orders(coordinator, replace(NEW, version=1, steps=2, contributed_at=2, step=2)) == []
 
 
 def test_an_average_takes_the_step_to_that_of_the_others(tmp_path: Path) -> None:
-    chief, line = chief_of(tmp_path)
+    coordinator, line = coordinator_of(tmp_path)
     line.say(committed(0), committed(1))
     due = replace(NEW, steps=3, step=3)
-    (first, second) = orders(chief, due)
+    (first, second) = orders(coordinator, due)
     assert isinstance(first, Take) and isinstance(second, Take)
     assert (first.step, second.step) == (4, 8), "and no contribution before they are taken in"
     line.say(committed(99))
-    (last,) = orders(chief, due)
+    (last,) = orders(coordinator, due)
     assert isinstance(last, Take) and last.step == 100, "never beyond the end"
 
 
 def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -> None:
-    chief, line = chief_of(tmp_path)
-    chief.plan(replace(NEW, samples_left=0))
-    chief.plan(replace(NEW, samples_left=0))
-    chief.plan(replace(NEW, samples_left=0))
-    (claimed,) = chief.take_orders()
-    assert claimed == line_claim(1, 0, 8 * BATCH)
-    chief.plan(replace(NEW, samples_left=8 * BATCH - 1))
-    assert chief.take_orders() == []  # it is asked for now, and heard of in the next step
-    chief.plan(replace(NEW, samples_left=8 * BATCH - 1))
-    assert chief.take_orders() == [line_claim(2, 8 * BATCH, 16 * BATCH)]
-    chief.plan(replace(NEW, step=97, steps=97, contributed_at=97, samples_left=3 * BATCH))
+    coordinator, line = coordinator_of(tmp_path)
+    coordinator.plan(replace(NEW, samples_left=0))
+    coordinator.plan(replace(NEW, samples_left=0))
+    coordinator.plan(replace(NEW, samples_left=0))
+    (claimed,) = coordinator.take_orders()
+    assert claimed == line_claim(0, 8 * BATCH)
+    coordinator.plan(replace(NEW, samples_left=8 * BATCH - 1))
+    assert coordinator.take_orders() == []  # it is asked for now, and heard of in the next step
+    coordinator.plan(replace(NEW, samples_left=8 * BATCH - 1))
+    assert coordinator.take_orders() == [line_claim(8 * BATCH, 16 * BATCH)]
+    coordinator.plan(replace(NEW, step=97, steps=97, contributed_at=97, samples_left=3 * BATCH))
     assert line.poll() == []
-    chief.restock(replace(NEW, samples_left=0), is_late=True)
-    assert isinstance(chief.take_orders()[-1], UseReserve)
+    coordinator.restock(replace(NEW, samples_left=0), is_late=True)
+    assert isinstance(coordinator.take_orders()[-1], UseReserve)
 
 
-def line_claim(number: int, start: int, stop: int) -> Event:
-    from isles.outer.link.messages import Claimed
+def line_claim(start: int, stop: int) -> Event:
+    from isles.outer.client.events import Claimed
 
-    return Claimed(number=number, samples=((start, stop),))
+    return Claimed(samples=((start, stop),))
 
 
 def test_a_cluster_that_is_behind_contributes_nothing(tmp_path: Path) -> None:
-    chief, line = chief_of(tmp_path)
+    coordinator, line = coordinator_of(tmp_path)
     due = replace(NEW, steps=3, step=3)
     line.say(Joined(standing="behind", turn=5, from_turn=5))
-    assert orders(chief, due) == [] and chief.is_behind
+    assert orders(coordinator, due) == [] and coordinator.is_behind
     line.say(Behind(why="it is new"))
-    assert orders(chief, due) == [] and chief.is_behind
-    state = StateReady(version=5, paths=(), anchors=(), donor="b")
+    assert orders(coordinator, due) == [] and coordinator.is_behind
+    state = StateReady(version=5, paths=(), outer_params=(), donor="b")
     line.say(committed(0), state)
-    (adopt,) = orders(chief, due)
-    assert adopt == Adopt(state, 20) and not chief.is_behind
+    (adopt,) = orders(coordinator, due)
+    assert adopt == Adopt(state, 20) and not coordinator.is_behind
 
 
 def test_a_cluster_has_no_part_in_turns_that_were_decided_before_it_came(tmp_path: Path) -> None:
-    chief, line = chief_of(tmp_path)
+    coordinator, line = coordinator_of(tmp_path)
     line.say(
         Joined(standing="late", turn=2, from_turn=2), TurnDue(turn=1, due_in_s=1.0, waits_for=())
     )
     due = replace(NEW, steps=11, step=11)
-    assert orders(chief, due) == []
+    assert orders(coordinator, due) == []
     line.say(committed(0))
-    (take,) = orders(chief, due)
-    assert isinstance(take, Take) and orders(chief, replace(due, version=1)) == []
-    assert orders(chief, replace(due, version=2)) == [Contribute(2)]
-    assert orders(chief, replace(due, version=1, sent=(1,))) == [Contribute(2)]
+    (take,) = orders(coordinator, due)
+    assert isinstance(take, Take) and orders(coordinator, replace(due, version=1)) == []
+    assert orders(coordinator, replace(due, version=2)) == [Contribute(2)]
+    assert orders(coordinator, replace(due, version=1, sent=(1,))) == [Contribute(2)]
 
 
 def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
     now = 100.0
-    chief, line = chief_of(tmp_path, lambda: now, deadline=5.0)
-    now += 60.0
-    assert chief.fault(is_new=True) is None, "the side process may still be starting"
+    coordinator, line = coordinator_of(tmp_path, lambda: now, deadline=5.0)
     line.say(RendezvousLost(why="hub:1 does not answer"))
-    chief.listen()
+    coordinator.listen()
     now += 4.0
-    assert chief.fault(is_new=True) is None
+    assert coordinator.fault(is_new=True) is None
     now += 2.0
-    late = chief.fault(is_new=True)
+    late = coordinator.fault(is_new=True)
     assert late is not None
     assert "has not answered within 5s: hub:1 does not answer" in late.what
-    assert chief.fault(is_new=False) is None, "it goes on alone"
+    assert coordinator.fault(is_new=False) is None, "it goes on alone"
     line.say(Refused(reason="token", what="wrong token", where="hub:1", fix="paste it again"))
-    chief.listen()
-    fault = chief.fault(is_new=False)
+    coordinator.listen()
+    fault = coordinator.fault(is_new=False)
     assert isinstance(fault, ConfigError) and fault.where == "hub:1"
 
 
 def test_auto_follows_the_slowest_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chief, line = chief_of(tmp_path, sync_every="auto", max_sync_overhead=0.1)
-    assert chief.round_steps(0) == LEAST and chief.step_of(7) == 0
-    chief.pace.step_s = 0.5
+    coordinator, line = coordinator_of(tmp_path, sync_every="auto", max_sync_overhead=0.1)
+    assert coordinator.round_steps(0) == LEAST and coordinator.step_of(7) == 0
+    coordinator.pace.step_s = 0.5
     line.say(committed(0, sent_bytes=1000, received_bytes=1000, send_s=1.0, receive_s=1.0))
-    chief.listen()
+    coordinator.listen()
     # 2 fragments of 2000 bytes at 1000 bytes a second: 4 s, a tenth of 80 steps.
-    assert chief.round_steps(1) == 80 and chief.interval(1) == 40
+    assert coordinator.round_steps(1) == 80 and coordinator.interval(1) == 40
     # The other fragment is a third of that, and comes as fast.
     line.say(committed(1, sent_bytes=400, received_bytes=600, send_s=0.4, receive_s=0.6))
-    chief.listen()
-    assert chief.round_steps(2) == 60
+    coordinator.listen()
+    assert coordinator.round_steps(2) == 60
     line.pace = 120
-    assert chief.round_steps(2) == 120
+    assert coordinator.round_steps(2) == 120

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from isles.outer.average import combine
-from isles.outer.base import Mode, OuterSettings
-from isles.outer.codec.base import Codec, UnsoundUpdateError, parse_codec
+from isles.outer.base import Mode, OuterSettings, UnsoundUpdateError
+from isles.outer.codec.base import Codec, parse_codec
 from isles.outer.diloco import FragmentShare, clip_scale, square_sum, total_norm
 from isles.outer.layout import Piece
 from tests.deadline import DEADLINE_S
@@ -39,8 +39,8 @@ class One:
     def __init__(self, codec: str, settings: OuterSettings) -> None:
         self.codec = parse_codec(codec)
         self.share = FragmentShare(PIECES, self.codec, settings, is_pinned=False)
-        self.share.anchor.copy_(normal(0))
-        self.local = self.share.anchor.clone()
+        self.share.outer_param.copy_(normal(0))
+        self.local = self.share.outer_param.clone()
 
     def contribute(self) -> bytes:
         for part, own in zip(
@@ -63,7 +63,7 @@ class One:
         data = torch.frombuffer(bytearray(average), dtype=torch.uint8)
         move = self.share.step(data, num_parts, mode, alpha=alpha, scale=1.0, is_warmup=is_warmup)
         if move is None:
-            self.local.copy_(self.share.anchor)
+            self.local.copy_(self.share.outer_param)
         else:
             self.local.add_(move)
 
@@ -83,7 +83,7 @@ def mean(codec: Codec, parts: Sequence[tuple[bytes, float]]) -> bytes:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_nesterov_is_torchs(momentum: float) -> None:
     one = One("none", OuterSettings(lr=0.7, momentum=momentum))
-    parameter = torch.nn.Parameter(one.share.anchor.clone())
+    parameter = torch.nn.Parameter(one.share.outer_param.clone())
     nesterov = momentum > 0
     optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
     for turn in range(20):
@@ -91,9 +91,9 @@ def test_nesterov_is_torchs(momentum: float) -> None:
         parameter.grad = parameter.detach() - one.local
         optimizer.step()
         one.apply(mean(one.codec, [(one.contribute(), 5.0)]), "on_time")
-        difference = (one.share.anchor - parameter.detach()).abs().max()
+        difference = (one.share.outer_param - parameter.detach()).abs().max()
         assert float(difference) < 1e-7 * 2 * float(parameter.detach().abs().max())
-        assert torch.equal(one.local, one.share.anchor)
+        assert torch.equal(one.local, one.share.outer_param)
 
 
 def test_the_warmup_averages_and_leaves_no_momentum() -> None:
@@ -103,16 +103,16 @@ def test_the_warmup_averages_and_leaves_no_momentum() -> None:
         warmed.local.sub_(normal(turn + 1, 0.01))
         learnt = warmed.local.clone()
         warmed.apply(mean(warmed.codec, [(warmed.contribute(), 5.0)]), "on_time", is_warmup=True)
-        assert torch.allclose(warmed.share.anchor, learnt, rtol=0, atol=1e-6)
-    fresh.share.anchor.copy_(warmed.share.anchor)
+        assert torch.allclose(warmed.share.outer_param, learnt, rtol=0, atol=1e-6)
+    fresh.share.outer_param.copy_(warmed.share.outer_param)
     fresh.local.copy_(warmed.local)
     for one in (warmed, fresh):
         one.local.sub_(normal(9, 0.01))
         one.apply(mean(one.codec, [(one.contribute(), 5.0)]), "on_time")
-    assert torch.equal(warmed.share.anchor, fresh.share.anchor)
+    assert torch.equal(warmed.share.outer_param, fresh.share.outer_param)
 
 
-def by_hand(anchor: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def by_hand(outer_param: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The step in fp64, rounded to fp32 after every operation: no processor can do otherwise."""
 
     def rounded(x: Tensor) -> Tensor:
@@ -121,22 +121,24 @@ def by_hand(anchor: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor,
     factor, rate = (float(torch.tensor(x)) for x in (0.9, 0.7))
     velocity = rounded(rounded(velocity.double() * factor) + gradient.double())
     direction = rounded(gradient.double() + rounded(velocity * factor))
-    return rounded(anchor.double() - rounded(direction * rate)).float(), velocity.float()
+    return rounded(outer_param.double() - rounded(direction * rate)).float(), velocity.float()
 
 
 def test_no_two_roundings_are_fused_into_one() -> None:
     one = One("none", OuterSettings(lr=0.7, momentum=0.9))
     velocity = torch.zeros(TOTAL)
     for turn in range(5):
-        anchor = one.share.anchor.clone()
+        outer_param = one.share.outer_param.clone()
         one.local.sub_(normal(turn + 1, 0.3))
-        gradient = anchor - one.local
+        gradient = outer_param - one.local
         one.apply(mean(one.codec, [(one.contribute(), 1.0)]), "on_time")
-        wanted, velocity = by_hand(anchor, velocity, gradient)
-        assert torch.equal(one.share.anchor, wanted)
+        wanted, velocity = by_hand(outer_param, velocity, gradient)
+        assert torch.equal(one.share.outer_param, wanted)
         assert one.share.momentum is not None and torch.equal(one.share.momentum, velocity)
-    fused = torch.addcmul(anchor.double(), gradient.double(), torch.tensor(-0.7).double()).float()
-    assert not torch.equal(fused, anchor - gradient * 0.7), "these numbers could not tell"
+    fused = torch.addcmul(
+        outer_param.double(), gradient.double(), torch.tensor(-0.7).double()
+    ).float()
+    assert not torch.equal(fused, outer_param - gradient * 0.7), "these numbers could not tell"
 
 
 @each("codec", CODECS)
@@ -175,22 +177,22 @@ def test_who_learns_nothing_has_the_bits_of_the_others() -> None:
 
 
 def test_one_cluster_with_rate_one_is_plain_training() -> None:
-    """Exactly where the difference to the anchor has no rounding, else to the anchor's last bit."""
+    """Exactly where the difference to them has no rounding, else to their last bit."""
     one = One("none", PLAIN)
     for turn in range(10):
         one.local.sub_(normal(turn + 1, 0.01))
-        before, anchor = one.local.clone(), one.share.anchor.clone()
+        before, outer_param = one.local.clone(), one.share.outer_param.clone()
         one.apply(mean(one.codec, [(one.contribute(), 3.0)]), "on_time")
         error = (one.local - before).abs()
-        assert float((error / torch.maximum(anchor.abs(), before.abs())).max()) <= 2**-23
-        near = (before / anchor > 0.5) & (before / anchor < 2.0)
+        assert float((error / torch.maximum(outer_param.abs(), before.abs())).max()) <= 2**-23
+        near = (before / outer_param > 0.5) & (before / outer_param < 2.0)
         assert bool((error[near] == 0).all()) and int(near.sum()) > TOTAL // 2
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_no_inner_step_is_lost_or_counted_twice(codec: str) -> None:
-    """Whatever comes late: with rate one, anchor, what is owed, and what is not sent yet add up to
-    all that was ever learnt."""
+    """Whatever comes late: with rate one, outer parameters, what is owed, and what is not sent
+    yet add up to all that was ever learnt."""
     one = One(codec, PLAIN)
     learnt = one.local.clone().double()
 
@@ -208,12 +210,12 @@ def test_no_inner_step_is_lost_or_counted_twice(codec: str) -> None:
             one.apply(mean(one.codec, [(data, 1.0)]), "overlap")
         elif kind == 1:  # left out: the others' average is of something else
             other = One(codec, PLAIN)
-            other.share.anchor.copy_(one.share.anchor)
-            other.local = one.share.anchor - normal(300 + turn, 0.01)
+            other.share.outer_param.copy_(one.share.outer_param)
+            other.local = one.share.outer_param - normal(300 + turn, 0.01)
             average = mean(one.codec, [(other.contribute(), 1.0)])
-            before = one.share.anchor.clone()
+            before = one.share.outer_param.clone()
             one.apply(average, "late")
-            learnt += one.share.anchor.double() - before.double()
+            learnt += one.share.outer_param.double() - before.double()
         else:
             one.share.drop_snapshot()
         owed = torch.zeros(TOTAL) if one.share.error is None else one.share.error
@@ -222,7 +224,7 @@ def test_no_inner_step_is_lost_or_counted_twice(codec: str) -> None:
 
 
 def test_overlap_goes_a_part_of_the_way() -> None:
-    """alpha 1 keeps the local weights, alpha 0 goes to the anchor; steps since then are kept."""
+    """alpha 1 keeps the local weights, alpha 0 takes the outer ones; later steps are kept."""
     for alpha in (0.0, 0.5, 1.0):
         one = One("none", OuterSettings())
         one.local.sub_(normal(1, 0.01))
@@ -230,7 +232,7 @@ def test_overlap_goes_a_part_of_the_way() -> None:
         since = normal(2, 0.01)
         one.local.sub_(since)
         one.apply(mean(one.codec, [(data, 1.0)]), "overlap", alpha=alpha)
-        wanted = alpha * snapshot + (1 - alpha) * one.share.anchor - since
+        wanted = alpha * snapshot + (1 - alpha) * one.share.outer_param - since
         assert torch.allclose(one.local, wanted, atol=1e-6)
 
 
@@ -307,10 +309,12 @@ print(torch.backends.cpu.get_cpu_capability(), *outcome(Path(sys.argv[1])))
 def outcome(folder: Path) -> list[str]:
     """What a cluster computes from given bytes with every codec, as hashes."""
     found = []
-    anchor = torch.frombuffer(bytearray((folder / "anchor").read_bytes()), dtype=torch.float32)
+    outer_param = torch.frombuffer(
+        bytearray((folder / "outer_param").read_bytes()), dtype=torch.float32
+    )
     for codec in CODECS:
         share = FragmentShare(PIECES, parse_codec(codec), OuterSettings(), is_pinned=False)
-        share.anchor.copy_(anchor)
+        share.outer_param.copy_(outer_param)
         average = bytearray((folder / codec).read_bytes())
         data = torch.frombuffer(average, dtype=torch.uint8)
         for _ in range(3):
@@ -324,7 +328,7 @@ def outcome(folder: Path) -> list[str]:
 
 def test_another_kind_of_processor_computes_the_same_bits(tmp_path: Path) -> None:
     """torch without vector instructions, in a process of its own, from the same bytes."""
-    (tmp_path / "anchor").write_bytes(normal(0).numpy().tobytes())
+    (tmp_path / "outer_param").write_bytes(normal(0).numpy().tobytes())
     for codec in CODECS:
         parts = []
         for seed in (1, 2):

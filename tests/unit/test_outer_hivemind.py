@@ -1,25 +1,22 @@
-"""Engine hivemind without its network: who hosts, what a copy is worth, who may come."""
+"""Engine hivemind without its network: who hosts, what a new host begins with, who may come."""
 
 from __future__ import annotations
 
-import sqlite3
 import ssl
 from pathlib import Path
 
 import pytest
 
 from isles.errors import ConfigError
-from isles.outer.hivemind.choice import Hello, choose
-from isles.outer.hivemind.copies import Copier, Copy
 from isles.outer.hivemind.keys import Keys
-from isles.outer.hub.core import Core
-from isles.outer.hub.samples import Samples
-from isles.outer.hub.settings import Settings
-from isles.outer.messages import Join
+from isles.outer.hivemind.node import Hello, choose
+from isles.outer.hub.requests import Refusal
+from isles.outer.messages import TurnAnswer
+from tests.outer_world import ZERO, World, member_id
 
 
-def hello(host: str = "", turn: int = 0, changes: int = -1, term: int = 0) -> Hello:
-    return Hello(name="n", host=host, turn=turn, changes=changes, term=term)
+def hello(host: str = "", turn: int = 0, term: int = 0) -> Hello:
+    return Hello(name="n", host=host, turn=turn, term=term)
 
 
 def chosen(me: str, everybody: dict[str, Hello], at_least: int = 1, *, settled: bool = True) -> str:
@@ -27,8 +24,8 @@ def chosen(me: str, everybody: dict[str, Hello], at_least: int = 1, *, settled: 
     return choose(me, everybody[me], others, at_least=at_least, is_settled=settled)
 
 
-def test_all_choose_the_one_with_the_newest_copy() -> None:
-    everybody = {"a": hello(turn=4, changes=9), "b": hello(turn=5, changes=1), "c": hello(turn=5)}
+def test_all_choose_the_one_with_most_averages() -> None:
+    everybody = {"a": hello(turn=4), "b": hello(turn=5), "c": hello(turn=4)}
     assert [chosen(me, everybody) for me in "abc"] == ["", "b", ""]
     assert [chosen(me, everybody, 4) for me in "abc"] == [""] * 3
     assert [chosen(me, everybody, settled=False) for me in "abc"] == [""] * 3
@@ -37,7 +34,7 @@ def test_all_choose_the_one_with_the_newest_copy() -> None:
 def test_a_host_is_followed_as_long_as_it_is_heard() -> None:
     ahead = {"a": hello("b", 7), "b": hello("b", 5, term=1), "c": hello("", 9)}
     assert [chosen(me, ahead, 9) for me in "abc"] == ["b", "b", "b"]
-    without = {"a": hello("b", 5, 3), "c": hello("b", 5, 4)}
+    without = {"a": hello("b", 5), "c": hello("b", 5)}
     assert [chosen(me, without) for me in "ac"] == ["", "c"]
 
 
@@ -49,68 +46,52 @@ def test_of_two_hosts_the_one_that_is_behind_steps_down() -> None:
     assert chosen("c", {**halves, "a": hello("", 5)}) == "b"
 
 
-def join(name: str) -> Join:
-    return Join(
-        id=name.encode().hex().rjust(32, "0"),
-        name=name,
-        identity={"layout": "x"},
-        codec="none",
-        pieces=[[4]],
-        version=0,
-        anchors=["0" * 64],
-    )
+def test_a_new_host_goes_on_from_what_clusters_hold(tmp_path: Path) -> None:
+    """a, who hosts now, has applied turns 0 and 1, and has the average of turn 2; b lacks it."""
+    world = World(tmp_path, keep_averages=8)
+    answers = [
+        TurnAnswer(
+            turn=turn,
+            state="committed",
+            weights={"a": 3, "gone": 5},
+            refused={"b": "nan"} if turn == 1 else {},
+            digest=ZERO,
+            size_bytes=16,
+        )
+        for turn in range(3)
+    ]
+    world.core.seed(list(zip(answers, ["1" * 64, "2" * 64, ""], strict=True)))
+    first = world.join("a", version=2, has=3, outer_params="2" * 64, holding=[(10, 20)])
+    assert (first.standing, first.turn, first.from_turn) == ("first", 3, 3)
+    b = world.join("b", version=2, has=2, outer_params="2" * 64, holding=[(20, 24), (0, 4)])
+    assert (b.standing, b.lost) == ("late", []), "it goes on in its own block"
+    assert world.core.answer(1).weights == {"a": 3, "gone": 5}
+    assert world.core.answer(1).refused == {"b": "nan"}
+    assert world.core.answer(2).is_kept
+    with pytest.raises(Refusal, match="knows of 3") as caught:
+        world.join("c", version=4, outer_params="4" * 64)
+    assert caught.value.kind == "ahead", "it must host instead"
+    assert world.join("c", version=1, outer_params="7" * 64).standing == "behind"
+    assert world.claim("a", 1, 5) == [(24, 29)], "none is leased that was leased before"
 
 
-def new_core(folder: Path) -> Core:
-    folder.mkdir(exist_ok=True)
-    return Core(folder, Settings(), lambda: 0.0)
-
-
-def test_who_takes_over_a_copy_deals_no_sample_twice(tmp_path: Path) -> None:
-    core = new_core(tmp_path / "first")
-    copier = Copier(tmp_path / "first" / "rendezvous.sqlite", [(1, "peer", 0)])
-    empty = copier.take()
-    core.join(join("a"), [16])
-    first = core.samples.claim(1, 1, 100)
-    copy = copier.take()
-    assert copier.take() is copy and empty.changes < copy.changes
-    assert (copy.turn, copy.lineage) == (0, [(1, "peer", 0)])
-    copy.save(tmp_path / "kept")
-    kept = Copy.load(tmp_path / "kept")
-    assert kept == copy
-    (tmp_path / "second").mkdir()
-    kept.unpack(tmp_path / "second")
-    other = new_core(tmp_path / "second")
-    other.join(join("b"))
-    second = other.samples.claim(2, 1, 50)
-    assert (first, second) == ([(0, 100)], [(100, 150)])
-    assert Samples(other.book).audit() == []
-
-
-def test_a_copy_knows_which_histories_go_on_from_it() -> None:
-    copy = Copy([(1, "a", 0)], 7, 3, b"")
-    assert copy.precedes([(1, "a", 0)])
-    assert copy.precedes([(1, "a", 0), (2, "b", 8)])
-    assert not copy.precedes([(1, "a", 0), (2, "b", 7)])  # b began before this cluster's last act
-    assert not copy.precedes([(1, "c", 0)])
-    assert not Copy([(1, "a", 0), (2, "b", 5)], 9, 3, b"").precedes([(1, "a", 0)])
-
-
-def test_a_copy_leaves_out_what_is_long_past(tmp_path: Path) -> None:
-    core = new_core(tmp_path / "book")
-    core.join(join("a"), [16])
-    for turn in range(600):
-        core.book.run("INSERT INTO turns (turn, state) VALUES (?, 'committed')", turn)
-        sql = "INSERT INTO samples VALUES (?, ?, 'committed', 1, ?)"
-        core.book.run(sql, 10 * turn, 10 * turn + 10, turn)
-    copy = Copier(tmp_path / "book" / "rendezvous.sqlite", [(1, "a", 0)]).take()
-    (tmp_path / "small").mkdir()
-    copy.unpack(tmp_path / "small")
-    small = sqlite3.connect(tmp_path / "small" / "rendezvous.sqlite")
-    assert copy.turn == 600
-    assert small.execute("SELECT MIN(turn), MAX(turn) FROM turns").fetchone() == (88, 599)
-    rows = small.execute("SELECT start, stop FROM samples ORDER BY start").fetchall()
-    assert rows[0] == (0, 880) and rows[1] == (880, 890) and rows[-1] == (5990, 6000)
+def test_no_average_is_applied_that_some_living_cluster_lacks(tmp_path: Path) -> None:
+    world = World(tmp_path, dead_after_s=10.0)
+    for name in "abc":
+        world.join(name)
+    for name in "abc":
+        world.complete(name, 0)
+    world.close()
+    assert not world.core.held(member_id("a"), 0) and not world.core.held(member_id("b"), 0)
+    world.now = 6.0
+    assert not world.core.held(member_id("a"), 0) and not world.core.held(member_id("b"), 0)
+    world.now = 11.0
+    world.core.drop_silent()
+    assert world.core.held(member_id("a"), 0), "c is not heard"
+    world.beat("c")
+    assert not world.core.held(member_id("a"), 0)
+    world.beat("c", has=1)
+    assert world.core.held(member_id("a"), 0)
 
 
 def test_all_clusters_make_the_same_certificate_of_a_secret(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from isles.errors import ConfigError
-from isles.outer.client.blobs import Incoming, Sealed, WrongHash, digest_of, hash_chunks
-from isles.outer.client.rate_limit import RateLimit
-from isles.outer.hub.identity import lock_folder, make_identity
-from isles.outer.hub.refusal import Refusal
+from isles.outer.client.http import RateLimit
+from isles.outer.hub.files import Incoming, Sealed, WrongHash
+from isles.outer.hub.requests import Refusal
 from isles.outer.hub.rules import divergence, outliers
+from isles.outer.hub.tls import lock_folder, make_identity
 from isles.outer.messages import (
     CHUNK_BYTES,
-    Failed,
-    Prepared,
-    Ready,
     StateFile,
     StateOffer,
+    digest_of,
+    hash_chunks,
 )
+from isles.outer.spans import Interval, joined
 from isles.run.join_line import JoinLine, encode
 from tests.each import each
-from tests.outer_world import ZERO, World, member_id
+from tests.outer_world import ZERO, World, member_id, overlaps
 
 # The ledger of samples.
 
@@ -42,9 +43,12 @@ class Ledger(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(Path(self.folder.name), wait="time_boxed", time_box_s=1.0)
-        self.held: dict[str, list[tuple[int, int]]] = {}
+        self.held: dict[str, list[int]] = {}
+        """By cluster: what it may train on, in the order in which it reads."""
+        self.sent: dict[tuple[str, int], list[int]] = {}
         self.claims = Counter[str]()
-        self.committed: dict[int, tuple[int, int]] = {}
+        self.averaged: set[int] = set()
+        self.read: set[int] = set()
         for name in "abc":
             self.world.join(name)
             self.held[name] = []
@@ -53,27 +57,41 @@ class Ledger(RuleBasedStateMachine):
     def claim(self, name: str, amount: int) -> None:
         self.claims[name] += 1
         got = self.world.claim(name, self.claims[name], amount)
-        assert sum(stop - start for start, stop in got) == amount
+        assert sum(stop - start for start, stop in got) >= amount
         assert self.world.claim(name, self.claims[name], amount) == got  # its answer was lost
-        self.held[name] += got
+        self.held[name] += _numbers(got)
 
     @rule(name=NAMES, part=st.floats(0.1, 1), is_sound=st.booleans())
     def contribute(self, name: str, part: float, is_sound: bool) -> None:
         held = self.held[name]
-        done, self.held[name] = held[: int(len(held) * part)], held[int(len(held) * part) :]
+        count = int(len(held) * part)
         turn = self.world.core.turns.next
         if self.world.core.turns.is_counted(turn, _number(self.world, name)):
             turn += 1
+        if self.world.core.turns.is_counted(turn, _number(self.world, name)):
+            return
+        spans = joined([(n, n + 1) for n in held[:count]])
         try:
-            self.world.complete(name, turn, done, fault="" if is_sound else "nan")
+            self.world.complete(name, turn, spans, fault="" if is_sound else "nan")
         except Refusal as error:
             assert error.kind in ("refused", "early") or not is_sound
-            self.held[name] += done
+            return
+        self.sent[name, turn], self.held[name] = held[:count], held[count:]
 
     @rule()
     def close(self) -> None:
         self.world.now += 1.0
-        self.world.close()
+        turn = self.world.core.turns.next
+        others = {name: self._of_others(name) for name in "abc"}
+        names = self.world.close()
+        for name in "abc":
+            numbers = self.sent.pop((name, turn), [])
+            if name in (names or ()):
+                self.averaged |= set(numbers) - others[name]
+            elif names is not None:
+                self.held[name] = sorted({*numbers, *self.held[name]})
+            elif numbers:
+                self.sent[name, turn] = numbers
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
@@ -84,13 +102,30 @@ class Ledger(RuleBasedStateMachine):
         self.world.beat(name)
 
     @rule(name=NAMES)
+    def pause(self, name: str) -> None:
+        self.world.core.leave(member_id(name))
+        self.start_again(name)
+
+    @rule(name=NAMES)
     def start_again(self, name: str) -> None:
         version = self.world.core.turns.next
-        lost = self.world.join(name, version=version, holding=self.held[name]).lost
-        gone = {n for start, stop in lost for n in range(start, stop)}
-        numbers = [n for start, stop in self.held[name] for n in range(start, stop)]
-        self.held[name] = [(n, n + 1) for n in numbers if n not in gone]
+        sent = [n for (who, _), numbers in self.sent.items() if who == name for n in numbers]
+        holding = joined([(n, n + 1) for n in [*self.held[name], *sent]])
+        lost = set(_numbers(self.world.join(name, version=version, holding=holding).lost))
+        assert not lost & set(self.held[name]) - self._of_others(name), "its own block"
+        self.held[name] = [n for n in self.held[name] if n not in lost]
         self.claims[name] = 0
+
+    def _of_others(self, name: str) -> set[int]:
+        """What is averaged, or lies in blocks of another."""
+        journal = self.world.core.journal
+        number = journal.number("SELECT number FROM members WHERE id = ?", member_id(name))
+        rows = journal.rows("SELECT * FROM blocks")
+        found = {n for r in rows for n in range(r["start"], r["start"] + r["read"])}
+        for row in rows:
+            if row["member"] not in (None, number):
+                found |= set(range(row["start"], row["stop"]))
+        return found
 
     @rule(name=NAMES)
     def stay_away_and_start_again(self, name: str) -> None:
@@ -106,17 +141,18 @@ class Ledger(RuleBasedStateMachine):
         self.world.restart()
 
     @invariant()
-    def every_number_is_somewhere_and_what_is_committed_stays_so(self) -> None:
+    def every_number_is_in_one_block_and_what_is_averaged_stays_so(self) -> None:
+        journal = self.world.core.journal
+        assert overlaps(journal) == []
         samples = self.world.core.samples
-        assert samples.audit() == []
         assert sum(samples.counts().values()) == samples.frontier
-        rows = self.world.core.book.rows("SELECT * FROM samples WHERE state = 'committed'")
-        now = {n: (r["member"], r["turn"]) for r in rows for n in range(r["start"], r["stop"])}
-        assert self.committed.items() <= now.items()
-        self.committed = now
+        rows = journal.rows("SELECT start, start + read AS stop FROM blocks")
+        read = set(_numbers((row["start"], row["stop"]) for row in rows))
+        assert self.read <= read
+        self.read = read
 
     def teardown(self) -> None:
-        """Whoever is left is dealt all that is not committed."""
+        """Whoever is left is leased all that is not averaged."""
         world = self.world
         for name in "bca":
             _drop(world, name, for_long=True)
@@ -126,70 +162,78 @@ class Ledger(RuleBasedStateMachine):
         world.join("a", version=world.core.turns.next)
         frontier = world.core.samples.frontier
         if free := world.core.samples.counts().get("free", 0):
-            assert all(stop <= frontier for _, stop in world.claim("a", 1, free))
+            given = world.claim("a", 1, free)
+            assert all(stop <= frontier for _, stop in given)
+            assert not set(_numbers(given)) & self.averaged, "no averaged sample is leased again"
         counts = world.core.samples.counts()
-        assert set(counts) <= {"claimed", "committed"} and sum(counts.values()) == frontier
-        self.every_number_is_somewhere_and_what_is_committed_stays_so()
-        world.core.book.close()
+        assert set(counts) <= {"leased", "averaged"} and sum(counts.values()) == frontier
+        world.core.journal.close()
         self.folder.cleanup()
 
 
 class TestLedger(Ledger.TestCase):  # type: ignore[misc,name-defined]
-    """Every sample number is committed at most once and none is lost."""
+    """No block is leased to two, none is lost, and what is averaged is not leased again."""
 
     settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
 
 
+def _numbers(spans: Iterable[Interval]) -> list[int]:
+    return [number for start, stop in spans for number in range(start, stop)]
+
+
 def _number(world: World, name: str) -> int:
-    return int(world.core.roster.find(member_id(name))["number"])
+    return int(world.core.membership.find(member_id(name))["number"])
 
 
 def _drop(world: World, name: str, *, for_long: bool = False) -> None:
     """Everybody is heard but one; for so long that its samples are dealt to others, or not."""
     for seconds in (11.0, 300.0) if for_long else (11.0,):
         world.now += seconds
-        for row in world.core.roster.living():
+        for row in world.core.membership.living():
             if row["name"] != name:
-                world.core.roster.touch(row["number"])
+                world.core.membership.touch(row["number"])
         world.core.drop_silent()
 
 
-def test_samples_that_were_dealt_to_another_meanwhile_are_not_counted_twice(tmp_path: Path) -> None:
+def test_a_cluster_that_comes_back_goes_on_in_its_own_block(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a"), world.join("b")
     assert world.claim("a", 1, 10) == [(0, 10)]
+    world.complete("a", 0, [(0, 4)]), world.complete("b", 0)
+    world.close()
     _drop(world, "a")
-    assert world.claim("b", 1, 4) == [(10, 14)]  # a may still come back
-    world.join("b")
+    assert world.claim("b", 1, 4) == [(10, 14)], "a may still come back"
+    # It goes on from a checkpoint before the average that has four of its samples.
+    assert world.join("a", version=1, holding=[(0, 10)]).lost == [(0, 4)]
+    world.core.leave(member_id("a"))
+    assert world.claim("b", 2, 4) == [(14, 18)], "it pauses"
+    assert world.join("a", version=1, holding=[(4, 10)]).lost == []
     _drop(world, "a", for_long=True)
-    assert world.claim("b", 1, 4) == [(0, 4)]  # what was given back comes first
+    assert world.claim("b", 3, 2) == [(4, 10)], "what was given back comes first, and whole"
     with pytest.raises(Refusal, match="does not know this cluster"):
         world.beat("a")
-    assert world.join("a", holding=[(0, 10)]).lost == [(0, 4)]
-    assert world.complete("a", 0, [(0, 10)]) == 4
-    assert world.complete("b", 0, [(0, 4)]) == 0
-    world.close()
-    assert world.core.samples.counts() == {"committed": 10, "free": 4}
-    assert world.events("repeated") == ["a: turn 0: 4 samples had been dealt to others meanwhile"]
+    assert world.join("a", version=1, holding=[(4, 10)]).lost == [(4, 10)]
+    assert world.core.samples.counts() == {"averaged": 4, "leased": 14}
     with pytest.raises(Refusal, match="never been dealt"):
-        world.complete("a", 1, [(10, 20)])
+        world.complete("a", 1, [(16, 20)])
 
 
 # When a turn is closed.
 
 
-def test_a_ledger_that_was_lost_is_gone_on_with_by_what_clusters_hold(tmp_path: Path) -> None:
+def test_blocks_of_a_hub_that_was_lost_are_gone_on_with(tmp_path: Path) -> None:
     world = World(tmp_path)
     first = world.join("a", version=7, holding=[(20, 28)])
     assert (first.standing, first.turn, first.lost) == ("first", 7, [])
-    assert world.claim("a", 1, 2) == [(28, 30)], "none is dealt that was dealt before"
+    assert world.claim("a", 1, 2) == [(28, 30)], "none is leased that was leased before"
     second = world.join("b", version=7, holding=[(10, 15), (40, 44)])
-    assert (second.standing, second.lost) == ("current", [(10, 15)])
-    assert world.core.samples.counts() == {"claimed": 14, "committed": 30}
-    assert world.core.samples.audit() == []
-    world.complete("a", 7, [(20, 30)]), world.complete("b", 7, [(40, 44)])
-    assert world.close() == ["a", "b"]
-    assert world.core.samples.counts() == {"committed": 44}
+    assert (second.standing, second.lost) == ("current", [])
+    third = world.join("c", version=7, holding=[(12, 22)])
+    assert third.lost == [(12, 15), (20, 22)], "others came before it"
+    world.complete("a", 7, [(20, 30)]), world.complete("b", 7, [(10, 15), (40, 42)])
+    world.complete("c", 7)
+    assert world.close() == ["a", "b", "c"]
+    assert world.core.samples.counts() == {"averaged": 17, "leased": 7}
 
 
 def test_all_waits_for_the_living_and_names_them(tmp_path: Path) -> None:
@@ -343,7 +387,7 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     world = World(tmp_path, fragments=2, keep_averages=3)
     assert world.join("a").standing == "first"
     assert world.join("b").standing == "current"
-    assert world.join("c", anchors="1" * 64).standing == "behind"  # other initial weights
+    assert world.join("c", outer_params="1" * 64).standing == "behind"  # other initial weights
     for turn in range(6):
         world.complete("a", turn)
         world.complete("b", turn)
@@ -355,11 +399,13 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     assert world.beat("b").order == "pull" and "turn 2" in world.beat("b").order_reason
     with pytest.raises(Refusal, match="must pull the state"):
         world.complete("b", 6)
-    anchors = [f"{5:064x}", f"{4:064x}"]
-    late = world.join("b", version=5, anchors=anchors)  # turns 3 and 4 are of fragments 1 and 0
+    outer_params = [f"{5:064x}", f"{4:064x}"]
+    late = world.join(
+        "b", version=5, outer_params=outer_params
+    )  # turns 3 and 4 are of fragments 1 and 0
     assert late.standing == "late"
-    assert world.join("b", version=4, anchors=anchors).standing == "behind"
-    assert world.join("b", version=2, anchors=anchors).standing == "behind"
+    assert world.join("b", version=4, outer_params=outer_params).standing == "behind"
+    assert world.join("b", version=2, outer_params=outer_params).standing == "behind"
     assert not world.core.answer(2).is_kept and world.core.answer(3).is_kept
 
 
@@ -390,8 +436,7 @@ def test_who_has_kept_what_it_lacks_needs_nobody(tmp_path: Path) -> None:
     assert world.join("b", version=2, has=99).standing == "late"
     assert world.join("c").standing == "behind"
     assert world.core.want_state(member_id("c")).donor == "", "theirs are as old"
-    world.core.epochs.want_average(_number(world, "c"), 2)
-    assert world.beat("b", version=5, has=6).upload_average is None, "it is too late for that"
+    world.beat("b", version=5, has=6)
     assert world.core.want_state(member_id("c")).donor == "b"
     assert world.beat("a", version=3, has=6).order == ""
     assert world.beat("a", version=4, has=4).order == "pull", "its disk has lost one"
@@ -416,7 +461,7 @@ def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
 def test_who_comes_when_all_others_have_finished_hears_it(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a"), world.complete("a", 0), world.close()
-    assert world.join("n", anchors="1" * 64).standing == "behind"
+    assert world.join("n", outer_params="1" * 64).standing == "behind"
     world.core.leave(member_id("a"))
     assert world.core.want_state(member_id("n")).donor == "", "a pauses, and will give it"
     world.join("a", version=1)
@@ -441,13 +486,13 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
     offer = StateOffer(
         id=member_id("b"),
         version=3,
-        anchors=[f"{3:064x}"],
-        files=[StateFile(name="anchors.safetensors", size_bytes=10, digest=ZERO)],
+        outer_params=[f"{3:064x}"],
+        files=[StateFile(name="outer-params.safetensors", size_bytes=10, digest=ZERO)],
     )
     number = world.core.offer_state(offer)
     assert world.core.offer_state(offer) == number  # it goes on
     with pytest.raises(Refusal, match="not the run's"):
-        world.core.offer_state(offer.model_copy(update={"anchors": [ZERO]}))
+        world.core.offer_state(offer.model_copy(update={"outer_params": [ZERO]}))
     world.core.states.complete(number)
     world.core.leave(member_id("a"))
     for turn in range(3, 9):  # its averages stay as long as somebody pulls
@@ -479,7 +524,7 @@ def test_outliers_and_what_is_not_finite_are_refused_by_name(tmp_path: Path) -> 
     assert world.close() == ["a"]
     assert "its norm 10.5 is above 10" in world.core.answer(3).refused["b"]
     assert world.events("refused")[0].startswith("b: turn 3: its norm 10.5")
-    assert world.core.samples.counts() == {"claimed": 5}  # still b's, not counted
+    assert world.core.samples.counts() == {"leased": 5}  # still b's, not averaged
     with pytest.raises(Refusal, match=r"contribution of b to turn 4 is refused: .*nan"):
         world.complete("b", 4, norm=float("nan"))
     assert world.beat("b").order == "reset"
@@ -516,118 +561,6 @@ def test_where_all_are_refused_the_turn_changes_nothing_and_nobody_waits(tmp_pat
     assert (answer.state, answer.size_bytes, answer.weights) == ("committed", 0, {})
     world.complete("a", 1)
     assert world.close() == ["a"]
-
-
-# Epochs: members that average directly.
-
-
-def _ready(name: str, tokens: int = 10, samples=(), norm: float = 1.0) -> Ready:
-    return Ready(id=member_id(name), tokens=tokens, steps=1, samples=list(samples), norm=norm)
-
-
-def _prepared(name: str, turn: int, digest: str = ZERO) -> Prepared:
-    return Prepared(id=member_id(name), turn=turn, digest=digest, size_bytes=16)
-
-
-def test_a_turn_is_committed_once_all_of_an_epoch_have_the_same(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    for name in "abc":
-        world.join(name)
-    claimed = {name: world.claim(name, 1, 5) for name in "abc"}
-    epochs, numbers = world.core.epochs, {name: _number(world, name) for name in "abc"}
-
-    def ready(*names: str) -> list[str]:
-        return [
-            epochs.ready(numbers[name], 0, _ready(name, samples=claimed[name])).state
-            for name in names
-        ]
-
-    assert ready("c", "a") == ["waiting", "waiting"]
-    assert epochs.answer(numbers["a"], 0).waits_for == ["b"] and not world.core.drop_silent()
-    ready("b")
-    assert world.core.drop_silent()
-    first = epochs.answer(numbers["b"], 0)
-    assert (first.state, first.rank, first.members) == ("formed", 1, ["a", "b", "c"])
-    epochs.put(numbers["a"], first.epoch, "0/1", b"address")
-    assert epochs.get(numbers["b"], first.epoch, "0/1") == b"address"
-    # b dies in the middle: the others go on with what they have, and wait for nobody else.
-    epochs.prepared(numbers["a"], first.epoch, _prepared("a", 0))
-    _drop(world, "b")
-    with pytest.raises(Refusal, match=f"epoch {first.epoch} has ended"):
-        epochs.prepared(numbers["c"], first.epoch, _prepared("c", 0))
-    assert world.events("epoch_ended") == [": epoch 1 of turn 0: b is gone"]
-    assert ready("a", "c") == ["waiting", "waiting"] and world.core.drop_silent()
-    second = epochs.answer(numbers["c"], 0)
-    assert second.epoch > first.epoch and second.members == ["a", "c"]
-    # They have got different bytes: nobody applies any.
-    epochs.prepared(numbers["a"], second.epoch, _prepared("a", 0))
-    with pytest.raises(Refusal):
-        epochs.prepared(numbers["c"], second.epoch, _prepared("c", 0, "1" * 64))
-    assert "different averages (a: 0000" in world.events("epoch_ended")[1]
-    # The rendezvous is killed; it does not give the number of an epoch twice.
-    world.restart()
-    epochs = world.core.epochs
-    ready("a", "c")
-    assert world.core.drop_silent()
-    third = epochs.answer(numbers["a"], 0)
-    assert third.epoch == second.epoch + 1
-    assert epochs.prepared(numbers["a"], third.epoch, _prepared("a", 0)).state == "formed"
-    assert epochs.prepared(numbers["c"], third.epoch, _prepared("c", 0)).state == "committed"
-    # a's answer was lost on the way.
-    assert epochs.prepared(numbers["a"], third.epoch, _prepared("a", 0)).digest == ZERO
-    assert world.core.answer(0).weights == {"a": 10, "c": 10}
-    assert world.core.samples.counts() == {"committed": 10, "claimed": 5}
-    assert world.beat("b").order == ""  # a or c will give it what it missed
-    with pytest.raises(Refusal, match="decided without b"):
-        epochs.ready(numbers["b"], 0, _ready("b"))
-    epochs.want_average(numbers["b"], 0)
-    assert [world.beat(name).upload_average for name in "abc"] == [0, None, None]
-
-
-def test_an_epoch_is_time_boxed_and_leaves_outliers_out(tmp_path: Path) -> None:
-    world = World(tmp_path, wait="time_boxed", time_box_s=30.0, outlier=10.0)
-    world.join("a"), world.join("b"), world.join("c")
-    epochs, numbers = world.core.epochs, {name: _number(world, name) for name in "abc"}
-
-    def commit(turn: int, names: str) -> None:
-        epoch = epochs.answer(numbers[names[0]], turn)
-        assert epoch.members == list(names)
-        for name in names:
-            epochs.prepared(numbers[name], epoch.epoch, _prepared(name, turn))
-        assert epochs.answer(numbers[names[0]], turn).state == "committed"
-
-    for turn in range(2):
-        for name in "abc":
-            epochs.ready(numbers[name], turn, _ready(name))
-        assert world.core.drop_silent()
-        commit(turn, "abc")
-    for name, norm in (("a", 10.5), ("b", 1.0)):
-        epochs.ready(numbers[name], 2, _ready(name, norm=norm))
-    (told,) = world.beat("c").open  # the slow one learns that it shall give what it has
-    assert (told.turn, told.due_in_s, told.waits_for) == (2, 30.0, ["c"])
-    assert not world.core.drop_silent()
-    world.now += 31.0
-    for name in "abc":
-        world.beat(name)
-    while epochs.answer(numbers["b"], 2).state == "waiting":
-        assert world.core.drop_silent()
-    with pytest.raises(Refusal, match=r"a to turn 2 is refused: its norm 10\.5"):
-        epochs.ready(numbers["a"], 2, _ready("a", norm=10.5))
-    commit(2, "b")
-    assert world.core.answer(2).weights == {"b": 10} and "a" in world.core.answer(2).refused
-    # What a has sent cannot be decoded: whoever was to average it names it.
-    for name in "abc":
-        epochs.ready(numbers[name], 3, _ready(name))
-    assert world.core.drop_silent()
-    broken = epochs.answer(numbers["c"], 3).epoch
-    failed = Failed(id=member_id("c"), why="the contribution of a is unsound: nan", culprit=0)
-    epochs.fail(numbers["c"], broken, failed)
-    with pytest.raises(Refusal, match="a to turn 3 is refused: c says: the contribution of a is"):
-        epochs.ready(numbers["a"], 3, _ready("a"))
-    for name in "bc":
-        epochs.ready(numbers[name], 3, _ready(name))
-    assert world.core.drop_silent()
-    commit(3, "bc")
 
 
 # Files, lines, secrets.

@@ -10,12 +10,12 @@ import pytest
 
 from isles import __version__
 from isles.config.load import load_run_file
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import ConfigError, PreflightError
 from isles.launch.pbs.job import Dialect, Pbs, PbsJob, read_attributes
 from isles.launch.pbs.reasons import ended_reason, pending_reason
 from isles.launch.pbs.request import request_lines
-from isles.launch.pbs.script import Alone, InRunDir, pbs_script
+from isles.launch.pbs.script import InRunDir, pbs_job_script, pbs_script
 from isles.run.paths import RunDir
 from tests.each import each
 
@@ -59,18 +59,15 @@ def script(tmp_path: Path, dialect: Dialect, *overrides: str, alone: bool = Fals
     config = load_run_file(path, overrides).config
     launcher = config.clusters[0].launcher
     assert isinstance(launcher, PbsLauncherConfig)
-    place = InRunDir("/home/me/train/runs/llama-1b-1", 1)
     per_node = config.clusters[0].gpus_per_node
     assert isinstance(per_node, int)
-    return pbs_script(
-        config,
-        launcher,
-        dialect,
-        Alone(["-m", "isles.train", "run.yaml"], "/home/me/train/job.sh") if alone else place,
-        workdir="/home/me/train",
-        num_ranks=per_node,
-        device="cpu" if config.clusters[0].device == "cpu" else "cuda",
-    )
+    device = "cpu" if config.clusters[0].device == "cpu" else "cuda"
+    values = {"workdir": "/home/me/train", "num_ranks": per_node, "device": device}
+    if alone:
+        words, path = ["-m", "isles.train", "run.yaml"], "/home/me/train/job.sh"
+        return pbs_script(config, launcher, dialect, words, path, **values)  # type: ignore[arg-type]
+    place = InRunDir("/home/me/train/runs/llama-1b-1", 1)
+    return pbs_job_script(config, launcher, dialect, place, **values)  # type: ignore[arg-type]
 
 
 def test_the_openpbs_script(tmp_path: Path) -> None:
@@ -91,12 +88,7 @@ def test_the_script_that_needs_no_run_directory(tmp_path: Path) -> None:
     check_golden("pbs-alone.sh", script(tmp_path, "openpbs", alone=True))
 
 
-def test_the_script_that_looks_at_its_nodes_first(tmp_path: Path) -> None:
-    text = script(tmp_path, "openpbs", "clusters.0.launcher.check=true")
-    check_golden("pbs-check.sh", text)
-
-
-@each("name", ["openpbs", "torque", "one-node", "alone", "check"])
+@each("name", ["openpbs", "torque", "one-node", "alone"])
 def test_bash_reads_the_scripts(name: str) -> None:
     subprocess.run(["bash", "-n", GOLDEN / f"pbs-{name}.sh"], check=True)
 

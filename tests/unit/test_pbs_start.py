@@ -56,7 +56,7 @@ def test_paths_are_those_of_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (read_record(started.attempt.launch) or {})["job_id"] == "7.server"
     text = started.attempt.script.read_text()
     assert f"cd '{tmp_path}/my work' || exit 1" in text
-    assert f"ISLES_RUN_DIR='{started.run_dir.path}'" in text
+    assert f"isles.agent '{started.run_dir.path}' --attempt 1" in text
     assert not list((tmp_path / "here").glob("runs*"))
 
 

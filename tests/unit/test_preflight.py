@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isles.check.finding import Finding, exit_code, ordered, record
-from isles.check.ids import MEANINGS
-from isles.check.judge.files import judge_files, judge_hub, judge_shared
-from isles.check.judge.gpus import judge_gpus, judge_ranks
-from isles.check.judge.machine import judge_clocks
-from isles.check.judge.network import judge_bandwidth, judge_reduce
-from isles.check.judge.versions import judge_versions
+from isles.check.checks.files import shared_findings
+from isles.check.checks.links import bandwidth_findings
+from isles.check.checks.machine import clock_skew
+from isles.check.checks.ranks import reduce_findings, torch_findings
+from isles.check.checks.versions import compare_versions
+from isles.check.conduct import joined
+from isles.check.finding import IDS, Finding, exit_code, ordered, record
+from isles.check.hosts import fault_finding
+from isles.check.plan import NodePlan, RunFacts
 from isles.check.report import report_lines
-from isles.check.subject import Subject
 from isles.config.load import load_run_file
-from isles.config.sections.cluster import ClusterConfig
-from isles.facts.units import format_bytes
-from isles.launch.ssh.addresses import Reach
+from isles.config.sections.cluster import NetworkConfig
+from isles.errors import PreflightError, UserError
 from tests.each import each
 
 ROOT = Path(__file__).parents[2]
@@ -31,17 +33,18 @@ def facts(**own: Any) -> dict[str, Any]:
     return {**base, "packages": {**packages, **own.pop("packages", {})}, **own}
 
 
-def bad(findings: list[Finding]) -> list[Finding]:
+def bad(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level != "ok"]
 
 
 def test_every_finding_has_a_row_in_the_documentation() -> None:
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+?) \|$", page, re.M)
-    assert [row[0] for row in rows] == list(MEANINGS)
-    files = [*(ROOT / "src/isles/check").rglob("*.py"), ROOT / "src/isles/launch/hub.py"]
+    assert [row[0] for row in rows] == list(IDS)
+    files = [*(ROOT / "src/isles/check").rglob("*.py")]
+    files += [ROOT / "src/isles/launch" / name for name in ("hub.py", "ssh/channel.py")]
     source = "".join(path.read_text() for path in files)
-    for finding_id in MEANINGS:
+    for finding_id in IDS:
         prefix, _, name = finding_id.partition(".")
         used = source.count(f'"{finding_id}"') > 1 or f'f"{prefix}.{{' in source
         assert used, f"{finding_id} is never found"
@@ -91,7 +94,7 @@ def test_the_table_is_as_wide_as_its_values() -> None:
 )
 def test_the_odd_one_out_is_named(own: dict[str, Any], finding_id: str, level: str) -> None:
     hosts = {"a": facts(), "b": facts(**own), "c": facts()}
-    (found,) = bad(judge_versions(hosts, {}, {}, "1.0"))
+    (found,) = bad(compare_versions(hosts, {}, {}, "1.0"))
     assert (found.id, found.level) == (finding_id, level)
     assert found.where == "b" and found.fix
     if own.get("packages"):
@@ -99,12 +102,12 @@ def test_the_odd_one_out_is_named(own: dict[str, Any], finding_id: str, level: s
 
 
 def test_two_installations_of_torch_and_other_libraries() -> None:
-    ranks = {
-        "a": {"ranks": [{"torch": "2.13.0+cu128", "cuda": "12.8", "nccl": "2.27.3"}]},
-        "b": {"ranks": [{"torch": "2.9.0", "cuda": "12.6", "nccl": "2.26.2"}]},
+    imported = {
+        "a": {"torch": "2.13.0+cu128", "cuda": "12.8", "nccl": "2.27.3"},
+        "b": {"torch": "2.9.0", "cuda": "12.6", "nccl": "2.26.2"},
     }
-    gpus = {name: {"gpus": [{"driver": driver}]} for name, driver in (("a", "570"), ("b", "550"))}
-    found = bad(judge_versions({"a": facts(), "b": facts()}, ranks, gpus, None))
+    drivers = {"a": "570", "b": "550"}
+    found = bad(compare_versions({"a": facts(), "b": facts()}, imported, drivers, None))
     assert [(f.id, f.where) for f in found] == [
         ("version.torch", "b"),
         ("version.cuda", "b"),
@@ -116,49 +119,12 @@ def test_two_installations_of_torch_and_other_libraries() -> None:
 
 def test_the_clock_of_the_laptop_is_not_blamed_on_the_hosts() -> None:
     ahead = {"a": (3600.0, 0.01), "b": (0.001, 0.01), "c": (0.0, 0.01)}
-    (found,) = bad(judge_clocks(ahead))
+    (found,) = bad(clock_skew(ahead))
     assert (found.where, found.level) == ("a", "error")
     # All hosts agree with one another: it is this machine's clock that is wrong.
-    assert not bad(judge_clocks(dict.fromkeys("abc", (3600.0, 0.01))))
+    assert not bad(clock_skew(dict.fromkeys("abc", (3600.0, 0.01))))
     # A slow round trip proves nothing.
-    assert not bad(judge_clocks({"a": (4.0, 8.0), "b": (0.0, 0.1)}))
-
-
-CARD = {
-    "index": 0,
-    "name": "RTX 5070 Ti",
-    "uuid": "GPU-1",
-    "driver": "570",
-    "memory_bytes": 16 << 30,
-    "used_bytes": 0,
-    "temperature": 50,
-    "uncorrected": 0,
-    "throttle": "",
-    "failed_rows": 0,
-    "users": [],
-}
-
-
-@each(
-    ("own", "finding_id", "words"),
-    [
-        ({"uncorrected": 3}, "gpu.errors", "3 uncorrected"),
-        ({"failed_rows": 1}, "gpu.errors", "cannot be mended"),
-        ({"throttle": "heat", "temperature": 94}, "gpu.throttle", "94 degrees"),
-        ({"used_bytes": 4 << 30}, "gpu.busy", "does not name"),
-        (
-            {"used_bytes": 1, "users": [{"pid": 7, "name": "/usr/bin/python", "bytes": 1}]},
-            "gpu.busy",
-            "python (pid 7)",
-        ),
-    ],
-)
-def test_troubles_of_a_gpu(own: dict[str, Any], finding_id: str, words: str) -> None:
-    cards = {"a": {"warning": "", "gpus": [{**CARD, **own}]}}
-    (found,) = bad(judge_gpus(cards, {"a": 1}, "cuda"))
-    assert found.id == finding_id
-    assert words in found.text and found.fix
-    assert not bad(judge_gpus({"a": {"warning": "", "gpus": [CARD]}}, {"a": 1}, "cuda"))
+    assert not bad(clock_skew({"a": (4.0, 8.0), "b": (0.0, 0.1)}))
 
 
 def test_a_wheel_without_kernels_for_the_card() -> None:
@@ -171,108 +137,60 @@ def test_a_wheel_without_kernels_for_the_card() -> None:
         "capability": [12, 0],
         "archs": ["sm_80", "sm_90"],
     }
-    (found,) = judge_ranks({"a": {"ranks": [rank]}}, "cuda")
+    plan = NodePlan("a", device="cuda")
+    (found,) = torch_findings(plan, [rank])
     assert found.id == "gpu.kernel"
     assert found.measured == "sm_120" and found.limit == "sm_80 sm_90"
     assert "/whl/cu128" in found.fix
     old = {**rank, "capability": [6, 1]}
-    assert "/whl/cu126" in judge_ranks({"a": {"ranks": [old]}}, "cuda")[0].fix
+    assert "/whl/cu126" in next(torch_findings(plan, [old])).fix
 
 
 def test_faults_of_torch_are_told_once_for_all_ranks() -> None:
     rank = {"torch": "2.13.0+cpu", "cuda": None, "stage": "visible", "fault": "without CUDA"}
-    (found,) = judge_ranks({"a": {"ranks": [rank] * 8}}, "cuda")
+    (found,) = torch_findings(NodePlan("a", device="cuda", nproc=8), [rank] * 8)
     assert found.id == "gpu.visible" and "pip install" in found.fix
     killed = {"stage": "died", "fault": "ended by SIGILL"}
-    (found,) = judge_ranks({"a": {"ranks": [killed]}}, "cpu")
+    (found,) = torch_findings(NodePlan("a"), [killed])
     assert found.id == "torch.imports" and "SIGILL" in found.text
 
 
-def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
-    subject = Subject.of(load_run_file(run_file, ["checkpoint.keep=2"]))
-    assert subject.num_params
-    needed = subject.checkpoint_bytes()
-    # fp32 weights and two states of adamw, for two checkpoints and one on its way.
-    assert needed == subject.num_params * 12 * 3
-    big = Subject(subject.cluster, subject.workdir, subject.loaded, 1_000_000_000)
-    folder = {
-        "path": "/out",
-        "existing": "/out",
-        "fault": "",
-        "free": 20 << 30,
-        "total": 1 << 40,
-        "free_inodes": 10**6,
-        "total_inodes": 10**6,
-    }
-    own = {"workdir_is_there": True, "faults": []}
-    own |= dict.fromkeys(("output", "cache", "hub_cache"), folder)
-    (found,) = bad(judge_files(big, {"a": own, "b": own}, ["a", "b"]))
-    assert (found.id, found.where, found.level) == ("disk.free", "a", "error")
-    assert found.limit == format_bytes(36_000_000_000)
-    advice = {
-        "Permission denied": "sudo chown $USER /out",
-        "Read-only file system": "findmnt -T /out",
-    }
-    for fault, words in advice.items():
-        host = {**own, "output": {**folder, "fault": fault}}
-        (found,) = bad(judge_files(subject, {"a": host}, ["a"]))
-        assert fault in found.text and words in found.fix
-
-
-def test_data_that_only_the_first_host_needs(run_file: Path) -> None:
-    subject = Subject.of(load_run_file(run_file))
-    folder = {"path": "/o", "existing": "/o", "fault": "", "free": 1 << 40, "total": 1 << 40}
-    folder |= {"free_inodes": 0, "total_inodes": 0}
-    faults = [
-        {"what": "no file", "where": "run.yaml:9 data.sources.0.path", "fix": "x"},
-        {"what": "no folder", "where": "run.yaml:3 model.name_or_path", "fix": "y"},
-    ]
-    own = {"workdir_is_there": True, "faults": faults}
-    own |= dict.fromkeys(("output", "cache", "hub_cache"), folder)
-    found = bad(judge_files(subject, {"a": own, "b": own}, ["a", "b"]))
-    assert [(f.id, f.where) for f in found] == [
-        ("files.data", "a"),
-        ("files.model", "a"),
-        ("files.model", "b"),
-    ]
-    assert "run.yaml:3" in found[1].text
+def test_an_error_of_a_host_is_the_finding_that_it_names() -> None:
+    fault = PreflightError("the environment cannot be set up there: no conda", id="python.runs")
+    found = fault_finding("a", fault)
+    assert (found.id, found.level, found.where, found.text) == (
+        "python.runs",
+        "error",
+        "a",
+        fault.what,
+    )
+    assert fault_finding("a", fault, "files.output").id == "files.output"
+    assert fault_finding("a", UserError("there is no program ssh")).id == "ssh.connect"
 
 
 def test_a_mount_that_one_host_lacks() -> None:
     seen = {"b": {"is_shared": True}, "c": {"is_shared": False}}
-    (found,) = judge_shared("a", seen)
+    (found,) = shared_findings("a", seen)
     assert (found.level, found.where) == ("warning", "c")
-    assert judge_shared("a", {"b": {"is_shared": False}})[0].level == "ok"
+    assert shared_findings("a", {"b": {"is_shared": False}})[0].level == "ok"
 
 
-@each(
-    ("state", "finding_id", "level", "words"),
-    [
-        ("ok", "hub.access", "ok", ""),
-        ("cached", "hub.access", "ok", ""),
-        ("licence", "hub.licence", "error", "https://huggingface.co/o/m"),
-        ("missing", "hub.access", "error", "hf auth login"),
-        ("offline", "hub.access", "error", "HF_HUB_OFFLINE"),
-        ("unreachable", "hub.access", "error", "HTTPS_PROXY"),
-    ],
-)
-def test_what_the_hub_says(state: str, finding_id: str, level: str, words: str) -> None:
-    row = {"kind": "model", "name": "o/m", "said": "", "page": "huggingface.co/o/m"}
-    answers = {name: {"answers": [{**row, "state": state}]} for name in ("a", "b")}
-    (found,) = judge_hub(answers)
-    assert (found.id, found.level, found.where) == (finding_id, level, "a, b")
-    assert words in found.fix
+def test_what_hosts_agree_on_is_said_once() -> None:
+    found = [Finding("hub.access", "ok", name, "model o/m can be read", "ok") for name in "ab"]
+    other = Finding("hub.access", "error", "c", "the hub cannot be reached for model o/m")
+    assert joined([found[0], other, found[1]]) == [replace(found[0], where="a, b"), other]
 
 
 def test_links_against_what_a_step_sends(run_file: Path) -> None:
     loaded = load_run_file(run_file)
-    subject = Subject(ClusterConfig(), "/", loaded, 7_000_000_000)
+    sent = replace(RunFacts.of(loaded), num_params=7_000_000_000).gradient_bytes()
     rates = {("a", "b"): 117e6, ("b", "a"): 117e6}
-    (found, _) = bad(judge_bandwidth(rates, subject, 2))
+    (found, _) = bad(bandwidth_findings(rates, sent, 2))
     assert "4m 0" in found.text or "3m 5" in found.text  # 28 GB over a gigabit
-    assert judge_bandwidth(rates, Subject(ClusterConfig(), "/"), 2)[0].level == "ok"
-    stuck = judge_bandwidth({("a", "b"): 0.0}, subject, 2)
-    assert stuck[0].level == "error" and "mtu" in stuck[0].fix
+    (unknown,) = bandwidth_findings(rates, 0, 2)
+    assert unknown.level == "ok"
+    (stuck,) = bandwidth_findings({("a", "b"): 0.0}, sent, 2)
+    assert stuck.level == "error" and "mtu" in stuck.fix
 
 
 def test_an_all_reduce_that_failed_names_the_culprit() -> None:
@@ -284,8 +202,7 @@ def test_an_all_reduce_that_failed_names_the_culprit() -> None:
         "b": {"ranks": [{"stage": "store", "fault": "not all ranks came", "missing": [2]}]},
         "c": {"ranks": [{"stage": "died", "fault": "ended by SIGSEGV"}]},
     }
-    found = judge_reduce(answers, orders, Subject(ClusterConfig(), "/"))
+    found = list(reduce_findings(answers, orders, NetworkConfig()))
     assert {f.where for f in found} == {"a rank 0", "b rank 1", "c rank 2"}
     assert "ranks 2 on c did not come" in found[0].text
     assert "SIGSEGV" in found[2].text
-    assert Reach("10.0.0.1", None, None).address

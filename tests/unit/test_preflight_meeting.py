@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.check.meeting import judge_rendezvous, rendezvous_stand_in
-from isles.check.node.network import dial
+from isles.check.checks.network import dial, rendezvous_finding, rendezvous_stand_in
+from isles.check.plan import Extent
 from isles.check.verb import CheckOptions, run_check
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
@@ -36,7 +36,7 @@ def dialled(loaded: Loaded) -> dict[str, Any]:
     outer = loaded.config.diloco
     assert outer is not None and outer.rendezvous is not None
     host, _, port = outer.rendezvous.rpartition(":")
-    return dial({"address": host, "port": port, "timeout_s": 2.0})
+    return dial(host, int(port), 2.0)
 
 
 def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None
         answer = dialled(loaded)
         outer = loaded.config.diloco
         assert outer is not None
-        finding = judge_rendezvous("a1", outer, answer)
+        finding = rendezvous_finding("a1", outer, answer)
         assert (finding.level, finding.where) == ("ok", "a1") and place in finding.text
-    finding = judge_rendezvous("a1", outer, dialled(loaded))
+    finding = rendezvous_finding("a1", outer, dialled(loaded))
     assert finding.level == "error" and "nothing listens there" in finding.text
     assert f"open port {port} on this machine" in finding.fix
 
@@ -96,7 +96,7 @@ def test_a_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     loaded = loaded_with(tmp_path, CLUSTERS, rendezvous="nowhere.invalid:29400")
     outer = loaded.config.diloco
     assert outer is not None
-    finding = judge_rendezvous("a1", outer, dialled(loaded))
+    finding = rendezvous_finding("a1", outer, dialled(loaded))
     assert finding.level == "error" and "nowhere.invalid:29400" in finding.text
     assert "name" in finding.text.lower() and "is nowhere.invalid its name" in finding.fix
 
@@ -109,9 +109,7 @@ def test_what_is_wrong_with_a_cluster_names_its_own_keys(tmp_path: Path) -> None
         public="127.0.0.1:0",
     )
     texts: list[str] = []
-    options = CheckOptions(
-        tmp_path / "run.yaml", (), (), net=False, smoke=False, timeout_s=30.0, as_json=False
-    )
+    options = CheckOptions(tmp_path / "run.yaml", (), (), Extent(net=False, timeout_s=30.0))
     assert run_check(options, texts.append) == 2
     for index, text in enumerate(texts):
         assert f"fix: on a login node: clusters[{index}].launcher.login" in text, text

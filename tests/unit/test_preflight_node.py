@@ -2,85 +2,143 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Network
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from isles.check.node.files import files, probe_read, probe_remove, probe_write
-from isles.check.node.gpus import gpus
-from isles.check.node.machine import machine
-from isles.check.node.network import Listener, bandwidth, reach, resolve
+from isles.check import step
+from isles.check.checks.files import files, probe_read, probe_remove, probe_write
+from isles.check.checks.gpus import gpus
+from isles.check.checks.links import Link, Listener, bandwidth, link_findings, reach
+from isles.check.checks.machine import machine
+from isles.check.checks.network import interfaces, resolve
+from isles.check.finding import Finding
+from isles.check.hosts import Hosts
+from isles.check.plan import Extent, NodePlan, RunFacts
 from isles.cli import main
 from isles.config.load import load_run_file
+from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
+from isles.facts.units import format_bytes
 from isles.launch.hub import hub_faults
+from isles.launch.ssh.addresses import Reach
 from tests.deadline import DEADLINE_S
+from tests.each import each
 
 _SMI = """\
 #!{python}
 import sys
+answers = {answers!r}
 query = sys.argv[1]
-if query.startswith("--query-gpu=index"):
-    print("0, NVIDIA RTX 5070 Ti, GPU-aa, 16303 MiB")
-elif query.startswith("--query-gpu=uuid,name"):
-    print("GPU-aa, NVIDIA RTX 5070 Ti, 570.86.10, 16303, 900, 71")
-elif query.startswith("--query-gpu=uuid,ecc"):
-    print("GPU-aa, [N/A], 0x0000000000000020")
-elif query.startswith("--query-compute-apps"):
-    print("GPU-aa, 4242, 880, /usr/bin/python, with a comma")
-else:
-    sys.exit(2)
+for beginning, answer in answers.items():
+    if query.startswith(beginning):
+        print(answer)
+        sys.exit()
+sys.exit(2)
 """
 
+_ONE = {"--query-gpu=index": "0, NVIDIA RTX 5070 Ti, GPU-aa, 16303 MiB"}
+_WELL = _ONE | {"--query-gpu=uuid,driver": "GPU-aa, 570.86.10, 90, 71"}
+_BUSY = "GPU-aa, 570.86.10, 4900, 71"
+_USER = "GPU-aa, 4242, 880, /usr/bin/python, with a comma"
 
-def test_gpus_as_the_driver_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(_SMI.format(python=sys.executable))
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (gpu,) = gpus({})["gpus"]
-    assert gpu["driver"] == "570.86.10" and gpu["temperature"] == 71
-    assert gpu["used_bytes"] == 900 << 20
-    assert gpu["uncorrected"] == 0, "a card without ECC has no errors"
-    assert gpu["throttle"] == "heat"
-    assert gpu["users"] == [
-        {"pid": 4242, "name": "/usr/bin/python, with a comma", "bytes": 880 << 20}
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Finding]]:
+    """What is found of the GPUs where nvidia-smi gives these answers."""
+
+    def find(answers: dict[str, str], device: Literal["cpu", "cuda"] = "cuda") -> list[Finding]:
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(_SMI.format(python=sys.executable, answers=answers))
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return list(gpus(NodePlan("a", device=device)))
+
+    return find
+
+
+def test_gpus_as_the_driver_tells_them(found: Callable[..., list[Finding]]) -> None:
+    """It does not know the other questions, and the card has no ECC."""
+    assert [(f.id, f.level, f.measured) for f in found(_WELL)] == [
+        ("gpu.driver", "ok", "570.86.10"),
+        ("gpu.count", "ok", "1"),
+        ("gpu.errors", "ok", ""),
+        ("gpu.throttle", "ok", ""),
+        ("gpu.busy", "ok", ""),
     ]
-    assert gpu["failed_rows"] == 0, "a driver that does not know the question"
+    assert found({}, "cpu")[0].level == "warning", "nvidia-smi that fails"
+    assert found({})[0].level == "error"
+
+
+@each(
+    ("answers", "finding_id", "words"),
+    [
+        ({"--query-gpu=uuid,ecc": "GPU-aa, 3, 0x0"}, "gpu.errors", "3 uncorrected"),
+        ({"--query-remapped-rows": "GPU-aa, Yes, No"}, "gpu.errors", "cannot be mended"),
+        ({"--query-gpu=uuid,ecc": "GPU-aa, [N/A], 0x20"}, "gpu.throttle", "heat, at 71 degrees"),
+        ({"--query-gpu=uuid,driver": _BUSY}, "gpu.busy", "4.8 GiB of 15.9 GiB .* does not name"),
+        ({"--query-compute-apps": _USER}, "gpu.busy", r"python, with a comma \(pid 4242\)"),
+    ],
+)
+def test_troubles_of_a_gpu(
+    answers: dict[str, str],
+    finding_id: str,
+    words: str,
+    found: Callable[..., list[Finding]],
+) -> None:
+    (bad,) = [finding for finding in found(_WELL | answers) if finding.level != "ok"]
+    assert bad.id == finding_id and "GPU 0 (NVIDIA RTX 5070 Ti)" in bad.text
+    assert re.search(words, bad.text) and bad.fix
 
 
 def test_ports_over_the_loopback() -> None:
     listener = Listener()
-    ports = listener.listen({"port": 29850})
+    ports = listener.listen(29850)
     second = Listener()
-    others = second.listen({"port": 29850})
+    others = second.listen(29850)
     assert others["run"] != ports["run"], "a port that is taken is not taken twice"
-    second.unlisten({})
+    second.unlisten()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         peer = {"name": "b", "address": "127.0.0.1", "ports": ports}
         shut = {**ports, "any": closed.getsockname()[1]}
         peers = [peer, {**peer, "name": "c", "ports": shut}]
-        found = reach({"peers": peers, "timeout_s": 3, "mtu": 1500})
-    assert found["b"]["run"] == found["b"]["any"] == "ok"
-    assert 0 < found["b"]["rtt_s"] < 1 and found["b"]["source"] == "127.0.0.1"
-    assert found["b"]["full_size"] is True and found["b"]["lost"] == 0
-    assert found["c"]["run"] == "ok" and found["c"]["any"] == "refused"
-    rate = bandwidth({"address": "127.0.0.1", "port": ports["any"], "seconds": 0.1})
+        answer = reach(peers, timeout_s=3, mtu=1500)
+    links = {name: Link(**link) for name, link in json.loads(json.dumps(answer)).items()}
+    assert links["b"].is_open and 0 < links["b"].rtt_s < 1
+    assert links["b"].is_full_size is True and links["b"].lost == 0 < links["b"].sent
+    assert (links["c"].run, links["c"].free) == ("ok", "refused")
+    hosts = Hosts([], RunFacts(ClusterConfig(), "."), Extent(), print)
+    hosts.facts = {name: {"firewalls": ["nft", "iptables"]} for name in "abc"}
+    hosts.reach = {name: Reach("10.0.0.1", None, IPv4Network("10.0.0.0/8")) for name in "abc"}
+    back = {"a": Link("ok", "ok")}
+    bad, well, *_ = link_findings(hosts, {"a": links, "c": back}, dict.fromkeys("abc", shut))
+    assert (bad.id, bad.where, bad.measured) == ("net.connect", "a -> c", "refused")
+    assert "one open port is not enough" in bad.text and "the firewall of c" in bad.text
+    assert "on c: sudo nft" in bad.fix and "10.0.0.0/8" in bad.fix
+    assert (well.where, well.measured) == ("2 pairs", "2 of 3")
+    rate = bandwidth("127.0.0.1", ports["any"], seconds=0.1)
     assert rate["bytes_per_s"] > 1e6
-    listener.unlisten({})
-    rate = bandwidth({"address": "127.0.0.1", "port": ports["any"], "seconds": 0.1})
-    assert rate["bytes_per_s"] == 0 and "refused" in rate["fault"]
+    listener.unlisten()
+    rate = bandwidth("127.0.0.1", ports["any"], seconds=0.1)
+    assert rate["bytes_per_s"] == 0
 
 
 def test_a_hundred_taken_ports_are_an_error() -> None:
@@ -92,39 +150,96 @@ def test_a_hundred_taken_ports_are_an_error() -> None:
             with_port.bind(("", port))
             with_port.listen()
         with pytest.raises(UserError, match="29700 to 29799"):
-            Listener().listen({"port": 29_700})
+            Listener().listen(29_700)
     finally:
         for one in taken:
             one.close()
 
 
 def test_names_and_this_machine() -> None:
-    found = resolve({"names": ["localhost", "no-such-name.invalid"]})
+    found = resolve(["localhost", "no-such-name.invalid"])
     assert found["addresses"]["localhost"] == ["127.0.0.1"]
     assert not found["addresses"].get("no-such-name.invalid")
-    own = machine({})
-    assert 0 < own["available_bytes"] <= own["memory_bytes"]
-    assert own["limits"]["nofile"] is None or own["limits"]["nofile"] > 0
-    assert {"lo"} <= {entry["interface"] for entry in own["interfaces"]}
+    own = {finding.id: finding for finding in machine(NodePlan("a"))}
+    assert {"os.kernel", "memory.free", "memory.swap", "cpu.cores", "shm.size"} <= set(own)
+    assert {"limits.nofile", "limits.nproc"} <= set(own)
+    greedy = {f.id: f for f in machine(NodePlan("a", nproc=10_000, load_bytes=1 << 40))}
+    assert greedy["memory.free"].level == "error" and "10000 ranks" in greedy["memory.free"].text
+    assert greedy["cpu.cores"].level == "warning"
+    assert "lo" in {interface.name for interface in interfaces()}
 
 
 def test_folders_and_the_probe(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    args = {"workdir": str(tmp_path / "none"), "output_dir": str(blocked / "runs")}
-    found = files(args)
-    assert not found["workdir_is_there"]
-    assert "a file stands" in found["output"]["fault"]
-    found = files({"workdir": str(tmp_path), "output_dir": str(tmp_path / "a" / "b")})
-    assert found["output"]["existing"] == str(tmp_path) and not found["output"]["fault"]
+
+    def look(workdir: Path, output_dir: Path) -> dict[str, Finding]:
+        plan = NodePlan("a", workdir=str(workdir), output_dir=str(output_dir))
+        return {finding.id: finding for finding in files(plan)}
+
+    found = look(tmp_path / "none", blocked / "runs")
+    assert found["files.workdir"].level == found["files.output"].level == "error"
+    assert "a file stands" in found["files.output"].text
+    found = look(tmp_path, tmp_path / "a" / "b")
+    assert "files.workdir" not in found and found["files.output"].level == "ok"
+    assert f"to be made in {tmp_path}" in found["files.output"].text
     assert not (tmp_path / "a").exists(), "a check makes no folders"
-    probe = probe_write({"output_dir": str(tmp_path / "a")})
-    assert probe_read(probe)["is_shared"]
-    assert not probe_read({**probe, "word": "other"})["is_shared"]
-    probe_remove(probe)
-    assert not probe_read(probe)["is_shared"]
-    probe_remove({"path": str(blocked)})
+    probe = probe_write(str(tmp_path / "a"))
+    assert probe_read(**probe)["is_shared"]
+    assert not probe_read(probe["path"], "other")["is_shared"]
+    probe_remove(probe["path"])
+    assert not probe_read(**probe)["is_shared"]
+    probe_remove(str(blocked))
     assert blocked.exists(), "only its own file is removed"
+
+
+def test_space_for_the_checkpoints_of_the_run(run_file: Path) -> None:
+    run = RunFacts.of(load_run_file(run_file, ["checkpoint.keep=2"]))
+    assert run.num_params
+    # fp32 weights and two states of adamw, for two checkpoints and one on its way.
+    assert run.checkpoint_bytes() == run.num_params * 12 * 3
+    big, nproc = replace(run, num_params=10**15), {"a": 1, "b": 1}
+    by_host = {
+        name: {f.id: f for f in files(big.plan(name, nproc, "cpu"))}["disk.free"] for name in nproc
+    }
+    assert by_host["a"].level == "error" and "(2 and one on its way)" in by_host["a"].text
+    assert by_host["a"].limit == format_bytes(36 * 10**15)
+    assert by_host["b"].level == "ok"
+
+
+@each(
+    ("number", "words"),
+    [(errno.EACCES, "sudo chown $USER"), (errno.EROFS, "findmnt -T"), (errno.ENOSPC, "make room")],
+)
+def test_a_folder_that_refuses(
+    number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As disks do; this test may write everywhere."""
+
+    def refuse(**_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    found = list(files(NodePlan("a", output_dir=str(tmp_path), workdir=str(tmp_path))))
+    bad = [finding for finding in found if finding.level == "error"]
+    assert len(bad) == 2, "the output folder, and the cache"
+    assert words in bad[0].fix and bad[0].measured in ("0 B", os.strerror(number))
+
+
+def test_data_that_only_the_first_host_needs(run_file: Path, tmp_path: Path) -> None:
+    names = ["model.name_or_path=./none", f"data.sources=[{{path: {tmp_path}/none.jsonl}}]"]
+    run = RunFacts.of(load_run_file(run_file, names))
+    plans = [run.plan(name, {"a": 1, "b": 1}, "cpu") for name in "ab"]
+    sent = [json.loads(json.dumps(asdict(plan))) for plan in plans]
+    found = [finding for plan in sent for finding in files(NodePlan(**plan))]
+    assert [(f.id, f.where) for f in found if f.id in ("files.data", "files.model")] == [
+        ("files.model", "a"),
+        ("files.data", "a"),
+        ("files.model", "b"),
+    ]
+    assert all(f.measured == "absent" for f in found if f.id in ("files.data", "files.model"))
+    copied = [f for f in files(replace(plans[0], is_copied=True)) if f.id == "files.model"]
+    assert copied[0].level == "warning" and "sync" in copied[0].text
 
 
 class _Gate(BaseHTTPRequestHandler):
@@ -158,11 +273,13 @@ def _hub() -> Iterator[str]:
 
 
 def test_the_hub_and_its_licences(tmp_path: Path) -> None:
-    code = "import json; from isles.check.node.files import hub; "
+    code = "import json; from isles.check.checks.files import hub; "
+    code += "from isles.check.plan import NodePlan; "
     code += "repos = [('model', n) for n in ('o/open', 'o/gated', 'o/none')]; "
-    code += "print(json.dumps([a['state'] for a in hub({'repos': repos})['answers']]))"
+    code += "found = hub(NodePlan('a', repos=repos)); "
+    code += "print(json.dumps([(f.id, f.level, f.measured, f.fix) for f in found]))"
 
-    def ask(**variables: str) -> list[str]:
+    def ask(**variables: str) -> list[list[str]]:
         environ = {**os.environ, "HF_HOME": str(tmp_path), **variables}
         # The library reads these once, when it is imported.
         done = subprocess.run(
@@ -173,14 +290,25 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
             timeout=DEADLINE_S,
             check=True,
         )
-        answer: list[str] = json.loads(done.stdout)
+        answer: list[list[str]] = json.loads(done.stdout)
         return answer
 
     with _hub() as url:
-        assert ask(HF_ENDPOINT=url, HF_HUB_OFFLINE="0") == ["ok", "licence", "missing"]
+        well, licence, missing = ask(HF_ENDPOINT=url, HF_HUB_OFFLINE="0")
+    assert well == ["hub.access", "ok", "ok", ""]
+    assert licence[:3] == ["hub.licence", "error", "licence"]
+    assert "https://huggingface.co/o/gated" in licence[3] or "/o/gated" in licence[3]
+    assert missing[:3] == ["hub.access", "error", "missing"] and "hf auth login" in missing[3]
     gone = "http://127.0.0.1:9"
-    assert ask(HF_ENDPOINT=gone, HF_HUB_OFFLINE="0") == ["unreachable"] * 3
-    assert ask(HF_ENDPOINT=gone, HF_HUB_OFFLINE="1") == ["offline"] * 3
+    (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
+    for offline, state, words in (
+        ("0", "unreachable", "HTTPS_PROXY"),
+        ("1", "offline", "HF_HUB_OFFLINE"),
+    ):
+        cached, *others = ask(HF_ENDPOINT=gone, HF_HUB_OFFLINE=offline)
+        assert cached == ["hub.access", "ok", "cached", ""]
+        assert [other[:3] for other in others] == [["hub.access", "error", state]] * 2
+        assert all(words in other[3] for other in others)
 
 
 def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path: Path) -> None:
@@ -210,7 +338,7 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
 
 def test_a_node_that_nobody_asks_any_more_ends() -> None:
     """As when the laptop's network is gone: stdin stays open, and no question comes."""
-    code = "from isles.check.node.operations import main; main(idle_s=0.5)"
+    code = "from isles.check.node import main; main(idle_s=0.5)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as child:
@@ -224,3 +352,24 @@ def test_faults_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a is there twice" in capsys.readouterr().err
     assert main(["check", "--timeout", "1s"]) == 1
     assert "--timeout 30s" in capsys.readouterr().err
+
+
+def test_the_nodes_of_a_check_do_not_wait_for_a_stranger_who_never_ends_a_line() -> None:
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        address = server.getsockname()
+        unknown = socket.create_connection(address)
+
+        def trickle() -> None:
+            with suppress(OSError):
+                while not is_over.wait(0.2):
+                    unknown.sendall(b"x")
+
+        pool.submit(trickle)
+        node = pool.submit(step.join, address, 1, "d", DEADLINE_S)
+        try:
+            assert list(step.meet(server, ["a", "b"], "d", DEADLINE_S)) == [1]
+        finally:
+            is_over.set()
+        node.result().close()
+        unknown.close()

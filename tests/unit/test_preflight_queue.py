@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from isles.check.finding import Finding
-from isles.check.queue.pbs import check_pbs
-from isles.check.queue.slurm import check_slurm
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import PbsLauncherConfig, SlurmLauncherConfig
-from isles.launch.pbs.job import Pbs
-from isles.launch.slurm.job import Slurm
+from isles.check.queue.nodes import queue_findings
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
+from isles.launch.ssh.shell import Shell
 from tests.each import each
 
 PARTITIONS = """\
@@ -68,16 +65,17 @@ def program(folder: Path, name: str, answers: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Slurm:
+def slurm(tmp_path: Path) -> Path:
     program(tmp_path, "scontrol", {"show partition": PARTITIONS})
     program(tmp_path, "sinfo", {"-p gpu": NODES})
     program(tmp_path, "sacctmgr", {"show assoc": "lab|normal,long\nother|normal\n"})
-    return Slurm(str(tmp_path))
+    return tmp_path
 
 
-def ask_slurm(slurm: Slurm, nodes: int = 2, gpus: int = 4, **launcher: Any) -> list[Finding]:
+def ask_slurm(slurm: Path, nodes: int = 2, gpus: int = 4, **launcher: Any) -> list[Finding]:
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=gpus)
-    return check_slurm(cluster, SlurmLauncherConfig(**launcher), slurm)
+    section = SlurmLauncherConfig(bin_path=str(slurm), **launcher)
+    return queue_findings(cluster, section, Shell())
 
 
 def levels(findings: list[Finding]) -> dict[str, str]:
@@ -88,7 +86,7 @@ def of(findings: list[Finding], finding_id: str) -> Finding:
     return next(finding for finding in findings if finding.id == finding_id)
 
 
-def test_slurm_has_room(slurm: Slurm) -> None:
+def test_slurm_has_room(slurm: Path) -> None:
     found = ask_slurm(slurm, time=3600.0, account="lab", qos="long")
     assert levels(found) == {
         "queue.commands": "ok",
@@ -117,7 +115,7 @@ def test_slurm_has_room(slurm: Slurm) -> None:
     ],
 )
 def test_slurm_would_refuse(
-    slurm: Slurm, asked: dict[str, Any], finding_id: str, words: str
+    slurm: Path, asked: dict[str, Any], finding_id: str, words: str
 ) -> None:
     found = of(ask_slurm(slurm, **asked), finding_id)
     assert found.level == "error"
@@ -125,24 +123,24 @@ def test_slurm_would_refuse(
 
 
 def test_slurm_that_is_not_there_or_does_not_answer(tmp_path: Path) -> None:
-    (found,) = ask_slurm(Slurm(str(tmp_path)))
+    (found,) = ask_slurm(tmp_path)
     assert found.id == "queue.commands" and "bin_path" in found.fix
     program(tmp_path, "scontrol", {})
-    (found,) = ask_slurm(Slurm(str(tmp_path)))
+    (found,) = ask_slurm(tmp_path)
     assert "not known" in found.text and "scontrol ping" in found.fix
 
 
-def test_slurm_without_accounting_is_no_fault(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_without_accounting_is_no_fault(slurm: Path, tmp_path: Path) -> None:
     program(tmp_path, "sacctmgr", {})
     assert of(ask_slurm(slurm, account="lab"), "queue.account").level == "ok"
 
 
 @pytest.fixture
-def pbs(tmp_path: Path) -> Pbs:
+def pbs(tmp_path: Path) -> Path:
     server = "Server: head\n    default_queue = gpuq\n"
     program(tmp_path, "qstat", {"-Qf": QUEUES, "-Bf": server})
     program(tmp_path, "pbsnodes", {"-a": PBS_NODES})
-    return Pbs(str(tmp_path))
+    return tmp_path
 
 
 @each(
@@ -155,9 +153,10 @@ def pbs(tmp_path: Path) -> Pbs:
         (1, {"queue": "shut"}, {"queue.partition": "error"}),
     ],
 )
-def test_pbs(pbs: Pbs, nodes: int, launcher: dict[str, Any], expected: dict[str, str]) -> None:
+def test_pbs(pbs: Path, nodes: int, launcher: dict[str, Any], expected: dict[str, str]) -> None:
     cluster = ClusterConfig(nodes=nodes, gpus_per_node=4)
-    found = check_pbs(cluster, PbsLauncherConfig(**launcher), pbs)
+    section = PbsLauncherConfig(bin_path=str(pbs), **launcher)
+    found = queue_findings(cluster, section, Shell())
     assert expected.items() <= levels(found).items()
     if "queue.nodes" in expected:
         assert "n2 is offline,down (disk)" in of(found, "queue.nodes").text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isles.config.files import deepspeed_faults
-from isles.config.interop.settings import deepspeed_settings
+from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors
@@ -100,7 +100,7 @@ def test_job_scripts_of_a_run_file_without_a_queue(tmp_path: Path) -> None:
     assert "the run file's launcher is local" in pbs
     for text in (sbatch, pbs):
         bash_reads(tmp_path, text)
-        assert "isles.train.conclude" not in text  # nothing of isles but its trainer
+        assert "isles.agent.conclude" not in text  # nothing of isles but its trainer
 
 
 def test_what_the_one_queue_says_is_taken_over_for_the_other(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.check.ids import MEANINGS
+from isles.check.finding import IDS
 from isles.config.keys import run_schema
 from tests.documents import ROOT, broken_links, is_key, named_in_text
 from tests.each import each
@@ -99,8 +99,8 @@ def names_what_is_there(code: str) -> bool:
     first = dotted[1].partition(".")[0]
     if first in run_schema()["properties"]:
         return is_key(dotted[1])
-    findings = {name.partition(".")[0] for name in MEANINGS}
-    return first not in findings or dotted[1] in MEANINGS
+    findings = {name.partition(".")[0] for name in IDS}
+    return first not in findings or dotted[1] in IDS
 
 
 @each(

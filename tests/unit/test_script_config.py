@@ -12,7 +12,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.show import show
 from isles.errors import ConfigErrors
-from isles.launch.rank_command import rank_command, script_command
+from isles.launch.torchrun import script_command
 
 SMALL = """\
 name: own
@@ -53,8 +53,6 @@ def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
 
 def test_what_torchrun_is_given(tmp_path: Path) -> None:
     config = load(tmp_path).config
-    tail = ["-m", "isles.train.script.run", "/runs/own-1", "--attempt", "3"]
-    assert rank_command(config, "/runs/own-1", 3, resume_from="/x") == tail
     command = ["train_phase2.py", "--epochs", "20", "--lr", "0.0001", "--name", "007"]
     assert script_command(config) == command
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from isles.agent.script.end import Ended, failed_record
 from isles.run.paths import Attempt
-from isles.train.script.end import Ended, error_record
 from tests.each import each
 from tests.ranks import rank_env
 
@@ -38,7 +38,7 @@ def test_the_error_is_the_one_that_the_script_has_raised(
     attempt.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
     attempt.rank_log(0).write_text(log)
     ended = Ended(code, Path("/shared/mine.py"), log_start=0, took_s=5.0)
-    error = error_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)
+    error = failed_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)
     assert error["what"] == what
     assert error["will_recur"] == (code > 0 or "failed" in what)
     assert ("mine.py:14" in error["where"]) == ("failed" in what)
@@ -53,5 +53,5 @@ def test_the_errors_that_an_error_came_from_are_shown(tmp_path: Path) -> None:
     one = TRACEBACK.partition("terminate")[0]
     attempt.rank_log(0).write_text(one + "trying again\n" + one + cause + one)
     ended = Ended(1, Path("/shared/mine.py"), log_start=0, took_s=5.0)
-    trace = error_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)["traceback"]
+    trace = failed_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)["traceback"]
     assert trace.startswith("Traceback") and trace.count("Traceback") == 2

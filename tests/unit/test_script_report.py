@@ -12,8 +12,8 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import UserError
 from isles.launch.verbs import run_verb
-from isles.monitor.checkpoints import checkpoint_lines
 from isles.monitor.follow import row_text
+from isles.monitor.table import checkpoint_lines
 from isles.run.begin import Begun, begin_run
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows

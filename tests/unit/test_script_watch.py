@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.agent.ending import Ending
+from isles.agent.hang import ASKED, PRINTED, StallsHere, StallsThere
+from isles.agent.script.stacks import ScriptStacks
+from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_stall
+from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
+from isles.run.outcome import agent_error
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
-from isles.train.ending import Ending
-from isles.train.hang.relay import ASKED, PRINTED, StallsHere, StallsThere
-from isles.train.script.stacks import ScriptStacks
-from isles.train.script.watch import ScriptWatch, Signs, overdue, script_stall
-from isles.train.verdict import trouble
 from tests.deadline import DEADLINE_S
 from tests.ranks import rank_env
 from tests.runs import bare_run
@@ -166,12 +166,12 @@ def test_on_the_head_no_report_undoes_what_its_ranks_have_written(tmp_path: Path
     attempt = RunDir(tmp_path / "x-1").attempt(1)
     attempt.stalls.mkdir(parents=True)
     write_record(attempt.nodes, {"nodes": []})  # only the head has it
-    verdict = attempt.stalls / "step-3.json"
-    write_record(verdict, {"text": "step 3 has taken long", "went_on_after_s": None})
+    decision = attempt.stalls / "step-3.json"
+    write_record(decision, {"text": "step 3 has taken long", "went_on_after_s": None})
     report = StallsHere(attempt).report((0,))
-    write_record(verdict, {"text": "step 3 has taken long", "went_on_after_s": 9.0})
+    write_record(decision, {"text": "step 3 has taken long", "went_on_after_s": 9.0})
     StallsThere(RunDir(tmp_path / "x-1"), attempt).look({0: report}, 100.0)
-    assert (read_record(verdict) or {})["went_on_after_s"] == 9.0
+    assert (read_record(decision) or {})["went_on_after_s"] == 9.0
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -184,8 +184,10 @@ def test_an_end_that_cannot_be_put_on_record_is_kept_in_mind(tmp_path: Path, is_
     if is_gone:
         ending.close()
         attempt.path.rmdir()
-    ending.fail(trouble("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine"), 3)
-    ending.fail(trouble("and so does the house", "run", id="machine"), 3)
+    ending.fail(
+        agent_error("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine"), 3
+    )
+    ending.fail(agent_error("and so does the house", "run", id="machine"), 3)
     assert ending.read()["exit_code"] == ExitCode.PREFLIGHT
     assert ending.word()["reason"] == "the switch burns"
     assert attempt.outcome.exists() == (not is_gone)

@@ -11,24 +11,25 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.check.meeting import rendezvous_stand_in
+from isles.check.checks.network import rendezvous_stand_in
+from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
-from isles.config.show import named_cluster
 from isles.errors import ConfigError, UserError
 from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
-from isles.monitor.everywhere import reports_of_all
-from isles.monitor.multi_cluster.choice import choose
-from isles.monitor.multi_cluster.end import end_lines, worst
-from isles.monitor.multi_cluster.report import (
+from isles.monitor.choice import choose
+from isles.monitor.clusters import (
     SeveralReport,
+    end_lines,
     several_lines,
     several_report,
     with_several,
+    worst,
 )
-from isles.outer.hub.book import Book
-from isles.outer.hub.roster import Roster
+from isles.monitor.remote import reports_of_all
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.members import Membership
+from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
-from isles.outer.hub.settings import Settings
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.records import write_record
@@ -220,7 +221,7 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     waiting = {"turn": 8, "waits_for": ["b"], "contributed": ["a"], "due_in_s": None}
     waiting["missing"] = {"b": "not heard for 40s"}
     answer = {"turn": 8, "fragments": 2, "members": members, "open": [waiting]}
-    text = "\n".join(several_lines(SeveralReport(run, "running", reports, answer, "", 0.0)))
+    text = "\n".join(several_lines(SeveralReport(run, "running", reports, answer, "")))
     row = next(line for line in text.splitlines() if line.startswith("  a "))
     shown = "a local running 4 - 1.0k 75% 2.0 KiB 4.0 KiB 2m 00s 75% 1s ago"
     assert row.split() == shown.split()
@@ -263,18 +264,18 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
     now = [100.0]
-    book = Book(tmp_path / "book.sqlite")
+    book = Journal(tmp_path / "book.sqlite")
     settings = Settings(gather=2, gather_s=30.0)
     least = []
-    roster = Roster(book, settings, Samples(book), lambda: now[0])
-    roster.touch(1)
-    least.append(roster.least)
+    membership = Membership(book, settings, Samples(book), lambda: now[0])
+    membership.touch(1)
+    least.append(membership.least)
     now[0] += 31.0  # the other has not come
-    least.append(roster.least)
-    roster = Roster(book, settings, Samples(book), lambda: now[0])  # after a restart
+    least.append(membership.least)
+    membership = Membership(book, settings, Samples(book), lambda: now[0])  # after a restart
     for number in (1, 2):
-        roster.touch(number)
-        least.append(roster.least)
+        membership.touch(number)
+        least.append(membership.least)
     assert least == [2, 1, 2, 1]
 
 

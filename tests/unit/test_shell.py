@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isles.errors import PreflightError, UserError
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.shell import Shell, on_all
 from tests.deadline import DEADLINE_S
 from tests.each import each
@@ -147,20 +148,34 @@ def test_all_places_are_tried_and_all_faults_kept() -> None:
 
 
 def test_a_node_answers_and_ends_with_its_connection() -> None:
-    with Channel(Shell(), python=sys.executable) as channel:
+    command = [sys.executable, "-m", "isles.launch.node.operations"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    lost: list[bool] = []
+
+    def why(was_ready: bool) -> UserError:
+        lost.append(was_ready)
+        return UserError("it is over")
+
+    end = process.stdin.close
+    with Channel("here", process.stdout, process.stdin, lost=why, end=end) as channel:
         facts = channel.call("facts", timeout_s=DEADLINE_S, port=29500)
         assert facts["executable"] == sys.executable
         assert 29500 <= facts["port"] < 29600
         with pytest.raises(UserError, match="does not know 'fly'"):
             channel.call("fly", timeout_s=DEADLINE_S)
-    assert channel._process.wait(timeout=DEADLINE_S) == 0
+    assert process.wait(timeout=DEADLINE_S) == 0
+    for _ in range(2):  # while it is found out, and afterwards
+        with pytest.raises(UserError, match="it is over"):
+            channel.call("facts", timeout_s=DEADLINE_S)
+    assert lost == [True]
 
 
 def test_what_a_login_prints_is_no_answer(fake_ssh: FakeSsh) -> None:
     fake_ssh(
         '[ "$1" = -G ] && exit 0; echo "Welcome!"; echo "{}"; echo hush >&2; exec sh -c "$last"'
     )
-    with Channel(Shell("host"), python=sys.executable, lines=["echo from .bashrc"]) as channel:
+    with open_channel(Shell("host"), python=sys.executable, lines=["echo from .bashrc"]) as channel:
         assert channel.call("facts", timeout_s=DEADLINE_S)["executable"] == sys.executable
 
 
@@ -174,7 +189,7 @@ def test_what_a_login_prints_is_no_answer(fake_ssh: FakeSsh) -> None:
 )
 def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, what: str) -> None:
     with (
-        Channel(Shell(), python=python, lines=lines, name="a2") as channel,
+        open_channel(Shell(), python=python, lines=lines, name="a2") as channel,
         pytest.raises(PreflightError, match=what) as error,
     ):
         channel.call("facts", timeout_s=DEADLINE_S)
@@ -182,8 +197,21 @@ def test_a_host_that_cannot_run_isles_says_why(lines: list[str], python: str, wh
     assert "clusters[0]" in error.value.fix
 
 
+def test_an_older_isles_there_is_not_taken_for_none(tmp_path: Path) -> None:
+    (tmp_path / "isles").mkdir()
+    (tmp_path / "isles" / "__init__.py").touch()
+    older = [f"export PYTHONPATH={tmp_path}", f"cd {tmp_path}"]
+    for module in ("isles.launch.node.operations", "isles.later"):
+        with (
+            open_channel(Shell(), python=sys.executable, lines=older, module=module) as channel,
+            pytest.raises(PreflightError, match=r"another version of isles, .* isles\.la") as error,
+        ):
+            channel.call("facts", timeout_s=DEADLINE_S)
+        assert error.value.id == "version.isles" and "isles setup" in error.value.fix
+
+
 def test_a_node_that_dies_is_no_hang() -> None:
-    with Channel(Shell(), python=sys.executable) as channel:
+    with open_channel(Shell(), python=sys.executable) as channel:
         pid = channel.call("facts", timeout_s=DEADLINE_S)["pid"]
         os.kill(pid, 9)
         with pytest.raises(PreflightError, match="has ended"):

@@ -3,7 +3,6 @@ what Slurm's answers mean."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,16 +14,13 @@ import pytest
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.launch.queue.jobs import read_job, refresh
-from isles.launch.rank_command import rank_command
 from isles.launch.slurm.reasons import pending_reason
-from isles.launch.slurm.script import JobText, sbatch_script, slurm_time
+from isles.launch.slurm.script import JobText, job_script, sbatch_script, slurm_time
 from isles.run.begin import write_job_launch
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
-from isles.run.restarts import list_restarts
-from isles.train.requeue import Gang
+from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 from tests.each import each
 
@@ -67,18 +63,17 @@ def make_script(
     cluster = config.clusters[0]
     assert isinstance(cluster.launcher, SlurmLauncherConfig)
     assert isinstance(cluster.gpus_per_node, int)
-    command = ["-m", "isles.train", "run.yaml"]
     job = JobText(
         launcher=cluster.launcher,
         nodes=cluster.max_nodes,
         nproc=cluster.gpus_per_node,
         device=device,
         workdir=cluster.workdir or "/home/me/train",
-        command=rank_command(config, run_dir, 1) if run_dir is not None else command,
+        command=["-m", "isles.train", "run.yaml"],
         run_dir=run_dir,
         attempt=1 if run_dir is not None else 0,
     )
-    return sbatch_script(config, job)
+    return sbatch_script(config, job) if run_dir is None else job_script(config, job)
 
 
 @pytest.mark.parametrize(
@@ -111,18 +106,6 @@ def _check(name: str, text: str) -> None:
     if os.environ.get("ISLES_WRITE_GOLDEN"):
         (GOLDEN / name).write_text(text, encoding="utf-8")
     assert text == (GOLDEN / name).read_text(encoding="utf-8")
-
-
-def test_a_script_of_the_users_own_is_started_by_the_same_text(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    cluster = "clusters: [{launcher: {kind: slurm}, gpus_per_node: 1}]"
-    path.write_text(f"name: mine\ntraining: {{script: my.py, script_args: [--lr, 0.1]}}\n{cluster}")
-    config = load_run_file(path, ()).config
-    assert rank_command(config, "/runs/mine-1", 2)[:3] == [
-        "-m",
-        "isles.train.script.run",
-        "/runs/mine-1",
-    ]
 
 
 def test_times_are_never_shorter_than_asked() -> None:
@@ -185,7 +168,6 @@ class Job:
             command=("sbatch",),
             bin_path=str(self.bin),
         )
-        self.gang = Gang(self.run_dir, self.attempt, self.config, "Slurm job 7", folder / "out")
         for name in ("scontrol", "sbatch", "scancel", "sinfo", "srun", "torchrun", "sacct"):
             self.program(name, "exit 1")
 
@@ -199,17 +181,11 @@ class Job:
         """What the queue says now."""
         return refresh(self.run_dir, self.attempt, max_age_s=0.0)
 
-    def script(
-        self, folder: Path, *, alone: bool = False, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run the job script to its end under plain bash; alone: the rendered one."""
-        path = str(self.run_dir.path)
+    def rendered(self, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run the script that needs no isles to its end under plain bash."""
         launcher = self.config.clusters[0].launcher
         assert isinstance(launcher, SlurmLauncherConfig)
-        command = rank_command(self.config, path, 1)
-        job = JobText(launcher, 1, 4, "cpu", str(folder), command, path, 1)
-        if alone:
-            job = JobText(launcher, 1, 4, "cpu", str(folder), ["-m", "isles.train", "run.yaml"])
+        job = JobText(launcher, 1, 4, "cpu", str(folder), ["-m", "isles.train", "run.yaml"])
         self.attempt.script.write_text(sbatch_script(self.config, job))
         self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
         search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -284,41 +260,6 @@ def test_a_job_that_slurm_has_forgotten_is_over(job: Job) -> None:
     assert (job.ask().state, job.ask().word) == ("ended", "TIMEOUT")
 
 
-def leave(attempt: Attempt, code: int) -> str:
-    """Bash that does what rank 0 does when it has saved before a limit."""
-    record = json.dumps({"state": "stopped", "exit_code": code, "step": 3, "restart": 0})
-    return (
-        f"echo '{record}' >{attempt.stopped}; echo '{{\"restart\": 0}}' >{attempt.rank_record(0)}"
-    )
-
-
-def test_saved_before_the_limit_the_job_is_queued_again(job: Job, tmp_path: Path) -> None:
-    ask = f"kill -USR1 $PPID; until [ -e {job.attempt.stop_request} ]; do read -t 0.05; done"
-    job.program("torchrun", f"{ask} <> <(:); {leave(job.attempt, 85)}")
-    job.program("scontrol", "exit 0")
-    done = job.script(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "scontrol requeue 7" in job.calls.read_text()
-    assert not job.attempt.outcome.exists() and not job.attempt.stopped.exists()
-    assert not job.attempt.stop_request.exists()
-    (restart,) = list_restarts(job.attempt)
-    assert "the time limit of Slurm job 7 was near" in restart.text and not restart.is_counted
-
-
-def test_a_job_that_slurm_does_not_requeue_is_submitted_again(job: Job, tmp_path: Path) -> None:
-    write_record(job.attempt.stop_request, {"kind": "save", "by": "x", "at": 0, "requeue": True})
-    write_record(job.attempt.stopped, {"state": "stopped", "exit_code": 85, "step": 3})
-    job.program("torchrun", "exit 1")
-    job.program("sbatch", "echo 8")
-    done = job.script(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"sbatch --parsable --dependency=afterany:7 {job.attempt.script}" in (
-        job.calls.read_text()
-    )
-    job.program("scontrol", "echo JobId=$5 JobState=RUNNING Reason=None NodeList=a1")
-    assert job.ask().job_id == "8"
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_rendered_job_that_saves_nothing_is_not_queued_again(
     job: Job, tmp_path: Path, saves: bool
@@ -331,27 +272,7 @@ def test_a_rendered_job_that_saves_nothing_is_not_queued_again(
     job.program("scontrol", "exit 0")
     ask = f"kill -USR1 $PPID; until [ -e {asked} ]; do read -t 0.05; done"
     job.program("torchrun", f"{ask} <> <(:); {make}; exit 1")
-    done = job.script(tmp_path, alone=True)
+    done = job.rendered(tmp_path)
     assert done.returncode == 1, done.stderr
     assert ("scontrol requeue 7" in job.calls.read_text()) == saves
     assert ("nothing was saved" in done.stderr) != saves
-
-
-def test_a_stop_that_a_user_wants_is_the_end(job: Job, tmp_path: Path) -> None:
-    request = json.dumps({"kind": "save", "by": "me", "at": 0})
-    job.program(
-        "torchrun", f"echo '{request}' >{job.attempt.stop_request}; {leave(job.attempt, 85)}"
-    )
-    done = job.script(tmp_path)
-    assert done.returncode == 85, done.stderr
-    assert "requeue" not in job.calls.read_text()
-    assert (read_record(job.attempt.outcome) or {})["state"] == "stopped"
-
-
-def test_ranks_that_cannot_start_are_not_tried_again(job: Job, tmp_path: Path) -> None:
-    job.program("torchrun", "echo 'No module named isles' >&2; exit 1")
-    done = job.script(tmp_path)
-    assert done.returncode == 3, done.stderr
-    error = (read_record(job.attempt.outcome) or {})["error"]
-    assert "could not be started (exit status 1)" in error["what"]
-    assert job.calls.read_text().count("torchrun") == 1

@@ -16,11 +16,8 @@ from isles.launch.slurm.job import Slurm
 from isles.launch.slurm.submit import submit_slurm
 from isles.run.begin import Begun
 from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
-from isles.run.restarts import list_restarts
-from isles.train.conclude import begin, conclude
-from tests.unit.test_begin import add_checkpoint
-from tests.unit.test_slurm import OWN, PENDING, Job, leave, make_script
+from tests.unit.test_requeue import queued
+from tests.unit.test_slurm import OWN, PENDING, Job, make_script
 
 
 @pytest.fixture
@@ -93,9 +90,7 @@ def test_a_submission_without_an_answer_is_looked_for(
     with lost, submission(begun, job.attempt):
         submit_slurm(slurm, job.attempt, _loaded(tmp_path))
     # It may still come: then it trains nothing beside the next start.
-    done = job.script(tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "torchrun" not in job.calls.read_text()
+    assert queued(job).begin() == 2
 
 
 def test_values_are_quoted_where_sbatch_would_misread_them(tmp_path: Path) -> None:
@@ -103,7 +98,6 @@ def test_values_are_quoted_where_sbatch_would_misread_them(tmp_path: Path) -> No
     text = make_script(tmp_path, odd, run_dir="/my runs/50%/llama-1b-1")
     assert '\n#SBATCH --reservation="a #1 \\"b\\" \\\\c"\n' in text
     assert '\n#SBATCH --output="/my runs/50%%/llama-1b-1/attempts/001/slurm-%j.out"\n' in text
-    assert '--output="${attempt_dir//%/%%}/node-%n.log"' in text
     assert "\n#SBATCH --constraint=a100|h100\n" in text
     with pytest.raises(ConfigError, match="no path with a backslash"):
         make_script(tmp_path, run_dir="/my\\runs/llama-1b-1")
@@ -119,45 +113,7 @@ def test_a_rendered_job_of_a_users_script_is_not_queued_for_ever(
     job.program("scontrol", "exit 0")
     ask = f"kill -USR1 $PPID; until [ -e {asked} ]; do read -t 0.05; done"
     job.program("torchrun", f"{ask} <> <(:); exit 1")
-    done = job.script(tmp_path, alone=True, SLURM_RESTART_COUNT=str(times))
+    done = job.rendered(tmp_path, SLURM_RESTART_COUNT=str(times))
     assert done.returncode == 1, done.stderr
     assert ("scontrol requeue 7" in job.calls.read_text()) == (times < 20)
     assert ("it has gone on 20 times" in done.stderr) != (times < 20)
-
-
-def test_preemption_with_a_time_of_grace_queues_the_job_again(job: Job, tmp_path: Path) -> None:
-    """Slurm tells the ranks alone, and the script must ask for the rest."""
-    job.program("torchrun", f"{leave(job.attempt, 85)}; exit 1")
-    job.program("scontrol", "echo JobId=7 JobState=RUNNING PreemptTime=2026-01-01T00:00:00 X=1")
-    done = job.script(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "scontrol requeue 7" in job.calls.read_text()
-    (restart,) = list_restarts(job.attempt)
-    assert "another job took the nodes of Slurm job 7" in restart.text
-
-
-def test_a_script_that_asks_to_be_started_again_is_queued_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, text=OWN)
-    job.program("torchrun", f"{leave(job.attempt, 85)}; exit 1")
-    job.program("scontrol", '[ "$1" = requeue ]')
-    for _ in range(20):
-        write_record(job.attempt.stopped, {"state": "stopped", "exit_code": 85, "step": None})
-        assert conclude(job.gang, 1, terminated=False) == "requeue"
-    done = job.script(tmp_path)
-    assert done.returncode == 3, "it is not started for ever"
-    error = (read_record(job.attempt.outcome) or {})["error"]
-    assert "no further in 21 starts" in error["what"] and "isles.report" in error["fix"]
-
-
-def test_a_job_that_loses_its_nodes_again_and_again_is_ended(job: Job) -> None:
-    """Ten times in vain; a checkpoint makes them ten again."""
-    for restart in range(14):
-        write_record(job.attempt.rank_record(0), {"restart": restart, "pid": 9})
-        if restart == 3:
-            add_checkpoint(job.run_dir, 8)
-        answer = begin(job.gang)
-        assert answer == "start" or restart == 13, restart
-    assert answer == "3"
-    error = (read_record(job.attempt.outcome) or {})["error"]
-    assert "was taken off its nodes, and it has come no further in 11 starts" in error["what"]
-    assert error["what"].endswith("the last step that was saved is 8")

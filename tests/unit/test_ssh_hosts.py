@@ -17,8 +17,7 @@ import isles
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import ClusterConfig, NetworkConfig
 from isles.errors import ConfigError, PreflightError, UserError
 from isles.launch.node.place import make_place
 from isles.launch.remote.setup import difference_lines
@@ -242,7 +241,7 @@ def place(tmp_path: Path) -> Place:
     run_dir = RunDir(tmp_path / "host" / "run-1")
 
     def make(*, born_at: float = 1.0, begun_at: float = 1.0) -> bool:
-        args = {"fleet": fleet.record(), "resolved": "a: 1\n", "text": "b: 2\n"}
+        args = {"fleet": fleet.record(), "resolved": "a: 1\n", "text": "b: 2\n", "token": "t"}
         args |= {"born_at": born_at, "begun_at": begun_at}
         return make_place(run_dir, run_dir.attempt(1), args)
 

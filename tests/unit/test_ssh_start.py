@@ -15,8 +15,7 @@ import pytest
 
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.environment import SyncConfig
+from isles.config.sections.cluster import ClusterConfig, SyncConfig
 from isles.errors import PreflightError
 from isles.launch.base import Started, StartOptions
 from isles.launch.node.facts import machine_id

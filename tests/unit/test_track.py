@@ -1,4 +1,4 @@
-"""Trackers: rows arrive once and in order, and one that fails or hangs costs a run nothing."""
+"""Trackers: rows arrive in order, and one that fails or hangs costs a run nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from isles.config.sections.track import MLflowConfig
-from isles.track.background import Background, redacted
-from isles.track.base import RunFacts, Trackers
+from isles.config.sections.output import MLflowConfig
+from isles.track.base import Background, RunFacts, Trackers, redacted
 from isles.track.jsonl import JsonlTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
-from isles.track.sent import Sent
 from isles.track.tensorboard import TensorBoardTracker
 from tests.deadline import DEADLINE_S
 
@@ -53,34 +51,53 @@ def end_of(background: Background, summary: dict[str, Any] | None = None) -> Non
     background.end_close(time.monotonic() + DEADLINE_S)
 
 
-def test_rows_arrive_once_and_in_order_with_the_backlog_first() -> None:
+def test_rows_arrive_once_and_in_order() -> None:
     kept, said = Kept(), list[str]()
     rows = [row(step) for step in range(1, 1201)]
-    background = Background("kept", kept.open, backlog=lambda: rows[:600], say=said.append)
-    for one in rows[600:]:
+    background = Background("kept", kept.open, say=said.append)
+    for one in rows:
         background.log(one)
     end_of(background, {"steps": 1200})
     assert kept.rows == rows
     assert kept.summaries == [{"steps": 1200}] and kept.opened == 1 and not said
 
 
-def test_one_that_fails_is_named_once_and_gets_every_row_when_it_is_back() -> None:
+def test_one_that_fails_is_named_once_and_gets_later_rows_when_it_is_back() -> None:
     kept, said = Kept(failures=3), list[str]()
-    background = Background("kept", kept.open, say=said.append, first_pause_s=0.01)
-    rows = [row(step) for step in range(1, 11)]
-    for one in rows:
-        background.log(one)
-    end = time.monotonic() + DEADLINE_S
-    while len(kept.rows) < len(rows) and time.monotonic() < end:
+    background = Background("kept", kept.open, say=said.append)
+    end, step = time.monotonic() + DEADLINE_S, 0
+    while not kept.rows and time.monotonic() < end:
+        step += 1
+        background.log(row(step))
         background.wait(time.monotonic() + 0.01)
     end_of(background)
-    assert kept.rows == rows and kept.summaries == [None] and kept.opened == 4
-    assert len(said) == 1 and "is gone" in said[0] and "secret" not in said[0]
+    assert kept.rows == [row(one) for one in range(kept.rows[0]["step"], step + 1)]
+    assert kept.summaries == [None] and kept.opened == 4
+    assert len(said) == 2 and "is gone" in said[0] and "secret" not in said[0]
+    left = step - len(kept.rows)
+    assert f"{left} recorded rows were not sent; metrics.jsonl has them" in said[1]
+
+
+def test_one_that_is_too_slow_loses_rows_and_says_how_many() -> None:
+    kept, said, opens = Kept(), list[str](), threading.Event()
+
+    def open_slowly() -> Kept:
+        assert opens.wait(DEADLINE_S)
+        return kept.open()
+
+    background = Background("kept", open_slowly, say=said.append, max_rows=5)
+    for step in range(1, 9):
+        background.log(row(step))
+    background.begin_close(None)
+    opens.set()
+    background.end_close(time.monotonic() + DEADLINE_S)
+    assert kept.rows == [row(step) for step in range(1, 6)] and kept.summaries == [None]
+    assert said == ["kept: 3 recorded rows were not sent; metrics.jsonl has them"]
 
 
 def test_one_that_is_gone_for_good_says_how_many_rows_it_lacks() -> None:
     kept, said = Kept(failures=1000), list[str]()
-    background = Background("kept", kept.open, say=said.append, max_rows=5)
+    background = Background("kept", kept.open, say=said.append)
     for step in range(1, 9):
         background.log(row(step))
     end_of(background)
@@ -96,10 +113,9 @@ def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadli
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-        sent = Sent(tmp_path / "track" / "mlflow.json")
-        facts = RunFacts("run-1", tmp_path, {"seed": 0})
+        facts = RunFacts("run-1", tmp_path, tmp_path / "track" / "mlflow.json", {"seed": 0})
         config = MLflowConfig(tracking_uri=uri)
-        remote = Background("mlflow", lambda: MLflowTracker(config, facts, sent), say=said.append)
+        remote = Background("mlflow", lambda: MLflowTracker(config, facts), say=said.append)
         local = JsonlTracker(tmp_path / "metrics.jsonl", resumed_step=0)
         trackers = Trackers([local], [remote], said.append)
         server.settimeout(DEADLINE_S)
@@ -129,23 +145,6 @@ def test_a_local_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: P
     trackers.close()
     assert len(path.read_text().splitlines()) == 3
     assert len(said) == 1 and "TensorBoard failed and is left out" in said[0]
-
-
-def test_the_record_of_what_was_sent_outlives_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "track" / "wandb.json"
-    sent = Sent(path)
-    assert not sent.has(row(1)) and sent.get("id") is None and not path.exists()
-    sent.keep(id="abc")
-    sent.add(row(10), row(10, "eval"), row(20))
-    again = Sent(path)
-    assert again.get("id") == "abc"
-    assert again.has(row(20)) and again.has(row(10, "eval"))
-    assert not again.has(row(21)) and not again.has(row(20, "eval"))
-    again.known_to(train=15, eval=-1)
-    assert not again.has(row(16)) and again.has(row(15)) and not again.has(row(10, "eval"))
-    assert Sent(path).known == Sent(path).last_step == 15
-    path.write_text('{"id": "torn')
-    assert Sent(path).get("id") is None
 
 
 @pytest.mark.parametrize("resumed_step", [0, 20])

@@ -9,10 +9,10 @@ import pytest
 
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
-from isles.config.sections.track import MLflowConfig, WandbConfig, tracker_sections
+from isles.config.sections.output import MLflowConfig, WandbConfig, tracker_sections
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
-from isles.run.trackers import require_trackers
+from isles.run.packages import require_packages
 from tests.each import each
 
 RUN = """model: {name_or_path: llama-2m, init: scratch}
@@ -116,15 +116,15 @@ def test_a_package_that_is_missing_is_named_before_the_start(
 ) -> None:
     config = load(tmp_path, f"track: [{name}]").config
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
-    require_trackers(config)
+    require_packages(config)
     monkeypatch.setitem(sys.modules, name, None)  # as find_spec sees what is not installed
     with pytest.raises(MissingDependencyError, match=name) as raised:
-        require_trackers(config)
+        require_packages(config)
     assert "pip install 'isles[" in raised.value.fix
 
 
 def test_mlflow_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI is not set"):
-        require_trackers(load(tmp_path, "track: [mlflow]").config)
-    require_trackers(load(tmp_path, "track: [{kind: mlflow, tracking_uri: 'http://a'}]").config)
+        require_packages(load(tmp_path, "track: [mlflow]").config)
+    require_packages(load(tmp_path, "track: [{kind: mlflow, tracking_uri: 'http://a'}]").config)

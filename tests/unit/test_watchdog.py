@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from isles.monitor.stalls import stall_texts
+from isles.monitor.status import stall_texts
+from isles.run.hang import Standing, find_stall
 from isles.run.paths import Attempt
 from isles.run.records import write_record
 from isles.train.hang.clock import Frozen, StepClock
 from isles.train.hang.place import Place, place_now
-from isles.train.hang.verdict import Standing, find_stall
 from tests.deadline import DEADLINE_S
 
 HOSTS = ["a", "a", "b", "b"]

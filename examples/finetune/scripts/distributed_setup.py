@@ -25,10 +25,10 @@ from finetune_config import Mapped, map_config  # noqa: E402
 from finetune_errors import told  # noqa: E402
 from finetune_fsdp import fsdp_precisions, fsdp_sharding, judge_fsdp, make_fsdp_file  # noqa: E402
 
-from isles.config.emit import dump_yaml  # noqa: E402
-from isles.config.interop.settings import deepspeed_settings  # noqa: E402
+from isles.config.interop.deepspeed import deepspeed_settings  # noqa: E402
 from isles.config.load import load_run_file  # noqa: E402
 from isles.config.sections.strategy import DeepSpeedStrategyConfig  # noqa: E402
+from isles.config.yaml import dump_yaml  # noqa: E402
 from isles.errors import ConfigError  # noqa: E402
 from isles.launch.gpus import find_gpus  # noqa: E402
 from isles.launch.render.scripts import render  # noqa: E402

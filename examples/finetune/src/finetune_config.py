@@ -11,11 +11,10 @@ from typing import Any
 
 from finetune_fsdp import read_fsdp_file
 
-from isles.config.emit import dump_yaml
 from isles.config.files import deepspeed_faults
-from isles.config.interop.read import DeepSpeedFile, read_deepspeed_file
+from isles.config.interop.deepspeed import DeepSpeedFile, read_deepspeed_file
 from isles.config.load import load_run_file, read_text
-from isles.config.yaml import KeyPath, dotted, parse_yaml
+from isles.config.yaml import KeyPath, dotted, dump_yaml, parse_yaml
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.config.emit import scalar_text
+from isles.config.yaml import scalar_text
 from isles.errors import ConfigError, ConfigErrors
 
 Judgement = tuple[Literal["mapped", "no longer needed", "unsupported"], str]
@@ -30,16 +30,16 @@ class FsdpSettings:
     Args:
         strategy: keys of the section `strategy`.
         training: keys of the section `training`.
-        verdicts: key -> what becomes of it, and why.
+        decisions: key -> what becomes of it, and why.
     """
 
     strategy: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
-    verdicts: dict[str, Judgement] = field(default_factory=dict)
+    decisions: dict[str, Judgement] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """One line for each key of the JSON."""
-        return [f"{key}: {verdict}: {why}" for key, (verdict, why) in self.verdicts.items()]
+        return [f"{key}: {decision}: {why}" for key, (decision, why) in self.decisions.items()]
 
 
 def fsdp_precisions() -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def judge_fsdp(data: dict[str, Any], name: str) -> FsdpSettings:
             fix = f"write {_shown(allowed)}"
             faults.append(ConfigError(f"is {json.dumps(value)}", where=f"{name} {key}", fix=fix))
         else:
-            found.verdicts[key] = _judge(key, value, found)
+            found.decisions[key] = _judge(key, value, found)
     if faults:
         raise ConfigErrors(faults)
     return found

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from isles.balance.curve import rank_seconds, step_seconds
 from isles.balance.history import Dealt, History, equal_devices
 from isles.balance.meter import ComputeMeter
 from isles.balance.revise import WINDOWS, gain_over_even, judge, windows
-from isles.config.curve import rank_seconds, step_seconds
-from isles.config.split import RowSplit
+from isles.dist.split import RowSplit
 from isles.dist.world import World
 
 log = logging.getLogger(__name__)
@@ -148,20 +148,20 @@ class Balancer:
             self._meter.reset()
 
     def _evidence_s(self) -> float:
-        """Seconds of the steps that are judged next, without what comes between two steps now and
-        then, such as an evaluation or a save."""
+        # Seconds of the steps that are judged next, without what comes between two steps now and
+        # then, such as an evaluation or a save.
         steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
         return statistics.median(steps) * len(steps) if steps else 0.0
 
     def _is_look(self, before: int, step: int) -> bool:
-        """Steps are counted one by one, but between clusters some may be passed over."""
+        # Steps are counted one by one, but between clusters some may be passed over.
         if self._dealt.rests:
             return before // _SELDOM < step // _SELDOM
         early = self._dealt.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
     def _decide(self, step: int, every: Sequence[Sequence[float]]) -> History | None:
-        """The history with what is decided at this step; None: there is too little to judge by."""
+        # The history with what is decided at this step; None: there is too little to judge by.
         assert self._history is not None
         count = min(map(len, every))
         if count < WINDOWS or self._evidence_s() < _EVIDENCE_S:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from isles.config.curve import Curve
+from isles.balance.curve import Curve
 from isles.dist.measure import Company
+from isles.run.records import read_record, write_record
 
 _ROUNDS = 3
 """At least, where passes are short."""
@@ -130,7 +135,7 @@ def settled(rounds: Sequence[Sequence[float]]) -> bool:
 def _measure(
     model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None
 ) -> Measured:
-    """Grow until memory ends, then time all sizes in turn, so that noise falls on all alike."""
+    # Grow until memory ends, then time all sizes in turn, so that noise falls on all alike.
     began = time.perf_counter()
     bytes_by_size, guesses = _grow(model, probe, sizes, free_bytes, began)
     rounds: dict[int, list[float]] = {size: [] for size in guesses}
@@ -158,7 +163,6 @@ def _measure(
 def _grow(
     model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None, began: float
 ) -> tuple[dict[int, int], dict[int, float]]:
-    """Bytes and first seconds of the sizes that fit."""
     bytes_by_size: dict[int, int] = {}
     guesses: dict[int, float] = {}
     for size in sizes:
@@ -177,7 +181,6 @@ def _grow(
 
 
 def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:
-    """Mean seconds of one pass over a stretch of time."""
     began = _now(probe)
     if probe.device.type == "cpu":
         for done in itertools.count(1):
@@ -191,7 +194,6 @@ def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:
 
 
 def _peak(model: nn.Module, probe: Probe, size: int) -> tuple[int, float]:
-    """Bytes beyond weights and gradients, and seconds, of one pass."""
     if probe.device.type != "cuda":
         began = _now(probe)
         _pass(model, probe, size)
@@ -211,7 +213,7 @@ def _now(probe: Probe) -> float:
 
 
 def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
-    """One forward and backward pass on tokens that mean nothing, as an engine does it."""
+    # One forward and backward pass on tokens that mean nothing, as an engine does it.
     tokens_BT = torch.arange(rows * probe.seq_length, device=probe.device) % probe.vocab_size
     tokens_BT = tokens_BT.view(rows, probe.seq_length)
     with torch.autocast(
@@ -222,3 +224,30 @@ def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
+
+
+def curve_file(folder: Path, key: dict[str, object]) -> Path:
+    """Where the curve for a device and a model is kept.
+
+    Args:
+        folder: the cache.
+        key: all that the curve depends on.
+    """
+    text = json.dumps(key, sort_keys=True, default=str)
+    return folder / "curves" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_curve(file: Path) -> Curve | None:
+    """A curve that was kept, or None."""
+    record = read_record(file)
+    try:
+        return None if record is None else Curve.read(record)
+    except (KeyError, TypeError, ValueError, AssertionError):
+        return None  # of another version: measured anew, and overwritten
+
+
+def keep_curve(file: Path, curve: Curve) -> None:
+    """Keep a curve; a cache that cannot be written costs only time."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_record(file, curve.record(), durable=False)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isles.config.curve import Curve
-from isles.config.split import RowSplit
+from isles.balance.curve import Curve
+from isles.dist.split import RowSplit
 from isles.run.records import read_record, write_record
 
 

@@ -92,11 +92,9 @@ class ComputeMeter:
 
 
 def _own_seconds() -> float:
-    """A clock that stands still while this thread could run and other work has its processor.
-
-    A device that is slow, or stopped again and again, is slow by it; one that is shared for a while
-    is not. https://docs.kernel.org/scheduler/sched-stats.html: /proc/<pid>/schedstat
-    """
+    # A clock that stands still while this thread could run and other work has its processor. A
+    # device that is slow, or stopped again and again, is slow by it; one that is shared for a while
+    # is not. https://docs.kernel.org/scheduler/sched-stats.html: /proc/<pid>/schedstat
     try:
         waited_ns = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
     except (OSError, IndexError):

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.history import Dealt, History, equal_devices
-from isles.config.curve import Curve, rank_seconds, step_seconds
-from isles.config.solve import are_alike, fastest_split
-from isles.config.split import RowSplit, even_split, shared_split
+from isles.balance.solve import are_alike, fastest_split
+from isles.dist.split import RowSplit, even_split, shared_split
 
 WINDOWS = 5
 """Parts of the steps that are looked at. What is not so in every one of them is noise."""
@@ -172,12 +172,9 @@ def judge(
 def _slower(
     factors: Sequence[Sequence[float]], equals: Sequence[int], least: Sequence[float]
 ) -> list[float]:
-    """How many times as long as expected each rank needed, where 1 is the device in the middle.
-
-    From equal devices a rank is told apart by `least`.
-
-    The unit of what was measured is another than the curves': only ratios between ranks count.
-    """
+    # How many times as long as expected each rank needed, where 1 is the device in the middle.
+    # From equal devices a rank is told apart by `least`.
+    # The unit of what was measured is another than the curves': only ratios between ranks count.
     by_window = list(zip(*factors, strict=True))
     of_equals = [
         [
@@ -195,7 +192,7 @@ def _slower(
 
 
 def _told_apart(ratios: Sequence[float], least: float) -> float:
-    """The ratio in the middle, if all lie on one side and further off than `least`; else 1."""
+    # The ratio in the middle, if all lie on one side and further off than `least`; else 1.
     is_apart = min(ratios) > least or max(ratios) * least < 1
     return statistics.median(ratios) if is_apart else 1.0
 

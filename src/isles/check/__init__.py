@@ -1,7 +1,8 @@
 """`isles check`: what is wrong with the machines, before a run.
 
-`verb.py` reads the run file and finds the hosts; `conduct.py` asks each node, over a channel of ssh
-or as a step of a job (`step.py`), and has the answers judged; `report.py` prints the findings. What
-a node measures is in `node/`, what that means in `judge/`, what a scheduler is asked in `queue/`.
-Open `conduct.py` first.
+`verb.py` reads the run file and reaches the nodes: this machine, hosts over ssh, a login node, or
+those of a job (`queue/job.py`, and `step.py` on them). `node.py` runs on each of them, and has the
+checks of `checks/` measure there and yield findings. `conduct.py` is the course of it: what is
+asked when, and what is compared between nodes. `report.py` prints the findings. Open `conduct.py`
+first.
 """

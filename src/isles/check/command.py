@@ -40,6 +40,7 @@ def check(
         in_job: Check the nodes that Slurm or PBS gives, by a short job, not by its own answers.
         timeout: Longest wait for one answer of a host.
     """
+    from isles.check.plan import Extent
     from isles.check.verb import CheckOptions, run_check
     from isles.facts.units import parse_duration_s
 
@@ -53,5 +54,6 @@ def check(
             where="--timeout",
             fix="for example --timeout 30s",
         )
-    options = CheckOptions(run_file, overrides, hosts, net, smoke, timeout_s, json, in_job)
+    extent = Extent(net=net, smoke=smoke, timeout_s=timeout_s)
+    options = CheckOptions(run_file, overrides, hosts, extent, as_json=json, in_job=in_job)
     return run_check(options, lambda text: sys.stdout.write(f"{text}\n"))

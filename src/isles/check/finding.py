@@ -1,4 +1,4 @@
-"""What a check found: one line of the report."""
+"""What a check finds: its id, how it is, and the fix."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from isles.check.ids import MEANINGS
 from isles.errors import ExitCode
 
 Level = Literal["ok", "warning", "error"]
 _ORDER: dict[Level, int] = {"error": 0, "warning": 1, "ok": 2}
+
+IDS = (
+    # Reaching a host
+    *("ssh.connect", "python.runs", "isles.installed", "host.answers", "host.duplicate"),
+    *("host.unseen", "step.nodes"),
+    # What is installed
+    *("os.kernel", "packages.missing", "version.python", "version.isles", "version.torch"),
+    *("version.transformers", "version.packages", "version.cuda", "version.nccl"),
+    *("version.driver", "torch.imports"),
+    # GPUs
+    *("gpu.driver", "gpu.count", "gpu.visible", "gpu.kernel", "gpu.errors", "gpu.throttle"),
+    "gpu.busy",
+    # The machine
+    *("memory.free", "memory.swap", "cpu.cores", "shm.size", "limits.nofile", "limits.memlock"),
+    *("limits.nproc", "clock.skew"),
+    # Files
+    *("files.workdir", "files.output", "files.model", "files.data", "files.script"),
+    *("files.shared", "disk.free", "disk.inodes", "hub.access", "hub.licence"),
+    # Between hosts
+    *("address.dhcp", "net.names", "net.interface", "net.connect", "net.mtu", "net.latency"),
+    *("net.bandwidth", "net.rendezvous", "reduce.works", "reduce.speed"),
+    # Training
+    "train.smoke",
+    # Queues
+    *("queue.commands", "queue.partition", "queue.nodes", "queue.account", "queue.time"),
+    "queue.gres",
+)
+"""Of all findings; docs/check.md has a row for each, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +64,7 @@ class Finding:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        assert self.id in MEANINGS, self.id
+        assert self.id in IDS, self.id
 
 
 def summary(findings: Sequence[Finding]) -> dict[str, int]:

@@ -54,7 +54,7 @@ def _number(count: int, what: str) -> str:
 
 
 def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool) -> list[str]:
-    """A row for each check that was made on a host, a column for each host."""
+    # A row for each check that was made on a host, a column for each host.
     cells: dict[str, dict[str, Finding]] = {}
     for finding in findings:
         if finding.where not in hosts:
@@ -82,10 +82,8 @@ def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool)
 
 
 def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> str:
-    """Sign and value; a value is whole where there is one host, and left out where there are many.
-
-    On a terminal several hosts share the line.
-    """
+    # A value is whole where there is one host, and left out where there are many; on a terminal
+    # several hosts share the line.
     if finding is None:
         return ""
     sign, value = (_SIGNS if is_terminal else _PLAIN)[finding.level], finding.measured

@@ -1,40 +1,41 @@
 """The check as a step of a job: `python -m isles.check.step`, one task on every node.
 
-The first node asks the others, each over a connection that it opens to the first.
-docs/check.md says more.
+No ssh leads from node to node: the first node asks the others, each over a connection that it opens
+to the first. docs/check.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isles.check.checks.ranks import Ranks
 from isles.check.conduct import check_hosts
-from isles.check.course import Extent
 from isles.check.finding import Finding, exit_code, record
-from isles.check.link import Link, join, meet
-from isles.check.node.operations import check_operations
-from isles.check.node.ranks import Ranks
-from isles.check.panel import Place
+from isles.check.node import check_operations
+from isles.check.plan import Extent, RunFacts
 from isles.check.report import report_lines
-from isles.check.subject import Subject
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
-from isles.errors import ExitCode, UserError
+from isles.errors import CommunicationError, ExitCode, UserError
 from isles.launch.node.operations import serve
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 
-_FINISH_S = 5.0
+_LOOK_S, _GREETING_S, _FINISH_S = 0.2, 5.0, 5.0
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,23 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    subject = _subject(RunDir(options.run_dir))
-    assert subject.config is not None
-    names, mark = options.hosts.split(","), digest(subject.config)
+    run_dir = RunDir(options.run_dir)
+    run = _run_facts(run_dir)
+    assert run.config is not None
+    names, mark = options.hosts.split(","), digest(run.config)
     if options.node:
         return _answer(_address(options), options.node, mark, options.timeout)
     begin = time.monotonic()
-    findings = _ask(subject, names, mark, options)
+    findings = _ask(run, names, mark, options)
     seconds = time.monotonic() - begin
-    attempt = RunDir(options.run_dir).attempt(options.attempt)
     found = {**record(findings, seconds=seconds), "hosts": names}
-    write_record(attempt.findings, found)
+    write_record(run_dir.attempt(options.attempt).findings, found)
     lines = report_lines(findings, names, seconds=seconds, is_terminal=False)
     sys.stdout.write("\n".join(lines) + "\n")
     return exit_code(findings)
 
 
-def _subject(run_dir: RunDir) -> Subject:
+def _run_facts(run_dir: RunDir) -> RunFacts:
     try:
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
         text = run_dir.run_file.read_text(encoding="utf-8")
@@ -81,10 +82,9 @@ def _subject(run_dir: RunDir) -> Subject:
             where=f"host {socket.gethostname()}: {run_dir.path}",
             fix="is it on a file system that every node has? set output_dir to one that is",
         ) from error
-    cluster = resolved.config.clusters[0].model_copy(update={"device": resolved.device})
-    loaded = Loaded(resolved.config, resolved.origins, text, run_dir.run_file)
-    subject = Subject.of(loaded)
-    return Subject(cluster, str(Path.cwd()), loaded, subject.num_params)
+    run = RunFacts.of(Loaded(resolved.config, resolved.origins, text, run_dir.run_file))
+    cluster = run.cluster.model_copy(update={"device": resolved.device})
+    return replace(run, cluster=cluster, workdir=str(Path.cwd()))
 
 
 def _address(options: argparse.Namespace) -> tuple[str, int]:
@@ -98,63 +98,112 @@ def _address(options: argparse.Namespace) -> tuple[str, int]:
     return host, int(port)
 
 
-def _ask(
-    subject: Subject, names: list[str], mark: str, options: argparse.Namespace
-) -> list[Finding]:
-    """What the first node does."""
-    own = Channel(
-        Shell(), python=sys.executable, module="isles.check.node.operations", name=names[0]
-    )
-    links: dict[int, Link] = {}
+def _ask(run: RunFacts, names: list[str], mark: str, options: argparse.Namespace) -> list[Finding]:
+    own = open_channel(Shell(), python=sys.executable, module="isles.check.node", name=names[0])
+    others: dict[int, Channel] = {}
     try:
         if len(names) > 1:
-            host, port = _address(options)
-            links = _meet(host, port, names, mark, options.timeout)
-        missing = [f"{name} (node {i})" for i, name in enumerate(names) if i and i not in links]
+            others = _listen(_address(options), names, mark, options.timeout)
+        missing = [f"{name} (node {i})" for i, name in enumerate(names) if i and i not in others]
         if missing:
             return [_missing(missing, len(names), options.timeout)]
-        places: list[Place] = [own, *(links[node] for node in sorted(links))]
+        channels = [own, *(others[node] for node in sorted(others))]
         extent = Extent(timeout_s=options.timeout, compare_here=False)
-        findings = check_hosts(subject, places, extent, lambda _: None)
+        findings = check_hosts(run, channels, extent, lambda _: None)
         code = int(exit_code(findings))
         with suppress(UserError, TimeoutError):
-            for told in [link.ask("finish", code=code) for link in links.values()]:
+            for told in [channel.ask("finish", code=code) for channel in others.values()]:
                 told.result(timeout=_FINISH_S)
         return findings
     finally:
         own.close()
-        for link in links.values():
-            link.close()
+        for channel in list(others.values()):  # one may come late
+            channel.close()
 
 
-def _meet(host: str, port: int, names: list[str], mark: str, timeout_s: float) -> dict[int, Link]:
+def _listen(
+    address: tuple[str, int], names: list[str], mark: str, timeout_s: float
+) -> dict[int, Channel]:
     try:
-        with socket.create_server((host, port), backlog=128) as server:
+        with socket.create_server(address, backlog=128) as server:
             return meet(server, names, mark, timeout_s)
     except OSError as error:
         raise UserError(
-            f"node 0 cannot listen at {host} port {port}: {error.strerror}",
+            f"node 0 cannot listen at {address[0]} port {address[1]}: {error.strerror}",
             where=f"host {socket.gethostname()}",
             fix="--master must be an address of this host, and a port that is free",
             id="port.taken",
         ) from error
 
 
+def meet(
+    server: socket.socket, names: list[str], mark: str, timeout_s: float
+) -> dict[int, Channel]:
+    """Wait for the other nodes of a job; the first node calls this.
+
+    Args:
+        server: listens at the address that the others know.
+        names: of all nodes, in the order of their numbers.
+        mark: digest of the run, so that nodes of another are not taken.
+        timeout_s: longest wait.
+
+    Returns:
+        Channels to those that have come, by their number.
+    """
+    channels: dict[int, Channel] = {}
+    lock = threading.Lock()
+
+    def greet(connection: socket.socket) -> None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            greeting = json.loads(_line(connection))
+            node = int(greeting["node"])
+            with lock:
+                if greeting["digest"] == mark and 0 < node < len(names) and node not in channels:
+                    connection.sendall(f"{mark}\n".encode())
+                    channels[node] = _channel(names[node], connection)
+                    return
+        connection.close()
+
+    end = time.monotonic() + timeout_s
+    while len(channels) < len(names) - 1 and (left := end - time.monotonic()) > 0:
+        server.settimeout(min(left, _LOOK_S))
+        with suppress(TimeoutError):
+            connection, _ = server.accept()
+            # Each has a thread: nobody waits for one that says nothing.
+            threading.Thread(target=greet, args=(connection,), daemon=True).start()
+    return channels
+
+
+def _channel(name: str, connection: socket.socket) -> Channel:
+    _keep_alive(connection)
+
+    def lost(_: bool) -> UserError:
+        return CommunicationError(
+            "no answer to any question: its process has ended, or the connection is cut",
+            where=f"host {name}",
+            fix="see the output of this task, and whether the node is up",
+            id="host.answers",
+        )
+
+    def end() -> None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+    reader, writer = connection.makefile("rb"), connection.makefile("wb")
+    return Channel(name, reader, writer, lost=lost, end=end)
+
+
 def _missing(missing: list[str], num: int, timeout_s: float) -> Finding:
-    return Finding(
-        "step.nodes",
-        "error",
-        ", ".join(name.partition(" ")[0] for name in missing),
-        f"{len(missing)} of {num} nodes did not come within {timeout_s:.0f} s: "
-        + ", ".join(missing),
-        measured=f"{num - len(missing)} nodes",
-        limit=f"{num} nodes",
-        fix="see their tasks' output; leave them out (exclude) and tell the administrator",
-    )
+    where = ", ".join(name.partition(" ")[0] for name in missing)
+    text = f"{len(missing)} of {num} nodes did not come within {timeout_s:.0f} s: "
+    text += ", ".join(missing)
+    fix = "see their tasks' output; leave them out (exclude) and tell the administrator"
+    came, wanted = f"{num - len(missing)} nodes", f"{num} nodes"
+    return Finding("step.nodes", "error", where, text, came, wanted, fix)
 
 
 def _answer(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> int:
-    """What every other node does: answer until the first one has done."""
     connection = join(address, node, mark, timeout_s)
     ranks, codes = Ranks(), [int(ExitCode.PREFLIGHT)]
 
@@ -168,6 +217,55 @@ def _answer(address: tuple[str, int], node: int, mark: str, timeout_s: float) ->
     serve({**check_operations(ranks), "finish": finish})
     ranks.kill()
     return codes[-1]
+
+
+def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> socket.socket:
+    """Reach the first node of a job; every other node calls this.
+
+    Raises:
+        CommunicationError: it does not answer in time, or is of another run.
+    """
+    end, fault = time.monotonic() + timeout_s, "no answer"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection(address, timeout=min(left, _GREETING_S))
+            connection.sendall(json.dumps({"node": node, "digest": mark}).encode() + b"\n")
+            if _line(connection) == mark:
+                _keep_alive(connection)
+                return connection
+            fault = "another run answers there, or this node's number is taken"
+            connection.close()
+        except OSError as error:
+            fault = str(error) or type(error).__name__
+        time.sleep(_LOOK_S)  # the first node's task may not have begun to listen
+    raise CommunicationError(
+        f"the first node was not reached within {timeout_s:.0f} s: {fault}",
+        where=f"node {node}, host {os.uname().nodename}",
+        fix=f"has its task started, and can {address[0]} port {address[1]} be reached?",
+        id="net.connect",
+    )
+
+
+def _line(connection: socket.socket) -> str:
+    # Not a byte more than the line: what follows is for another reader.
+    data, end = b"", time.monotonic() + _GREETING_S
+    while not data.endswith(b"\n") and len(data) < 1000:
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError("it has begun a line, and does not end it")
+        connection.settimeout(left)
+        byte = connection.recv(1)
+        if not byte:
+            break
+        data += byte
+    return data.decode(errors="replace").strip()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    # It may be silent without end; but one that has lost its power sends nothing, either.
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def export_merged(
 
 
 def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
-    """The trained tensors of a checkpoint, under the names of peft's files."""
+    # The trained tensors of a checkpoint, under the names of peft's files.
     from peft import get_peft_model_state_dict
 
     state = {
@@ -120,7 +120,7 @@ def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _logits(model: Any, dtype: torch.dtype) -> Tensor:
-    """Of the same few tokens every time, [B, T, V] in fp32."""
+    # Of the same few tokens every time, [B, T, V] in fp32.
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     vocab_size = int(model.config.get_text_config().vocab_size)
@@ -133,7 +133,7 @@ def _logits(model: Any, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def _merge(model: nn.Module) -> None:
-    """In place: each matrix with what its adapter adds, rounded once; then the adapters go."""
+    # In place: each matrix with what its adapter adds, rounded once; then the adapters go.
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 

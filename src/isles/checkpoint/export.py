@@ -154,7 +154,7 @@ def write_card(card: str | None, folder: Path) -> None:
 
 
 def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Names and empty tensors of each file; a weight that two modules share stands once."""
+    # Names and empty tensors of each file; a weight that two modules share stands once.
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     seen: set[int] = set()
@@ -192,16 +192,14 @@ def _write_shard(checkpoint: Path, names: dict[str, Tensor], file: Path) -> None
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a folder is an earlier export: a model, or an adapter alone."""
+    # Whether a folder is an earlier export: a model, or an adapter alone.
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:
-    """A model trained with its own tokenizer must know where a text ends.
-
-    Ids that are special to the tokenizer stay; others are those of another tokenizer, such as the
-    ones that a class of models has by default.
-    """
+    # A model trained with its own tokenizer must know where a text ends.
+    # Ids that are special to the tokenizer stay; others are those of another tokenizer, such as the
+    # ones that a class of models has by default.
     if tokenizer is None:
         return
     special = set(tokenizer.all_special_ids)
@@ -217,7 +215,7 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
 
 
 def _stop_at(generation_config: Any, token_id: int | None) -> None:
-    """Let generation stop at the tokenizer's end too: it may be that of a turn, learnt just now."""
+    # Let generation stop at the tokenizer's end too: it may be that of a turn, learnt just now.
     known = generation_config.eos_token_id
     ids = known if isinstance(known, list) else [known]
     if token_id is not None and token_id not in ids:

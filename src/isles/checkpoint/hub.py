@@ -116,7 +116,7 @@ def push(folder: Path, repo: str, *, message: str) -> str:
 
 
 def _refusal(repo: str, who: dict[str, Any]) -> str | None:
-    """Why a token may not write to a repository, by what the hub says of it; None: it may."""
+    # Why a token may not write to a repository, by what the hub says of it; None: it may.
     owner, user = repo.partition("/")[0], str(who.get("name"))
     token = (who.get("auth") or {}).get("accessToken") or {}
     role = token.get("role")
@@ -146,7 +146,7 @@ def _org(orgs: dict[str, Any], owner: str) -> dict[str, Any]:
 
 
 def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
-    """Do something over the network; huggingface_hub itself waits without a limit."""
+    # Do something over the network; huggingface_hub itself waits without a limit.
     outcome: list[tuple[T | None, Exception | None]] = []
 
     def run() -> None:
@@ -168,6 +168,6 @@ def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
 
 
 def _text(error: Exception) -> str:
-    """The first line of a library's message, without a token that it may quote."""
+    # The first line of a library's message, without a token that it may quote.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return _TOKEN.sub("hf_...", lines[0] if lines else type(error).__name__)

@@ -26,7 +26,7 @@ from isles.checkpoint.store import (
     write_shards,
 )
 from isles.checkpoint.travel import Travel
-from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.output import CheckpointConfig
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.run.manifest import (
@@ -173,7 +173,7 @@ class CheckpointManager:
         self.last_step, self.last_at = self._pending_step, time.time()
 
     def _await(self, pending: Future[None]) -> None:
-        """Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on."""
+        # Wait as long as checkpoint.timeout, which begins anew whenever parts have moved on.
         began = self._now()
         while not pending.done():
             left_s = max(began, self.moved_at) + self._config.timeout - self._now()
@@ -189,13 +189,6 @@ class CheckpointManager:
             wait_for([pending], timeout=left_s)
         # Not `result(left_s)`: a disk of the network fails with a TimeoutError of its own.
         pending.result()
-
-    def forget_parts(self) -> None:
-        """Remove what nodes with disks of their own keep of the last checkpoint: the run is over.
-
-        All ranks call this.
-        """
-        self._travel.drop()
 
     def close(self) -> None:
         """Wait for the last save, and end the writer."""
@@ -252,11 +245,11 @@ class CheckpointManager:
                 lambda: self._seal(partial, final, manifest), group=self._world.saving
             )
         except BaseException:  # torch's CheckpointException is one; it goes on to `wait`
-            self._travel.give_up(partial)
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._travel.settle(partial, final.name)
+        finally:
+            self._travel.discard(partial)
         if not self._world.is_main:
             return
         step = int(manifest["step"])
@@ -270,7 +263,7 @@ class CheckpointManager:
 
 
 def _is_same_state(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Whether no other cluster's weights have come in at this step since it was saved."""
+    # Whether no other cluster's weights have come in at this step since it was saved.
     before = (read_record(folder / MANIFEST) or {}).get("outer")
     return bool(before == json.loads(json.dumps(manifest.get("outer"))))
 

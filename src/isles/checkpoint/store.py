@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -188,30 +187,6 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
             ) from error
 
 
-def parts_needed(state: dict[str, Any], folder: Path) -> dict[str, set[tuple[int, int]]]:
-    """What `load_tensors` would read on this rank; the checkpoint's index suffices to tell.
-
-    Args:
-        state: as for `load_tensors`.
-        folder: holds the index, `.metadata`.
-
-    Returns:
-        Of each file the parts: where they begin, and how many bytes they have.
-
-    Raises:
-        TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
-    """
-    metadata = SafeReader(str(folder)).read_metadata()
-    _check(state, metadata, folder)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(state, metadata, is_coordinator=False)
-    parts: dict[str, set[tuple[int, int]]] = {}
-    for item in planner.create_local_plan().items:
-        place = (metadata.storage_data or {})[item.storage_index]
-        parts.setdefault(str(place.relative_path), set()).add((place.offset, place.length))
-    return parts
-
-
 def _check(state: dict[str, Any], metadata: Metadata, folder: Path) -> None:
     known = metadata.state_dict_metadata
     missing = [name for name in state if name not in known]
@@ -312,14 +287,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
-    """What `getattr` may do in an index: name a member of torch's one enum there."""
+    # What `getattr` may do in an index: name a member of torch's one enum there.
     if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no part of an index")
     return _MEM_FORMAT_ENCODING[name]
 
 
 def _flush(file: Path) -> None:
-    """To the disk, and out of the page cache, so that reading back reads the disk."""
+    # To the disk, and out of the page cache, so that reading back reads the disk.
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,44 +1,32 @@
-"""Checkpoints of nodes that have disks of their own: brought together at rank 0, and back again.
+"""Checkpoints of nodes that have disks of their own: gathered at rank 0, and sent to be loaded.
 
-Every checkpoint is whole at rank 0, the head, and nowhere else. A node that does not see the head's
-run directory writes its parts beside its own, and sends them; once the checkpoint stands, it keeps
-them until the next one stands: what it would have to read again need not travel.
+Every checkpoint is whole at rank 0 and nowhere else. A node that does not see rank 0's run
+directory writes its parts into its own and sends them; to load, it gets a copy of the whole.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from isles.checkpoint.rng import rng_file
-from isles.checkpoint.store import disk_fault, parts_needed
-from isles.dist.disks import Disks
-from isles.dist.parcels import Parcel, Span, joined, raise_first, send_parcels, whole
+from isles.checkpoint.store import disk_fault
+from isles.dist.files import Disks, Progress, broadcast_folder, gather_folder
+from isles.dist.nodes import raise_first
 from isles.dist.world import World
-from isles.errors import TrainingError, UserError
-from isles.run.manifest import PARTIAL_PREFIX, CheckpointInfo, hash_file
+from isles.errors import TrainingError
+from isles.run.manifest import PARTIAL_PREFIX, CheckpointInfo
 from isles.run.paths import RunDir
 
 log = logging.getLogger(__name__)
-
-_INDEX = ".metadata"
-_KEPT_PREFIX = ".kept-"
-
-_Parts = dict[str, set[Span]]
-"""Of each file the parts that are needed."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that have been sent, and all of them."""
 
 
 class Travel:
     """The way of a run's checkpoints between the disks of its nodes.
 
-    Where all nodes see the head's run directory, every method does nothing.
+    Where all nodes see rank 0's run directory, every method does nothing.
 
     Args:
         run_dir: as this rank knows it.
@@ -53,7 +41,7 @@ class Travel:
         self._is_keeper = world.rank in disks.apart_leaders
 
     def staging(self, partial: Path) -> Path:
-        """Where this rank writes its part of a checkpoint that the head writes at `partial`."""
+        """Where this rank writes its part of a checkpoint that rank 0 writes at `partial`."""
         if not self.disks.is_apart[self._world.rank]:
             return partial
         return partial.with_name(f"{partial.name}-{self.disks.keeper(self._world.rank)}")
@@ -84,65 +72,37 @@ class Travel:
         raise_first(self._world.gather(fault))
 
     def gather(self, partial: Path, progress: Progress) -> None:
-        """Bring the parts of all nodes to the head. All ranks must call this, in the writer.
+        """Bring the parts of all nodes to rank 0. All ranks must call this, in the writer.
 
         Raises:
             TrainingError: a disk fails, or a part has changed on its way; on every rank.
         """
-        if not self.disks.apart_leaders:
-            return
-        group, staging = self._world.saving, self.staging(partial)
-        mine: list[tuple[str, int]] = []
-        if self._is_keeper:
-            mine = [(file.name, file.stat().st_size) for file in sorted(staging.iterdir())]
-        parcels = [
-            Parcel(name, whole(size), sender, (0,))
-            for sender, files in enumerate(self._world.gather(mine, group=group))
-            for name, size in files
-        ]
-        send_parcels(parcels, staging, self._world, group, progress=progress)
+        if self.disks.apart_leaders:
+            gather_folder(
+                self.staging(partial),
+                self._world,
+                sends=self._is_keeper,
+                group=self._world.saving,
+                progress=progress,
+            )
 
-    def settle(self, partial: Path, name: str) -> None:
-        """The checkpoint stands at the head: keep this node's parts in place of older ones."""
-        if not self._is_keeper:
-            return
-        staging, kept = self.staging(partial), self._kept(name)
-        self.drop(but=name)  # another node that shares this disk may have kept its own already
-        try:
-            staging.replace(kept)
-        except OSError as error:  # nothing is lost: they will travel
-            log.warning("kept=%s not kept: %s", kept, error)
-            shutil.rmtree(staging, ignore_errors=True)
-
-    def give_up(self, partial: Path) -> None:
-        """The save has failed: remove this node's parts."""
+    def discard(self, partial: Path) -> None:
+        """Remove this node's parts: rank 0 has them, or the save has failed."""
         if self._is_keeper:
             shutil.rmtree(self.staging(partial), ignore_errors=True)
 
-    def drop(self, but: str | None = None) -> None:
-        """Remove what is kept of the last checkpoint; with `but` of all others than this one."""
-        if self._is_keeper and self._run_dir.checkpoints.is_dir():
-            for folder in self._run_dir.checkpoints.glob(f"{_KEPT_PREFIX}*"):
-                if but is None or not folder.name.startswith(f"{_KEPT_PREFIX}{but}-"):
-                    shutil.rmtree(folder, ignore_errors=True)
-
     @contextmanager
-    def brought(
-        self, checkpoint: CheckpointInfo, state: dict[str, Any], progress: Progress
-    ) -> Iterator[Path]:
-        """A checkpoint of the head as a folder that this rank can load from. All must call this.
+    def brought(self, checkpoint: CheckpointInfo, progress: Progress) -> Iterator[Path]:
+        """A checkpoint of rank 0 as a folder that this rank can load from. All must call this.
 
-        A node with a disk of its own gets what its ranks will read, less the files that it has
-        kept; it is removed when it has been read.
+        A node with a disk of its own gets a copy, which is removed when it has been read.
 
         Args:
-            checkpoint: its folder is the head's.
-            state: what is loaded, as for `load_tensors`.
+            checkpoint: its folder is rank 0's.
             progress: told how far it is.
 
         Raises:
-            TrainingError: a disk fails or is too small, a file has changed on its way, or the
-                checkpoint does not fit; on every rank.
+            TrainingError: a disk fails or is too small, or a file has changed; on every rank.
         """
         if not self.disks.apart_leaders:
             yield checkpoint.path
@@ -151,92 +111,24 @@ class Travel:
         if self.disks.is_apart[self._world.rank]:
             keeper = self.disks.keeper(self._world.rank)
             folder = self._run_dir.checkpoints / f"{PARTIAL_PREFIX}loading-{keeper}"
-            if self._is_keeper:
-                shutil.rmtree(folder, ignore_errors=True)
+        files = {name: facts["sha256"] for name, facts in checkpoint.manifest["files"].items()}
         try:
-            self._fetch(checkpoint, self._small_files(checkpoint), folder, progress)
-            self._fetch(checkpoint, self._needed(state, folder), folder, progress)
+            takers = broadcast_folder(
+                folder, self._world, src=0, needs=self._is_keeper, files=files, progress=progress
+            )
+            log.info("checkpoint=%s travels to ranks=%s", checkpoint.path.name, takers)
             yield folder
             self._world.gather(None)  # the ranks of a node have all read it
         finally:
             if self._is_keeper:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _small_files(self, checkpoint: CheckpointInfo) -> _Parts:
-        """The index, and this rank's random state."""
-        if not self.disks.is_apart[self._world.rank]:
-            return {}
-        files = checkpoint.manifest["files"]
-        names = {_INDEX, rng_file(checkpoint.path, self._world.rank).name} & set(files)
-        return {name: set(whole(int(files[name]["size"]))) for name in names}
-
-    def _needed(self, state: dict[str, Any], folder: Path) -> _Parts:
-        """What this rank will read; all ranks look, for all of them may find a fault."""
-        needed: _Parts = {}
-        fault: UserError | None = None
-        try:
-            needed = parts_needed(state, folder)
-        except UserError as error:
-            fault = error
-        raise_first(self._world.gather(fault, group=self._world.work))
-        return needed if self.disks.is_apart[self._world.rank] else {}
-
-    def _fetch(
-        self, checkpoint: CheckpointInfo, mine: _Parts, folder: Path, progress: Progress
-    ) -> None:
-        """Bring parts of a checkpoint to the nodes whose ranks need them. All must call this."""
-        world, files = self._world, checkpoint.manifest["files"]
-        wanted: dict[int, _Parts] = {leader: {} for leader in self.disks.apart_leaders}
-        for rank, needed in enumerate(world.gather(mine, group=world.work)):
-            for name, parts in needed.items():
-                wanted[self.disks.keeper(rank)].setdefault(name, set()).update(parts)
-        has: set[str] = set()
-        if self._is_keeper:
-            has = self._take_kept(checkpoint, set(wanted[world.rank]), folder)
-        takers: dict[tuple[str, tuple[Span, ...]], list[int]] = {}
-        for rank, found in enumerate(world.gather(has, group=world.work)):
-            for name, parts in wanted.get(rank, {}).items():
-                if name not in found:
-                    takers.setdefault((name, joined(parts)), []).append(rank)
-        parcels = []
-        for (name, spans), ranks in sorted(takers.items()):
-            is_whole = spans == whole(int(files[name]["size"]))
-            sha256 = str(files[name]["sha256"]) if is_whole else None
-            parcels.append(Parcel(name, spans, 0, tuple(ranks), sha256))
-        if parcels:
-            size = sum(parcel.size_bytes * len(parcel.takers) for parcel in parcels)
-            log.info("checkpoint=%s travels bytes=%d", checkpoint.path.name, size)
-        send_parcels(parcels, folder, world, world.work, progress=progress)
-
-    def _take_kept(self, checkpoint: CheckpointInfo, names: set[str], folder: Path) -> set[str]:
-        """Link what this node has kept of a checkpoint, and is as it was, into the folder."""
-        has: set[str] = set()
-        # Of whichever rank that kept it: ranks may have other numbers now.
-        for file in self._run_dir.checkpoints.glob(f"{_KEPT_PREFIX}{checkpoint.path.name}-*/*"):
-            expected = checkpoint.manifest["files"].get(file.name)
-            if file.name not in names - has or expected is None:
-                continue
-            try:
-                if (
-                    file.stat().st_size == expected["size"]
-                    and hash_file(file) == expected["sha256"]
-                ):
-                    folder.mkdir(exist_ok=True)
-                    (folder / file.name).hardlink_to(file)
-                    has.add(file.name)
-            except OSError:
-                continue  # it travels
-        return has
-
-    def _kept(self, name: str) -> Path:
-        return self._run_dir.checkpoints / f"{_KEPT_PREFIX}{name}-{self._world.rank}"
-
 
 def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
     """Refuse to use a node's own run of the same name as a place for parts. All must call this.
 
     Raises:
-        TrainingError: a node that does not see the head's run directory has whole checkpoints in
+        TrainingError: a node that does not see rank 0's run directory has whole checkpoints in
             its own.
     """
     if not disks.apart_leaders:

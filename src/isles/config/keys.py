@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from isles.config.sections.run import RunConfig
+from isles.facts.units import write_duration
 
 Schema = Mapping[str, Any]  # a JSON schema: its values are of every kind
 
@@ -75,24 +76,14 @@ def all_paths() -> tuple[tuple[str | int, ...], ...]:
     return tuple(_walk(run_schema(), ()))
 
 
-def is_duration(node: Schema) -> bool:
-    """Whether a key holds a length of time."""
-    return any(option.get("x-isles-type") == "duration" for option in _options(node))
-
-
-def is_hub_id(node: Schema) -> bool:
-    """Whether a key holds the name of a repository on the Hugging Face hub."""
-    return any(option.get("x-isles-type") == "hub-id" for option in _options(node))
-
-
-def is_one_line(node: Schema) -> bool:
-    """Whether a key may hold any text on one line."""
-    return any(option.get("x-isles-type") == "one-line" for option in _options(node))
+def own_types(node: Schema) -> set[str]:
+    """Types of isles' own that a key may hold: `duration`, `hub-id`, `one-line` and the like."""
+    return {option["x-isles-type"] for option in _options(node) if "x-isles-type" in option}
 
 
 def is_own_text(node: Schema) -> bool:
     """Whether a key holds a rate or an address, say, which are written in one way only."""
-    return any(o.get("x-isles-type") in _OWN_TEXTS for o in _options(node))
+    return not own_types(node).isdisjoint(_OWN_TEXTS)
 
 
 def is_section(node: Schema) -> bool:
@@ -151,10 +142,21 @@ def noun(node: Schema) -> str:
     return _NOUNS.get(option.get("type", ""), "a value")
 
 
-def kinds(node: Schema) -> tuple[str, ...]:
-    """The kinds of a section that comes in kinds, such as `auto` and `ddp`."""
-    kind = children(node).get("kind")
-    return literals(kind) if kind is not None else ()
+def as_written(values: Mapping[str, object]) -> dict[str, object]:
+    """Values as a run file has them: lengths of time as `20m`."""
+    written = _written(values, ())
+    assert isinstance(written, dict)
+    return written
+
+
+def _written(value: object, path: tuple[str | int, ...]) -> object:
+    if isinstance(value, Mapping):
+        return {key: _written(child, (*path, key)) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(child, (*path, index)) for index, child in enumerate(value)]
+    if isinstance(value, float) and "duration" in value_types(schema_at(path) or {}):
+        return write_duration(value)
+    return value
 
 
 def _walk(node: Schema, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from isles.config import keys
-from isles.config.explain import Fault, explain
-from isles.config.override import apply_override
-from isles.config.rules.all import check_rules
+from isles.config.explain import KeyIssue, explain
+from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
-from isles.config.yaml import KeyPath, dotted, scan_yaml, shorten
+from isles.config.yaml import KeyPath, dotted, parse_value, scan_yaml, shorten
 from isles.errors import ConfigError, ConfigErrors
 
 COMMAND_LINE = "command line"
@@ -24,7 +22,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A run file that has no fault, as far as the file alone can tell.
+    """A run file without an issue, as far as the file alone can tell.
 
     Args:
         config: every value, defaults filled in.
@@ -40,7 +38,7 @@ class Loaded:
     path: Path
 
     def where(self, *dotted_keys: str) -> str:
-        """Where to look for a fault about these keys: at the first of them that was given."""
+        """Where to look for an issue of these keys: at the first of them that was given."""
         for key in dotted_keys:
             if key in self.origins:
                 return f"{self.origins[key]} {key}"
@@ -80,13 +78,14 @@ def load_run_file(
 
     Raises:
         ConfigError: the file cannot be read, or is not YAML.
-        ConfigErrors: every fault in it, each with file, line and key, or with the override.
+        ConfigErrors: every issue of it, each with file, line and key, or with the override.
     """
     text = read_text(path) if text is None else text
-    document, syntax_faults = scan_yaml(text, str(path))
+    document, syntax_issues = scan_yaml(text, str(path))
     assert isinstance(document.value, dict)
-    loading = _Loading(text, path, document.value, document.lines, base)
-    return loading.finish(overrides, syntax_faults)
+    return _Loading(text, path, document.value, document.lines, base).finish(
+        overrides, syntax_issues
+    )
 
 
 class _Loading:
@@ -107,57 +106,61 @@ class _Loading:
         self.lines = dict(lines)
         self.given: dict[KeyPath, str] = {}  # path -> the override that set it
 
-    def finish(self, overrides: Sequence[str], syntax_faults: Sequence[ConfigError]) -> Loaded:
-        """Overrides, types and rules, in this order; or every fault at once."""
-        errors = list(syntax_faults)
+    def finish(self, overrides: Sequence[str], syntax_issues: Sequence[ConfigError]) -> Loaded:
+        """Overrides, types and rules, in this order; or every issue at once."""
+        errors = list(syntax_issues)
         for override in overrides:
             trial = deepcopy(self.data)
             try:
-                changed = apply_override(trial, override)
+                changed = _apply_override(trial, override)
             except ConfigError as error:
                 errors.append(error)
                 continue
             self.data = trial
-            self._forget(changed[0])
+            first = changed[0]
+            for places in (self.lines, self.given):
+                for known in [known for known in places if known[: len(first)] == first]:
+                    del places[known]
             self.given.update(dict.fromkeys(changed, override))
-        config, faults = self._validate()
+        config, issues = self._validate()
         if config is not None:
-            meant = {key for fault in faults for key in fault.meant}
+            meant = {key for issue in issues for key in issue.meant}
             # A rule about a key whose name is misspelt would only confuse.
-            faults += [
-                Fault(self._first_given(rule.keys), rule.what, rule.fix)
+            issues += [
+                KeyIssue(self._first_given(rule.keys), rule.what, rule.fix)
                 for rule in check_rules(config)
-                if not meant.intersection(rule.keys)
+                if meant.isdisjoint(rule.keys)
             ]
-        lost = {error.where.rpartition(" ")[2] for error in syntax_faults}
-        faults = [fault for fault in faults if dotted(fault.path) not in lost]
-        errors += [ConfigError(f.what, where=self._where(f.path), fix=f.fix) for f in faults]
+        lost = {error.where.rpartition(" ")[2] for error in syntax_issues}
+        issues = [issue for issue in issues if dotted(issue.path) not in lost]
+        errors += [ConfigError(i.what, where=self._where(i.path), fix=i.fix) for i in issues]
         if errors or config is None:
             raise ConfigErrors(sorted(errors, key=self._order))
-        return Loaded(config, self._origins(), self.text, self.path)
+        origins = {} if self.base is None else dict.fromkeys(_below((), self.data), self.base.name)
+        origins |= {path: f"{self.path}:{line}" for path, line in self.lines.items()}
+        origins |= dict.fromkeys(self.given, COMMAND_LINE)
+        by_key = {dotted(path): origin for path, origin in origins.items()}
+        return Loaded(config, by_key, self.text, self.path)
 
-    def _validate(self) -> tuple[RunConfig | None, list[Fault]]:
-        """The typed config and the faults; a config beside faults where keys were only unknown."""
+    def _validate(self) -> tuple[RunConfig | None, list[KeyIssue]]:
+        """The typed config and the issues; a config beside issues where keys were only unknown."""
         try:
             return _typed(self.data), []
         except ValidationError as error:
             details = error.errors(include_url=False, include_input=False)
-            faults = explain(details, self.data)
+            issues = explain(details, self.data)
         if any(detail["type"] != "extra_forbidden" for detail in details):
-            return None, faults
+            return None, issues
         try:
-            return _typed(_without_unknown(self.data, ())), faults
+            return _typed(_without_unknown(self.data, ())), issues
         except ValidationError:
-            return None, faults
-
-    def _forget(self, path: KeyPath) -> None:
-        for known in [known for known in self.lines if known[: len(path)] == path]:
-            del self.lines[known]
-        for known in [known for known in self.given if known[: len(path)] == path]:
-            del self.given[known]
+            return None, issues
 
     def _first_given(self, rule_keys: Sequence[str]) -> KeyPath:
-        paths = [_path(key) for key in rule_keys]
+        paths = [
+            tuple(int(part) if part.isdigit() else part for part in key.split("."))
+            for key in rule_keys
+        ]
         return next((p for p in paths if p in self.lines or p in self.given), paths[0])
 
     def _where(self, path: KeyPath) -> str:
@@ -166,23 +169,13 @@ class _Loading:
                 return f"{COMMAND_LINE} {shorten(self.given[path[:length]])}"
             if path[:length] in self.lines:
                 return f"{self.path}:{self.lines[path[:length]]} {dotted(path)}"
-        return (
-            f"{self.path}:1 {dotted(path)}"
-            if self.base is None
-            else f"{self.base.name} {dotted(path)}"
-        )
+        return f"{self.base.name if self.base else f'{self.path}:1'} {dotted(path)}"
 
     def _order(self, error: ConfigError) -> tuple[int, int]:
         """By line in the file; the command line last."""
         head, _, rest = error.where.partition(f"{self.path}:")
         digits = rest.partition(" ")[0].partition(":")[0]
         return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
-
-    def _origins(self) -> dict[str, str]:
-        origins = {} if self.base is None else dict.fromkeys(_keys(self.data), self.base.name)
-        origins.update({dotted(path): f"{self.path}:{line}" for path, line in self.lines.items()})
-        origins.update({dotted(path): COMMAND_LINE for path in self.given})
-        return origins
 
 
 def _over(base: Mapping[str, object], data: Mapping[str, object]) -> dict[str, object]:
@@ -201,16 +194,6 @@ def _is_one_kind(below: dict[str, object], value: dict[str, object]) -> bool:
     return all(value.get(name, below.get(name)) == below.get(name) for name in ("kind", "type"))
 
 
-def _keys(data: Mapping[Any, object], above: KeyPath = ()) -> list[str]:
-    found = []
-    for key, value in data.items():
-        found.append(dotted((*above, key)))
-        items = dict(enumerate(value)) if isinstance(value, list) else value
-        if isinstance(items, dict):
-            found += _keys(items, (*above, key))
-    return found
-
-
 def _typed(data: object) -> RunConfig:
     return RunConfig.model_validate(data, context={"is_run_file": True})
 
@@ -227,8 +210,99 @@ def _without_unknown(data: object, path: KeyPath) -> object:
     return {k: _without_unknown(v, (*path, k)) for k, v in data.items() if k in known}
 
 
-def _path(key: str) -> KeyPath:
-    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+def _below(path: KeyPath, value: object) -> list[KeyPath]:
+    """The path of every key and item below a value, each before those below it."""
+    children: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list):
+        children = enumerate(value)
+    found: list[KeyPath] = []
+    for part, child in children:
+        found += [(*path, part), *_below((*path, part), child)]
+    return found
+
+
+def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
+    """Set one key; sections on the way, and the first item of a list, are made where absent.
+
+    Args:
+        data: the run file's data; changed in place.
+        override: `key.path=value`, the value as YAML. A leading `--` and dashes in the key are
+            as good as underscores; a number is an item of a list, from 0.
+
+    Returns:
+        The paths that the override set: the outermost first, then all below it.
+
+    Raises:
+        ConfigError: it is not of this form, or the path leads through something without keys.
+    """
+    where = f"{COMMAND_LINE} {shorten(override)}"
+    key, equals, text = override.partition("=")
+    path = _override_path(key.strip().lstrip("-"))
+    if not equals or "" in path:
+        raise ConfigError(
+            f'"{shorten(override)}" is not of the form key=value',
+            where=COMMAND_LINE,
+            fix="write it as training.max_steps=100",
+        )
+    try:
+        value = parse_value(text, where)
+    except ConfigErrors as errors:
+        raise errors.faults[0] from None
+    parent: object = data
+    first = len(path)
+    for length, part in enumerate(path[:-1], start=1):
+        child = _child(parent, part, path[:length], where)
+        if child is None:
+            child = [] if isinstance(path[length], int) else {}
+            _set(parent, part, child, path[:length], where)
+            first = min(first, length)
+        parent = child
+    _set(parent, path[-1], value, path, where)
+    return [path[:length] for length in range(first, len(path) + 1)] + _below(path, value)
+
+
+def _override_path(key: str) -> KeyPath:
+    path: list[str | int] = []
+    parts = key.split(".")
+    for position, part in enumerate(parts):
+        if keys.named(keys.schema_at(tuple(path)) or {}) is not None:
+            # A name of the user's own, such as a host's: dots and dashes belong to it.
+            return (*path, ".".join(parts[position:]))
+        is_index = part.isascii() and part.isdigit() and len(part) < 7
+        path.append(int(part) if is_index else part.replace("-", "_"))
+    return tuple(path)
+
+
+def _child(parent: object, part: str | int, path: KeyPath, where: str) -> object:
+    if isinstance(parent, list) and isinstance(part, int):
+        return parent[part] if part < len(parent) else None
+    if isinstance(parent, dict) and isinstance(part, str):
+        return parent.get(part)
+    raise _no_way(parent, path, where)
+
+
+def _set(parent: object, part: str | int, value: object, path: KeyPath, where: str) -> None:
+    if isinstance(parent, list) and isinstance(part, int):
+        if part > len(parent):
+            what = f"{dotted(path[:-1])} has no item {part - 1}, so it cannot have item {part}"
+            raise ConfigError(what, where=where, fix=f"items count from 0; use {len(parent)}")
+        parent[part : part + 1] = [value]
+    elif isinstance(parent, dict) and isinstance(part, str):
+        parent[part] = value
+    else:
+        raise _no_way(parent, path, where)
+
+
+def _no_way(parent: object, path: KeyPath, where: str) -> ConfigError:
+    above = dotted(path[:-1]) or "the run file"
+    if isinstance(parent, list):
+        fix = f"write {above}.0 for its first item"
+        return ConfigError(f"{above} is a list", where=where, fix=fix)
+    kind = "a section" if isinstance(parent, dict) else "a single value"
+    what = f"{above} is {kind}: there is no {path[-1]} in it"
+    return ConfigError(what, where=where, fix="isles config schema lists the keys")
 
 
 def read_text(path: Path) -> str:
@@ -237,39 +311,27 @@ def read_text(path: Path) -> str:
     Raises:
         ConfigError: it cannot be read, or is none.
     """
+
+    def refused(what: str, fix: str, place: str = "") -> ConfigError:
+        return ConfigError(what, where=f"{path}{place}", fix=fix, id="config.file")
+
     try:
         with path.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         fix = "check the path; isles init writes a run file to start from"
-        raise ConfigError(
-            "there is no such file", where=str(path), fix=fix, id="config.file"
-        ) from None
+        raise refused("there is no such file", fix) from None
     except IsADirectoryError:
         fix = "name the run file inside it"
-        raise ConfigError(
-            "this is a folder, not a run file", where=str(path), fix=fix, id="config.file"
-        ) from None
+        raise refused("this is a folder, not a run file", fix) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        fix = "check the path and the permissions"
-        raise ConfigError(
-            f"cannot be read: {reason}", where=str(path), fix=fix, id="config.file"
-        ) from None
+        raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None
     if len(content) > _MAX_BYTES:
-        raise ConfigError(
-            "larger than 1 MiB: this is no run file",
-            where=f"{path}:1",
-            fix="check the path",
-            id="config.file",
-        )
+        raise refused("larger than 1 MiB: this is no run file", "check the path", ":1")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"the byte 0x{content[error.start]:02x} is not UTF-8",
-            where=f"{path}:{line}",
-            fix="save the file as UTF-8 text",
-            id="config.file",
-        ) from None
+        what = f"the byte 0x{content[error.start]:02x} is not UTF-8"
+        raise refused(what, "save the file as UTF-8 text", f":{line}") from None

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from isles import __version__
-from isles.config.emit import dump_yaml, is_leaf
+from isles.config.clusters import only_cluster
+from isles.config.issues import nearest_multiples
 from isles.config.layout import Layout, make_layout
-from isles.config.load import Loaded
-from isles.config.one_cluster import only_cluster
-from isles.config.rules.strategy import nearest_multiples
+from isles.config.load import COMMAND_LINE, Loaded
 from isles.config.sections.run import RunConfig
-from isles.config.yaml import parse_yaml
+from isles.config.yaml import dump_yaml, is_leaf, parse_yaml
 from isles.errors import ConfigError
 
 Derived = dict[str, int | float | str]
@@ -24,7 +23,7 @@ Derived = dict[str, int | float | str]
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A run, settled for this machine.
+    """A run, resolved for this machine.
 
     Args:
         config: the run file's values and the defaults, unchanged.
@@ -54,7 +53,7 @@ def resolve(
     nproc: Sequence[int] | None = None,
     device: Literal["cuda", "cpu"] | None = None,
 ) -> Resolved:
-    """Settle what a run file leaves open.
+    """Resolve what a run file leaves open.
 
     Args:
         loaded: the run file.
@@ -62,7 +61,7 @@ def resolve(
         world_size: ranks that exist already, where torchrun was typed by hand; it wins over the
             run file's gpus_per_node.
         nproc: ranks on each node, where the nodes are other machines and their launcher has
-            settled them; it wins over num_gpus and gpus_per_node.
+            resolved them; it wins over num_gpus and gpus_per_node.
         device: what those ranks compute on; needed with nproc.
 
     Raises:
@@ -73,7 +72,7 @@ def resolve(
     config = loaded.config
     how: dict[str, str] = {}
     if nproc is not None:
-        assert device is not None, "who settles the ranks knows their device"
+        assert device is not None, "who resolves the ranks knows their device"
         ranks, how["world_size"] = sum(nproc), _nproc_text(nproc, device)
         how["device"] = "cluster.device" if config.clusters[0].device != "auto" else "the nodes"
     else:
@@ -167,13 +166,14 @@ def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def _origins(loaded: Loaded, derived: Derived, how: Mapping[str, str]) -> dict[str, str]:
-    origins = {key: _origin(loaded.origins, key) for key, _ in leaves(loaded.config)}
+    given = loaded.origins
+    # A list counts as one value: from the command line, where one of its items is.
+    overridden = [path for path, origin in given.items() if origin == COMMAND_LINE]
+    origins = {}
+    for key, _ in leaves(loaded.config):
+        is_inside = any(path.startswith(f"{key}.") for path in overridden)
+        origins[key] = COMMAND_LINE if is_inside else given.get(key, "default")
     return origins | {f"derived.{name}": f"derived: {how[name]}" for name in derived}
-
-
-def _origin(given: Mapping[str, str], key: str) -> str:
-    inside = [origin for path, origin in given.items() if path.startswith(f"{key}.")]
-    return "command line" if "command line" in inside else given.get(key, "default")
 
 
 def _device(loaded: Loaded, num_gpus: int) -> tuple[Literal["cuda", "cpu"], str]:

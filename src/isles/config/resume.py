@@ -1,7 +1,8 @@
-"""Which changes of a run file a resumed run may not take up silently."""
+"""Where two run files differ: of a run that is resumed, and of clusters of one run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +40,6 @@ _OUTER_FREE = (
     "public",
     "max_rate",
     "engine",
-    "interface",
     "hivemind",
     "deadline",
     "dead_after",
@@ -60,6 +60,25 @@ _FREE_SECTIONS = (
 # Gradients that travel in fewer bits are other gradients. By their exact values, which strategies
 # that lack the key have too; so a strategy may be exchanged for any other that is as exact.
 _ROUNDING = {"strategy.gradient_compression": "none", "strategy.reduce_dtype": "fp32"}
+
+
+_MAY_DIFFER = (
+    re.compile(r"data\.sources\.\d+\.path"),  # the content is compared when a cluster joins
+    re.compile(r"(model|tokenizer)\.name_or_path"),
+    re.compile(r"tokenizer\.chat_template"),
+    re.compile(r"training\.(precision|stochastic_rounding|global_batch_size)"),
+    re.compile(r"strategy\..*"),
+)
+_MUST_TOO = (
+    "name",
+    "training.max_steps",
+    "outer.engine",
+    "outer.wait",
+    "outer.min_clusters",
+    "outer.dead_after",
+    "outer.outlier",
+)
+"""Must be equal, although a resumed run may change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +105,17 @@ def changed_mathematics(old: RunConfig, new: RunConfig) -> list[Change]:
         for key in dict.fromkeys((*before, *after))
         if before.get(key) != after.get(key) and not _is_free(key)
     ]
+
+
+def unlike(theirs: RunConfig, mine: RunConfig) -> list[Change]:
+    """Values of a cluster that are not as all clusters of the run must have them."""
+    changes = [
+        change
+        for change in changed_mathematics(theirs, mine)
+        if not any(pattern.fullmatch(change.key) for pattern in _MAY_DIFFER)
+    ]
+    both = [(key, _value(theirs, key), _value(mine, key)) for key in _MUST_TOO]
+    return changes + [Change(*values) for values in both if values[1] != values[2]]
 
 
 def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> list[Change]:
@@ -209,3 +239,11 @@ def _is_free(key: str) -> bool:
     if key.removeprefix("training.") in _LENGTH:
         return True
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
+
+
+def _value(config: RunConfig, dotted_key: str) -> object:
+    """A value or a section; None where there is no such key in a section of this kind."""
+    found: object = config
+    for name in dotted_key.split("."):
+        found = getattr(found, name, None)
+    return found

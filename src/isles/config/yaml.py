@@ -1,17 +1,21 @@
-"""YAML 1.2, read with the line of every key and item."""
+"""YAML 1.2: read with the line of every key and item, and written so that it reads back the same.
+
+PyYAML composes the nodes; what a scalar means, which tags count, doubled keys and limits are here.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
 
 import yaml
-from yaml import events
-from yaml.reader import Reader
+from yaml.events import AliasEvent
+from yaml.reader import ReaderError
 
-from isles.config.syntax import explain_syntax
 from isles.errors import ConfigError, ConfigErrors
 
 KeyPath = tuple[str | int, ...]
@@ -22,30 +26,70 @@ MAX_NODES = 20_000
 _MAX_DIGITS = 40
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
-_BOOL = {
-    "true": True,
-    "True": True,
-    "TRUE": True,
-    "false": False,
-    "False": False,
-    "FALSE": False,
-}
+_BOOL = frozenset(("true", "True", "TRUE", "false", "False", "FALSE"))
 _INT = re.compile(r"[-+]?[0-9]+")
 _INT_OTHER_BASE = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"([-+]?)\.(?:inf|Inf|INF)")
 _NAN = frozenset((".nan", ".NaN", ".NAN"))
-_CORE_TAGS = {
-    f"tag:yaml.org,2002:{name}": kind
-    for name, kind in (
-        ("str", str),
-        ("int", int),
-        ("float", float),
-        ("bool", bool),
-        ("null", type(None)),
-    )
-}
+_CORE = "tag:yaml.org,2002:"
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "null": type(None)}
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
+
+_QUOTE = "put the text in quotes"
+_INDENT = "give keys of one section the same number of spaces at the start of their lines"
+_SINGLE = "use single quotes, in which a backslash is a backslash"
+
+# (parts of PyYAML's problem, what, fix); the first that is found counts.
+_PROBLEMS = (
+    (
+        ("found character '\\t'", "found a tab character"),
+        "a tab stands where spaces must",
+        "indent with spaces",
+    ),
+    (("cannot start any token",), "a value cannot begin with this character", _QUOTE),
+    (
+        ("mapping values are not allowed here",),
+        "a ':' stands where no key can be",
+        "check the indentation of this line and the one above; text that holds ': ' needs quotes",
+    ),
+    (
+        ("could not find expected ':'",),
+        "this line is no 'key: value'",
+        "put ': ' behind the key, or indent the line as part of the value above",
+    ),
+    (("sequence entries are not allowed",), "a '- ' stands where no list can be", _INDENT),
+    (
+        ("expected <block end>", "expected '<document start>'"),
+        "this line does not fit the lines above",
+        _INDENT,
+    ),
+    (("expected ',' or ']'",), "a list in [ ] is not closed", "put ',' between items, ']' behind"),
+    (
+        ("expected ',' or '}'",),
+        "a mapping in { } is not closed",
+        "put ',' between keys, '}' behind",
+    ),
+    (
+        ("found unexpected end of stream", "found unexpected document separator"),
+        "a quote is opened here and never closed",
+        "close the quote; text with an apostrophe goes in double quotes",
+    ),
+    (("found unknown escape character",), "this backslash escape does not exist", _SINGLE),
+    (("expected escape sequence",), "this backslash escape is not complete", _SINGLE),
+    (("expected the node content",), "a value is missing here", "write the value, or null"),
+    (("undefined tag handle",), "a value cannot begin with '!'", _QUOTE),
+    (
+        ("expected alphabetic or numeric character",),
+        "a value cannot begin with '*' or '&'",
+        _QUOTE,
+    ),
+    (
+        ("but found another document",),
+        "a second document begins here",
+        "one run a file: delete the line ---, or split the file",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +103,6 @@ class Document:
 
     value: object
     lines: Mapping[KeyPath, int]
-
-
-@dataclass(slots=True)
-class _Node:
-    kind: Literal["scalar", "list", "map"]
-    line: int
-    text: str = ""
-    is_plain: bool = False
-    tag: str | None = None
-    children: list[_Node] = field(default_factory=list)
-    is_open: bool = False
 
 
 def parse_yaml(text: str, name: str) -> Document:
@@ -86,9 +119,9 @@ def parse_yaml(text: str, name: str) -> Document:
     Raises:
         ConfigErrors: it is not YAML, or not a mapping, or has a doubled key; file and line in each.
     """
-    document, faults = scan_yaml(text, name)
-    if faults:
-        raise ConfigErrors(faults)
+    document, issues = scan_yaml(text, name)
+    if issues:
+        raise ConfigErrors(issues)
     return document
 
 
@@ -99,24 +132,17 @@ def scan_yaml(text: str, name: str) -> tuple[Document, list[ConfigError]]:
         ConfigError: the text is not YAML at all, or its top is not a mapping.
     """
     root = _compose(text, name)
-    if root is None or (root.kind == "scalar" and not root.text and root.tag is None):
-        raise ConfigError(
-            "the file is empty",
-            where=f"{name}:1",
-            fix="isles init writes a run file to start from",
-            id="config.syntax",
-        )
-    if root.kind != "map":
-        what = "a list" if root.kind == "list" else "a single value"
-        raise ConfigError(
-            f"the file holds {what}, not sections such as model:, data: and training:",
-            where=f"{name}:{root.line}",
-            fix="isles init writes a run file to start from",
-            id="config.syntax",
-        )
-    builder = _Builder(name)
-    value = builder.build(root, (), 0)
-    return Document(value, builder.lines), builder.faults
+    if isinstance(root, yaml.MappingNode):
+        builder = _Builder(name)
+        return Document(builder.build(root, ()), builder.lines), builder.issues
+    if root is None or (not root.value and not root.tag and isinstance(root, yaml.ScalarNode)):
+        what, line = "the file is empty", 1
+    else:
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        what = f"the file holds {kind}, not sections such as model:, data: and training:"
+        line = _line(root)
+    fix = "isles init writes a run file to start from"
+    raise ConfigError(what, where=f"{name}:{line}", fix=fix, id="config.syntax")
 
 
 def parse_value(text: str, where: str) -> object:
@@ -125,14 +151,14 @@ def parse_value(text: str, where: str) -> object:
     Raises:
         ConfigErrors: it is not YAML; `where` is in each.
     """
+    builder = _Builder("")
     try:
         root = _compose(text, "")
+        value = None if root is None else builder.build(root, ())
     except ConfigError as error:
-        raise ConfigErrors([ConfigError(error.what, where=where, fix=error.fix)]) from None
-    builder = _Builder("")
-    value = builder.build(root, (), 0) if root is not None else None
-    if builder.faults:
-        raise ConfigErrors([ConfigError(f.what, where=where, fix=f.fix) for f in builder.faults])
+        builder.issues = [error]
+    if builder.issues:
+        raise ConfigErrors([ConfigError(i.what, where=where, fix=i.fix) for i in builder.issues])
     return value
 
 
@@ -145,7 +171,7 @@ def resolve_plain(text: str) -> str | int | float | bool | None:
     if text in _NULL:
         return None
     if text in _BOOL:
-        return _BOOL[text]
+        return text.lower() == "true"
     if _INT.fullmatch(text) or _INT_OTHER_BASE.fullmatch(text):
         if len(text) > _MAX_DIGITS:
             raise ValueError(f"a number of {len(text)} digits is too large")
@@ -165,23 +191,71 @@ def shorten(text: str, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def _compose(text: str, name: str) -> _Node | None:
-    if odd := Reader.NON_PRINTABLE.search(text):
-        before = text[: odd.start()]
+def dotted(path: KeyPath) -> str:
+    """A path as messages and overrides write it: `data.sources.0.path`."""
+    return ".".join(str(part) for part in path)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's composer with limits, and with the lines of aliases.
+
+    A node's tag is the one that is written, empty where there is none.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.file = name
+        self.depth = 0
+        self.num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        self.num_nodes += 1
+        if self.depth >= MAX_DEPTH or self.num_nodes > MAX_NODES:
+            raise _too_large(self.file, event.start_mark.line + 1)
+        if isinstance(event, AliasEvent):
+            return self._alias(event)
+        self.anchors.pop(event.anchor, None)  # YAML lets a later anchor take the name
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        assert node is not None
+        self.depth -= 1
+        node.tag = event.tag or ""
+        return node
+
+    def _alias(self, event: Any) -> yaml.Node:
+        known = self.anchors.get(event.anchor)
+        if known is None or known.end_mark is None:
+            problem = "stands inside itself" if known else "is not defined above"
+            raise ConfigError(
+                f"the alias *{shorten(event.anchor)} {problem}",
+                where=_at(self.file, event.start_mark),
+                fix="write the value out, or put text that begins with * in quotes",
+                id="config.syntax",
+            )
+        self.get_event()  # type: ignore[no-untyped-call]
+        node = copy(known)
+        node.start_mark = event.start_mark
+        return node
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        loader = _Loader(text, name)
+    except ReaderError as error:
+        before = text[: error.position]
         raise ConfigError(
-            f"the character U+{ord(odd[0]):04X} does not belong in YAML",
-            where=f"{name}:{before.count(chr(10)) + 1}:{odd.start() - before.rfind(chr(10))}",
+            f"the character U+{ord(text[error.position]):04X} does not belong in YAML",
+            where=f"{name}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}",
             fix="delete it, and save the file as UTF-8 text",
             id="config.syntax",
-        )
-    loader = yaml.SafeLoader(text)
-    try:
-        return _compose_events(loader, name)
-    except yaml.MarkedYAMLError as error:
-        what, fix, mark = explain_syntax(error)
-        raise ConfigError(
-            what, where=_at(name, mark or loader.get_mark()), fix=fix, id="config.syntax"
         ) from None
+    try:
+        return loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        what, fix, mark = _explain(error)
+        where = _at(name, mark or loader.get_mark())
+        raise ConfigError(what, where=where, fix=fix, id="config.syntax") from None
     except (ValueError, OverflowError, IndexError):
         # PyYAML leaves "\UFFFFFFFF" and "%YAML 1.<5000 digits>" to chr() and int().
         raise ConfigError(
@@ -194,163 +268,105 @@ def _compose(text: str, name: str) -> _Node | None:
         loader.dispose()
 
 
-def _compose_events(loader: yaml.SafeLoader, name: str) -> _Node | None:
-    root: _Node | None = None
-    stack: list[_Node] = []
-    anchors: dict[str, _Node] = {}
-    num_nodes = 0
-    while loader.check_event():
-        event: events.Event = loader.get_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, events.CollectionEndEvent):
-            stack.pop().is_open = False
-            continue
-        if not isinstance(event, events.NodeEvent):
-            if isinstance(event, events.DocumentStartEvent) and root is not None:
-                raise ConfigError(
-                    "a second document begins here",
-                    where=_at(name, event.start_mark),
-                    fix="one run a file: delete the line ---, or split the file",
-                    id="config.syntax",
-                )
-            continue
-        num_nodes += 1
-        if len(stack) >= MAX_DEPTH or num_nodes > MAX_NODES:
-            raise _too_large(name, _line(event))
-        node = _node_from_event(event, anchors, name)
-        if stack:
-            stack[-1].children.append(node)
-        else:
-            root = node
-        if node.is_open:
-            stack.append(node)
-    return root
-
-
-def _node_from_event(event: events.NodeEvent, anchors: dict[str, _Node], name: str) -> _Node:
-    line = _line(event)
-    if isinstance(event, events.AliasEvent):
-        assert event.anchor is not None
-        known = anchors.get(event.anchor)
-        if known is None or known.is_open:
-            problem = "stands inside itself" if known else "is not defined above"
-            raise ConfigError(
-                f"the alias *{shorten(event.anchor)} {problem}",
-                where=_at(name, event.start_mark),
-                fix="write the value out, or put text that begins with * in quotes",
-                id="config.syntax",
-            )
-        return replace(known, line=line)
-    if isinstance(event, events.ScalarEvent):
-        is_plain = bool(event.implicit[0])
-        node = _Node("scalar", line, text=event.value, is_plain=is_plain, tag=event.tag)
-    elif isinstance(event, events.SequenceStartEvent):
-        node = _Node("list", line, tag=None if event.implicit else event.tag, is_open=True)
-    else:
-        assert isinstance(event, events.MappingStartEvent)
-        node = _Node("map", line, tag=None if event.implicit else event.tag, is_open=True)
-    if event.anchor is not None:
-        anchors[event.anchor] = node
-    return node
+def _explain(error: yaml.MarkedYAMLError) -> tuple[str, str, yaml.Mark | None]:
+    """What is wrong, how to mend it, and where it begins (None: PyYAML does not say)."""
+    problem = error.problem or error.context or "it cannot be read"
+    mark = error.problem_mark or error.context_mark
+    if "quoted scalar" in (error.context or "") and "unexpected" in problem:
+        mark = error.context_mark  # the end of the file says nothing; the open quote does
+    for parts, what, fix in _PROBLEMS:
+        if any(part in problem for part in parts):
+            return what, fix, mark
+    return f"not valid YAML: {problem}", "compare the line with the lines around it", mark
 
 
 class _Builder:
-    """Plain data from nodes, with the line of every path and the faults met on the way."""
+    """Plain data from nodes, with the line of every path and the issues met on the way."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[KeyPath, int] = {}
-        self.faults: list[ConfigError] = []
+        self.issues: list[ConfigError] = []
         self._num_nodes = 0
 
-    def build(self, node: _Node, path: KeyPath, depth: int) -> object:
-        """The data of one node and all below it."""
+    def build(self, node: yaml.Node, path: KeyPath, depth: int = 0) -> object:
         self._num_nodes += 1  # aliases count each time: ten nested ones could stand for millions
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise _too_large(self.name, node.line)
-        if node.kind == "scalar":
+            raise _too_large(self.name, _line(node))
+        if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
-        if node.tag not in (None, "!", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        if node.tag not in ("", "!", f"{_CORE}map", f"{_CORE}seq"):
             self._refuse_tag(node, path)
-        if node.kind == "map":
+        if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, depth)
         items = []
-        for index, child in enumerate(node.children):
-            self.lines[(*path, index)] = child.line
+        for index, child in enumerate(node.value):
+            self.lines[*path, index] = _line(child)
             items.append(self.build(child, (*path, index), depth + 1))
         return items
 
-    def _mapping(self, node: _Node, path: KeyPath, depth: int) -> dict[str, object]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
         data: dict[str, object] = {}
-        for key_node, child in zip(node.children[::2], node.children[1::2], strict=True):
+        for key_node, child in node.value:
             key = self._key(key_node, path)
             if key is None:
                 continue
+            here = (*path, key)
             if key in data:
-                self._fault(
-                    key_node,
-                    (*path, key),
-                    f"{key} stands here and on line {self.lines[(*path, key)]} as well",
-                    "keep one of them",
-                )
+                what = f"{key} stands here and on line {self.lines[here]} as well"
+                self._add(key_node, here, what, "keep one of them")
                 continue
-            self.lines[(*path, key)] = key_node.line
-            data[key] = self.build(child, (*path, key), depth + 1)
+            self.lines[here] = _line(key_node)
+            data[key] = self.build(child, here, depth + 1)
         return data
 
-    def _key(self, node: _Node, path: KeyPath) -> str | None:
-        if node.kind != "scalar":
-            self._fault(node, path, "a key must be a name, not a list or a mapping", "name the key")
-            return None
-        if node.is_plain and node.text == "<<":
-            self._fault(node, path, "merge keys (<<) are not supported", "write the keys out")
-            return None
-        key = self._scalar(node, path)
-        if isinstance(key, str):
-            return key
-        self._fault(
-            node, path, f"the key {shorten(node.text) or 'null'} is not a name", "name the key"
-        )
+    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
+        what, fix = "a key must be a name, not a list or a mapping", "name the key"
+        if isinstance(node, yaml.ScalarNode):
+            if _is_plain(node) and node.value == "<<":
+                what, fix = "merge keys (<<) are not supported", "write the keys out"
+            else:
+                key = self._scalar(node, path)
+                if isinstance(key, str):
+                    return key
+                what = f"the key {shorten(node.value) or 'null'} is not a name"
+        self._add(node, path, what, fix)
         return None
 
-    def _scalar(self, node: _Node, path: KeyPath) -> object:
-        if odd := _UNPRINTABLE.search(node.text):
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
+        if odd := _UNPRINTABLE.search(node.value):
             what = f"the text holds the control character U+{ord(odd[0]):04X}"
-            self._fault(node, path, what, "delete it")
+            self._add(node, path, what, "delete it")
             return None
+        if node.tag in ("!", f"{_CORE}str") or (not node.tag and not _is_plain(node)):
+            return node.value
+        value: object = node.value
         try:
-            resolved = resolve_plain(node.text)
+            value = resolve_plain(node.value)
         except ValueError as error:
-            if node.is_plain:
-                self._fault(node, path, str(error), "write a number that fits")
+            if not node.tag:
+                self._add(node, path, str(error), "write a number that fits")
                 return None
-            resolved = node.text
-        if node.tag in (None, "!"):
-            return resolved if node.is_plain and node.tag is None else node.text
-        wanted = _CORE_TAGS.get(node.tag)
-        if wanted is str:
-            return node.text
-        if wanted is None or type(resolved) is not wanted:
+        if node.tag and type(value) is not _TYPES.get(node.tag.removeprefix(_CORE)):
             self._refuse_tag(node, path)
             return None
-        return resolved
+        return value
 
-    def _refuse_tag(self, node: _Node, path: KeyPath) -> None:
-        tag = shorten((node.tag or "").replace("tag:yaml.org,2002:", "!!"))
-        self._fault(node, path, f"the tag {tag} is not supported", "delete the tag")
+    def _refuse_tag(self, node: yaml.Node, path: KeyPath) -> None:
+        tag = shorten(node.tag.replace(_CORE, "!!"))
+        self._add(node, path, f"the tag {tag} is not supported", "delete the tag")
 
-    def _fault(self, node: _Node, path: KeyPath, what: str, fix: str) -> None:
-        where = f"{self.name}:{node.line} {dotted(path)}".rstrip()
-        self.faults.append(ConfigError(what, where=where, fix=fix, id="config.syntax"))
-
-
-def dotted(path: KeyPath) -> str:
-    """A path as messages and overrides write it: `data.sources.0.path`."""
-    return ".".join(str(part) for part in path)
+    def _add(self, node: yaml.Node, path: KeyPath, what: str, fix: str) -> None:
+        where = f"{self.name}:{_line(node)} {dotted(path)}".rstrip()
+        self.issues.append(ConfigError(what, where=where, fix=fix, id="config.syntax"))
 
 
-def _line(event: events.Event) -> int:
-    assert event.start_mark is not None
-    return event.start_mark.line + 1
+def _is_plain(node: yaml.ScalarNode) -> bool:
+    return node.style is None and not node.tag
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
 
 
 def _too_large(name: str, line: int) -> ConfigError:
@@ -363,3 +379,75 @@ def _too_large(name: str, line: int) -> ConfigError:
 
 def _at(name: str, mark: Any) -> str:  # the stubs know two classes of marks, and None
     return f"{name}:{mark.line + 1}:{mark.column + 1}"
+
+
+# Written by hand, as PyYAML quotes, folds and indents otherwise, and cannot say which line holds
+# which key. Strings are JSON's, which are YAML too.
+_PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./*+@=-]*")
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
+
+
+def scalar_text(value: object) -> str:
+    """One value on one line; text is quoted where it would read as something else."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            if _PLAIN.fullmatch(value) and _is_text(value):
+                return value
+            quoted = json.dumps(value, ensure_ascii=False)
+            return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
+        case Sequence():
+            return f"[{', '.join(scalar_text(item) for item in value)}]"
+        case _:
+            raise TypeError(f"{type(value).__name__} is not a value of a run file")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return isinstance(resolve_plain(text), str)
+    except ValueError:
+        return False
+
+
+def is_leaf(value: object) -> bool:
+    """Whether a value stands on one line: a scalar, or a list of scalars."""
+    if isinstance(value, list | tuple):
+        return not any(isinstance(item, Mapping | list | tuple) for item in value)
+    return not isinstance(value, Mapping)
+
+
+def dump_yaml(data: Mapping[str, object]) -> str:
+    """A mapping as block YAML."""
+    return "".join(f"{line}\n" for line, _ in yaml_lines(data))
+
+
+def yaml_lines(data: Mapping[str, object], path: KeyPath = ()) -> list[tuple[str, KeyPath | None]]:
+    """The lines of a mapping as block YAML, each with the path of the leaf on it, if any."""
+    lines: list[tuple[str, KeyPath | None]] = []
+    for key, value in data.items():
+        here, name = (*path, key), scalar_text(key)
+        if is_leaf(value):
+            lines.append((f"{name}: {scalar_text(value)}", here))
+        elif isinstance(value, Mapping):
+            lines.append((f"{name}:" if value else f"{name}: {{}}", None))
+            lines += [(f"  {text}", leaf) for text, leaf in yaml_lines(value, here)]
+        else:
+            assert isinstance(value, list | tuple)
+            lines.append((f"{name}:", None))
+            for index, item in enumerate(value):
+                inner: list[tuple[str, KeyPath | None]]
+                if isinstance(item, Mapping):
+                    inner = yaml_lines(item, (*here, index))
+                else:
+                    assert is_leaf(item), "lists of a run file hold scalars or mappings"
+                    inner = [(scalar_text(item), (*here, index))]
+                lines += [
+                    (f"{'    ' if later else '  - '}{text}", leaf)
+                    for later, (text, leaf) in enumerate(inner)
+                ]
+    return lines

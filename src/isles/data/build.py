@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.cut import cut_samples, fake_samples, store_samples
+from isles.data.builders import make_table
+from isles.data.chat.messages import texts_of
 from isles.data.dataset import Dataset
 from isles.data.order import SampleOrder
-from isles.data.samples import SampleSource
-from isles.data.sources.find import Source, open_source
-from isles.data.sources.items import texts_of
+from isles.data.samples import FAKE_SAMPLES, FakeSamples, SampleCounts, Samples, SampleTable
+from isles.data.sources.find import open_source
 from isles.data.sources.parse import columns_of
-from isles.data.sources.rows import Rows, Tally
-from isles.data.stream.open import HeldOut, open_stream
-from isles.data.stream.rows import row_stream
-from isles.data.stream.source import StreamStart, open_streams
+from isles.data.sources.rows import Source, Tally
+from isles.data.stream.samples import open_streams
+from isles.data.stream.segment import HeldOut, Stream
 from isles.data.tokens.encode import Encoder, read_items
-from isles.data.tokens.prepare import NO_PROGRESS_S, no_documents, prepare, wait_for_prepared
-from isles.data.tokens.split import Ranges
-from isles.data.tokens.store import TokenStore
-from isles.data.tokens.transfer import prepare_everywhere
+from isles.data.tokens.prepare import no_documents, prepare, prepare_everywhere
+from isles.data.tokens.store import Ranges, TokenStore, split_store
 from isles.dist.world import World
 from isles.errors import DataError
 
@@ -44,152 +40,211 @@ def build_datasets(
     cache_dir: Path,
     *,
     seed: int,
-    is_preparer: bool,
     progress: Callable[[str], None],
     vocab_size: int | None = None,
-    no_progress_s: float = NO_PROGRESS_S,
     world: World | None = None,
     pairs: bool = False,
     fixed_length: bool = False,
-    stream: StreamStart | None = None,
+    stream_state: list[dict[str, Any] | None] | None = None,
 ) -> tuple[Dataset, Dataset | None]:
-    """The training set and the validation set of a run.
-
-    All ranks call this; one of those that share the cache folder prepares the tokens, and the
-    others wait for it.
+    """The training set and the validation set of a run. All ranks must call this.
 
     Args:
         data: the run file's section.
         tokenizer: may be None where every source is fake.
         cache_dir: where prepared tokens are kept.
         seed: of the split and of the order.
-        is_preparer: whether this rank prepares.
         progress: called with a line for people.
-        vocab_size: the model's, for fake sources.
-        no_progress_s: how long to wait for a sign of life of the rank that prepares.
-        world: the ranks; with it, a source may lie on some of several nodes only.
+        vocab_size: the model's, for fake sources and streams.
+        world: the ranks, of which one on each node prepares; None: this process is the only one.
         pairs: whether fake samples are pairs, for training.method: dpo.
         fixed_length: whether every batch must have rows of data.seq_length; else they are as long
             as the longest of them needs.
-        stream: where a run that streams begins; None: with its first sample.
+        stream_state: where a run that streams goes on, as `Dataset.state` gave it; None: it begins.
 
     Returns:
         Training set, and validation set or None where nothing is held out.
 
     Raises:
         DataError: a source cannot be read, or is too short.
-        CommunicationError: the rank that prepares gives no sign of life.
+        CommunicationError: whoever prepares gives no sign of life.
     """
-    how = _Preparing(data, tokenizer, cache_dir, is_preparer, world, progress, no_progress_s)
-    make_set = partial(_dataset, seq_length=data.seq_length, trims=not fixed_length)
-    if data.streaming:
-        held_out = [how.held_out_of_stream(number, seed) for number in range(len(data.sources))]
-        training = how.stream(seed, vocab_size, stream or StreamStart(), fixed_length)
-    else:
-        parts = [how.parts(k, seed, vocab_size, pairs=pairs) for k in range(len(data.sources))]
-        held_out = [held for _, held in parts]
-        training = make_set([part for part, _ in parts], data.sources, seed)
-    # The validation set has an order of its own, the same at every evaluation.
-    kept = [(h, s) for h, s in zip(held_out, data.sources, strict=True) if h is not None]
-    if not kept:
-        return training, None
-    return training, make_set([h for h, _ in kept], [s for _, s in kept], seed + 1)
+    prepared = partial(_prepared, data, tokenizer, cache_dir, world, progress)
 
-
-@dataclass(frozen=True, slots=True)
-class _Preparing:
-    """How the sources are prepared; see `build_datasets`."""
-
-    data: DataConfig
-    tokenizer: PreTrainedTokenizerBase | None
-    cache_dir: Path
-    is_preparer: bool
-    world: World | None
-    progress: Callable[[str], None]
-    no_progress_s: float
-
-    def parts(
-        self, number: int, seed: int, vocab_size: int | None, *, pairs: bool
-    ) -> tuple[SampleSource, SampleSource | None]:
-        """The samples of a source for training, and for validation. All ranks must call this."""
-        source = self.data.sources[number]
+    def parts_of(number: int, source: SourceConfig) -> tuple[Samples | None, Samples | None]:
+        """Samples for training, and for validation. All ranks must call this."""
         if source.type == "fake":
             assert vocab_size is not None, "a fake source needs the model's vocabulary"
-            return fake_samples(self.data, vocab_size, seed + number, pairs=pairs)
-        store = self._store(source, partial(open_source, source))
-        return store_samples(self.data, source, store, seed)
+            return _fake_samples(data, vocab_size, seed + number, pairs=pairs)
+        if not data.streaming:
+            return split_samples(data, source, prepared(source, partial(open_source, source)), seed)
+        if data.validation_fraction == 0:
+            return None, None
+        assert tokenizer is not None, "text needs a tokenizer"
+        store = prepared(source, lambda: HeldOut(Stream(data, number, tokenizer, seed)))
+        ends = np.asarray(store.document_ends)
+        table = make_table(data, source, store, Ranges(np.concatenate([[0], ends[:-1]]), ends))
+        if not table.num_samples:
+            log.warning("source=%s holds out too little for a sample", store.name)
+        return None, table if table.num_samples else None
 
-    def stream(
-        self, seed: int, vocab_size: int | None, start: StreamStart, fixed_length: bool
-    ) -> Dataset:
-        """The endless training set. All ranks must call this."""
-        assert self.tokenizer is not None and vocab_size is not None
-        return open_streams(
-            self.data,
-            self.tokenizer,
-            self.cache_dir,
-            start,
+    parts = [parts_of(number, source) for number, source in enumerate(data.sources)]
+    trims = not fixed_length
+    if data.streaming:
+        assert tokenizer is not None and vocab_size is not None
+        training = open_streams(
+            data,
+            tokenizer,
+            cache_dir,
+            state=stream_state,
             seed=seed,
             vocab_size=vocab_size,
-            world=self.world,
-            fixed_length=fixed_length,
-            progress=self.progress,
-            no_progress_s=self.no_progress_s,
+            world=world,
+            trims=trims,
+            progress=progress,
+        )
+    else:
+        training = _mixed(data, [part for part, _ in parts], seed, trims=trims)
+    if all(held_out is None for _, held_out in parts):
+        return training, None
+    # The validation set has an order of its own, the same at every evaluation.
+    return training, _mixed(data, [held_out for _, held_out in parts], seed + 1, trims=trims)
+
+
+def _prepared(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cache_dir: Path,
+    world: World | None,
+    progress: Callable[[str], None],
+    source: SourceConfig,
+    open_rows: Callable[[], Source],
+) -> TokenStore:
+    """The prepared tokens of some rows. All ranks must call this."""
+    assert tokenizer is not None, "text needs a tokenizer"
+
+    def make(report: Callable[[str], None]) -> Path:
+        encoder = Encoder(source, tokenizer)
+        limit = data.max_bad_fraction
+        return prepare(open_rows(), encoder, cache_dir, progress=report, max_bad_fraction=limit)
+
+    if world is None:
+        return TokenStore.open(make(progress))
+    return TokenStore.open(prepare_everywhere(source, make, world, cache_dir, progress))
+
+
+def _fake_samples(
+    data: DataConfig, vocab_size: int, seed: int, *, pairs: bool
+) -> tuple[Samples, Samples | None]:
+    make = partial(FakeSamples, vocab_size, data.seq_length, pairs=pairs)
+    training = make(2 * seed, FAKE_SAMPLES)
+    if data.validation_fraction == 0:
+        return training, None
+    return training, make(2 * seed + 1, max(1, round(data.validation_fraction * FAKE_SAMPLES)))
+
+
+def _mixed(
+    data: DataConfig, samples: Sequence[Samples | None], seed: int, *, trims: bool
+) -> Dataset:
+    """The samples of those sources that have some."""
+    kept = [(s, part) for s, part in zip(data.sources, samples, strict=True) if part is not None]
+    weights = [1.0 if source.weight is None else source.weight for source, _ in kept]
+    weighted = any(source.weight is not None for source, _ in kept)
+    parts = [part for _, part in kept]
+    order = SampleOrder([part.num_samples for part in parts], weights if weighted else None, seed)
+    return Dataset(parts, order, data.seq_length, trims=trims)
+
+
+def split_samples(
+    data: DataConfig, source: SourceConfig, store: TokenStore, seed: int
+) -> tuple[SampleTable, SampleTable | None]:
+    """The samples of a source for training, and for validation.
+
+    Raises:
+        DataError: there is nothing to train on.
+    """
+    train_ranges, held_out_ranges = split_store(store, data.validation_fraction, seed)
+    train = make_table(data, source, store, train_ranges)
+    if store.kind == "text":
+        _check_text(data, store, train_ranges, train)
+    elif train.num_samples == 0:
+        raise _nothing_left(data, store, train.counts)
+    held_out = None
+    if held_out_ranges is not None:
+        held_out = make_table(data, source, store, held_out_ranges)
+        held_out = held_out if held_out.num_samples else None
+    if held_out is None and data.validation_fraction > 0:
+        log.warning("source=%s is too short to hold out a validation part", store.name)
+    _report(data, store, train, held_out)
+    return train, held_out
+
+
+def _check_text(data: DataConfig, store: TokenStore, ranges: Ranges, train: SampleTable) -> None:
+    num_tokens = ranges.num_tokens
+    too_short = data.packing and num_tokens < data.seq_length + 1
+    if too_short or train.num_samples == 0:
+        raise DataError(
+            f"{store.name}: {num_tokens} training tokens of {len(store.document_ends)} documents "
+            f"do not make one sample of {data.seq_length} and the token after it",
+            where="data.seq_length",
+            fix=f"set data.seq_length to {num_tokens - 1} or less, or give it more text"
+            if num_tokens > 2
+            else "give it more text",
+            id="data.short",
         )
 
-    def held_out_of_stream(self, number: int, seed: int) -> SampleSource | None:
-        """The validation part of a source that streams. All ranks must call this."""
-        data, tokenizer = self.data, self.tokenizer
-        if data.validation_fraction == 0:
-            return None
-        assert tokenizer is not None, "text needs a tokenizer"
 
-        def open_held_out() -> Source:
-            return HeldOut(open_stream(data, number, tokenizer, seed), data.validation_fraction)
-
-        source = data.sources[number]
-        store = self._store(source, open_held_out)
-        ends = np.asarray(store.document_ends)
-        samples = cut_samples(data, source, store, Ranges(np.concatenate([[0], ends[:-1]]), ends))
-        if samples.num_samples:
-            return samples
-        log.warning("source=%s holds out too little for a sample", store.name)
-        return None
-
-    def _store(self, source: SourceConfig, open_rows: Callable[[], Source]) -> TokenStore:
-        """The prepared tokens of some rows. All ranks must call this."""
-        tokenizer, world, no_progress_s = self.tokenizer, self.world, self.no_progress_s
-        assert tokenizer is not None, "text needs a tokenizer"
-        finish = partial(
-            prepare,
-            cache_dir=self.cache_dir,
-            max_bad_fraction=self.data.max_bad_fraction,
-            no_progress_s=no_progress_s,
+def _nothing_left(data: DataConfig, store: TokenStore, counts: SampleCounts) -> DataError:
+    """Why no document of a source can be trained on."""
+    noun = "pairs" if store.kind == "preference" else "documents"
+    what = f"{store.name}: none of {counts.documents} {noun} can be trained on"
+    if counts.too_long:
+        return DataError(
+            f"{what}: {counts.too_long} are longer than {data.seq_length} tokens and a next one, "
+            f"and {counts.untrained} others hold nothing to train",
+            where="data.seq_length, data.too_long: drop",
+            fix="raise data.seq_length, or use data.too_long: truncate",
+            id="data.untrained",
         )
+    return DataError(
+        f"{what}: no token that is trained lies in the first {data.seq_length} tokens",
+        where="data.seq_length",
+        fix="raise data.seq_length, or look at the data with `isles data show`",
+        id="data.untrained",
+    )
 
-        def make(say: Callable[[str], None]) -> Path:
-            return finish(open_rows(), Encoder(source, tokenizer), progress=say)
 
-        if world is not None and world.world_size > world.local_world_size:
-            folder = prepare_everywhere(
-                source,
-                make,
-                world,
-                self.cache_dir,
-                progress=self.progress,
-                no_progress_s=no_progress_s,
-            )
-        elif self.is_preparer:
-            folder = make(self.progress)
-        else:
-            folder = wait_for_prepared(
-                open_rows(),
-                Encoder(source, tokenizer),
-                self.cache_dir,
-                max_bad_fraction=self.data.max_bad_fraction,
-                no_progress_s=no_progress_s,
-            )
-        return TokenStore.open(folder)
+def _report(
+    data: DataConfig, store: TokenStore, train: SampleTable, held_out: SampleTable | None
+) -> None:
+    counts = train.counts
+    log.info(
+        "source=%s type=%s documents=%d tokens=%d train_samples=%d validation_samples=%d "
+        "truncated=%d dropped=%d padding=%.2f%%",
+        store.name,
+        store.kind,
+        len(store.document_ends),
+        len(store.tokens),
+        train.num_samples,
+        held_out.num_samples if held_out else 0,
+        counts.truncated,
+        counts.dropped,
+        100 * counts.padding_share,
+    )
+    if counts.dropped and store.kind != "text":
+        noun = "pairs" if store.kind == "preference" else "documents"
+        log.warning(
+            "source=%s: %d of %d %s are left out: %d longer than seq_length %d, %d without a "
+            "trained token in their first %d",
+            store.name,
+            counts.dropped,
+            counts.documents,
+            noun,
+            counts.too_long,
+            data.seq_length,
+            counts.untrained,
+            data.seq_length,
+        )
 
 
 def documents_for_tokenizer(data: DataConfig) -> Iterator[str]:
@@ -213,34 +268,14 @@ def documents_for_tokenizer(data: DataConfig) -> Iterator[str]:
 
 
 def _texts(source: SourceConfig, data: DataConfig) -> Iterator[str]:
-    columns = columns_of(source)
-    if data.streaming:  # nothing is downloaded that is not read
-        stream = row_stream(source, columns)
-        name = stream.describe()
-        rows: Rows = (row for chunk in stream.chunks(None) for row in chunk.rows)
-    else:
-        opened = open_source(source)
-        name, rows = opened.describe(), opened.rows(columns)
+    # Of a stream, nothing is downloaded that is not read.
+    opened = open_source(source, streams=data.streaming)
+    name = opened.describe()
     tally = Tally(name, data.max_bad_fraction)
     is_empty = True
-    for item in read_items(rows, source, tally):
+    for item in read_items(opened.rows(columns_of(source)), source, tally):
         is_empty = False
         yield from texts_of(item)
     tally.judge()
     if is_empty:
         raise no_documents(name, source.type)
-
-
-def _dataset(
-    samples: Sequence[SampleSource],
-    sources: Sequence[SourceConfig],
-    seed: int,
-    *,
-    seq_length: int,
-    trims: bool,
-) -> Dataset:
-    weights = [1.0 if source.weight is None else source.weight for source in sources]
-    weighted = any(source.weight is not None for source in sources)
-    sizes = [part.num_samples for part in samples]
-    order = SampleOrder(sizes, weights if weighted else None, seed)
-    return Dataset(samples, order, seq_length, trims=trims)

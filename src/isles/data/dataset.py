@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from isles.data.order import Order
+from isles.data.order import SampleOrder
 from isles.data.rng import Float32Array, Int64Array
-from isles.data.samples import SampleSource
-from isles.data.sources.counts import SampleCounts
+from isles.data.samples import Samples
 
 _WINDOW = 1024
 
@@ -50,24 +49,24 @@ class Dataset:
 
     def __init__(
         self,
-        parts: Sequence[SampleSource],
-        order: Order,
+        parts: Sequence[Samples],
+        order: SampleOrder,
         seq_length: int,
         *,
         trims: bool = False,
     ) -> None:
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self._order = order
         self._trims = trims
         self.seq_length = seq_length
-        self.rows_per_sample = self._parts[0].rows_per_sample
+        self.rows_per_sample = self.parts[0].rows_per_sample
         """1; 2 for pairs, of which the chosen answer comes first."""
-        assert {part.rows_per_sample for part in self._parts} == {self.rows_per_sample}
-        self.isolates = any(part.isolates for part in self._parts)
+        assert {part.rows_per_sample for part in self.parts} == {self.rows_per_sample}
+        self.isolates = any(part.isolates for part in self.parts)
         """Whether documents that share a row attend to themselves alone, in any source."""
         self.reference: Float32Array | None = None
         """Scores of the two answers of each pair before training, [num_samples, 2]."""
-        sizes = np.array([part.num_samples for part in self._parts], dtype=np.int64)
+        sizes = np.array([part.num_samples for part in self.parts], dtype=np.int64)
         self._ends = np.cumsum(sizes)
         self._starts = self._ends - sizes
         nothing = np.empty(0, dtype=np.int64)
@@ -76,7 +75,7 @@ class Dataset:
     @property
     def num_samples(self) -> int:
         """Different samples in all sources."""
-        return sum(part.num_samples for part in self._parts)
+        return sum(part.num_samples for part in self.parts)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -86,23 +85,28 @@ class Dataset:
     @property
     def vocab_size_needed(self) -> int:
         """Smallest vocabulary of a model that can read this."""
-        return 1 + max(part.max_token_id for part in self._parts)
+        return 1 + max(part.max_token_id for part in self.parts)
 
     @property
     def content(self) -> str:
         """A hash of what the samples are made of; the same where the data is."""
-        return hashlib.sha256(" ".join(part.content for part in self._parts).encode()).hexdigest()
+        return hashlib.sha256(" ".join(part.content for part in self.parts).encode()).hexdigest()
 
-    @property
-    def counts(self) -> tuple[SampleCounts, ...]:
-        """What became of each source's documents."""
-        return tuple(part.counts for part in self._parts)
+    def state(self) -> list[dict[str, Any] | None] | None:
+        """Where streams are, as plain JSON, for a later start to go on there; None: no streams."""
+        states = [part.state() for part in self.parts]
+        return None if all(state is None for state in states) else states
+
+    def close(self) -> None:
+        """End what prepares samples in the background."""
+        for part in self.parts:
+            part.close()
 
     def num_targets(self, sample_ids: Int64Array) -> int:
         """Tokens that these samples train on; reads no tokens."""
         sources, samples = self._locate(sample_ids)
         return sum(
-            int(self._parts[k].num_targets(samples[sources == k]).sum()) for k in np.unique(sources)
+            int(self.parts[k].num_targets(samples[sources == k]).sum()) for k in np.unique(sources)
         )
 
     def loss_divisor(self, sample_ids: Int64Array) -> int:
@@ -149,14 +153,14 @@ class Dataset:
         for index, (k, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
             rows = slice(index * each, (index + 1) * each)
             positions_RT = None if position_ids_BT is None else position_ids_BT[rows]
-            self._parts[k].read(sample, input_ids_BT[rows], targets_BT[rows], positions_RT)
+            self.parts[k].read(sample, input_ids_BT[rows], targets_BT[rows], positions_RT)
         return Rows(input_ids_BT, targets_BT, position_ids_BT)
 
     def _lengths(self, sources: Int64Array, samples: Int64Array) -> Int64Array:
         lengths = np.empty((len(sources), self.rows_per_sample), dtype=np.int64)
         for k in np.unique(sources):
             here = sources == k
-            lengths[here] = self._parts[k].lengths(samples[here])
+            lengths[here] = self.parts[k].lengths(samples[here])
         return lengths
 
     def _locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:

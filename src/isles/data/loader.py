@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.config.split import RowSplit, even_split
 from isles.data.dataset import Dataset, Rows
 from isles.data.rng import Float32Array, Int64Array
 from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
+from isles.dist.split import RowSplit, even_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,15 @@ class Loader:
             return self._numbering.numbers(samples_seen, size)
         return np.arange(samples_seen, samples_seen + size)
 
+    def stream_state(self) -> Any:
+        """Where streams are, for the manifest of a checkpoint; see `Dataset.state`."""
+        return self._dataset.state()
+
     def close(self) -> None:
-        """End the background thread; waits for the step that it reads."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """End the background threads; waits for the step that is read."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._dataset.close()  # who waits for a segment waits no longer
+        self._executor.shutdown(wait=True)
 
     def _read(self, first: int) -> StepData:
         split = self.split

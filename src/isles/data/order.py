@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +11,9 @@ from isles.data.rng import Int64Array, UInt64Array, draw, key_from
 
 PERIOD = 65_536
 """Samples in which every weighted source gets exactly its share."""
+
+ENDLESS = 2**40
+"""Stands for the samples of a stream, which has no last one."""
 
 _ROUNDS = 4  # enough by Luby and Rackoff 1988; more only cost time
 
@@ -68,19 +70,6 @@ def shares(weights: Sequence[float], slots: int) -> list[int]:
     return dealt
 
 
-class Order(Protocol):
-    """The order of the samples of several sources."""
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Global indices that make one pass over the data."""
-        ...
-
-    def locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The source of each of these global indices, and the sample within it; int64."""
-        ...
-
-
 class SampleOrder:
     """The endless order of the samples of several sources.
 
@@ -89,16 +78,18 @@ class SampleOrder:
     PERIOD samples holds each source in proportion, and each source is read in epochs of its own.
 
     Args:
-        sizes: samples in each source; all positive.
+        sizes: samples in each source; all positive. None: the sources are endless streams, each
+            read from its first sample on; shuffling is left to them.
         weights: shares of the sources; None: no weights.
         seed: another seed is another order.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, seed: int) -> None:
-        assert sizes and all(size > 0 for size in sizes), sizes
-        assert weights is None or len(weights) == len(sizes)
-        self._sizes = np.asarray(sizes, dtype=np.int64)
-        self._ends = np.cumsum(self._sizes)
+    def __init__(
+        self, sizes: Sequence[int] | None, weights: Sequence[float] | None, seed: int
+    ) -> None:
+        self._sizes = None if sizes is None else np.asarray(sizes, dtype=np.int64)
+        assert self._sizes is None or (self._sizes.size and (self._sizes > 0).all()), sizes
+        assert weights is not None or sizes is not None, "streams have no sizes to go by"
         self._seed = seed
         self._slots = None if weights is None else np.asarray(shares(weights, PERIOD), np.int64)
         # Two: a batch may lie across the border between periods.
@@ -106,8 +97,8 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        """As many samples as all sources have together."""
-        return int(self._ends[-1])
+        """As many samples as all sources have together; of streams more than can be read."""
+        return ENDLESS if self._sizes is None else int(self._sizes.sum())
 
     def locate(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Where the samples with these global indices lie.
@@ -120,11 +111,12 @@ class SampleOrder:
         return self._locate_by_weight(sample_ids)
 
     def _locate_in_epoch(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        total = self.samples_per_epoch
+        assert self._sizes is not None
+        total, ends = self.samples_per_epoch, np.cumsum(self._sizes)
         epoch, place = np.divmod(sample_ids, total)
         chosen = permute(place, total, key_from(self._seed, 0, epoch))
-        source = np.searchsorted(self._ends, chosen, side="right").astype(np.int64)
-        return source, chosen - (self._ends[source] - self._sizes[source])
+        source = np.searchsorted(ends, chosen, side="right").astype(np.int64)
+        return source, chosen - (ends[source] - self._sizes[source])
 
     def _locate_by_weight(self, sample_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
         assert self._slots is not None
@@ -135,6 +127,8 @@ class SampleOrder:
             sources, ranks = self._deal(int(number))
             source[here] = sources[slot[here]]
             drawn[here] = ranks[slot[here]] + number * self._slots[source[here]]
+        if self._sizes is None:
+            return source, drawn
         sample = np.empty_like(slot)
         for k in np.unique(source):
             here = source == k
@@ -144,22 +138,12 @@ class SampleOrder:
         return source, sample
 
     def _deal_period(self, period: int) -> tuple[Int64Array, Int64Array]:
+        """For each place in one period: its source, and how many earlier ones that source has."""
         assert self._slots is not None
-        return deal_period(self._slots, self._seed, period)
-
-
-def deal_period(slots: Int64Array, seed: int, period: int) -> tuple[Int64Array, Int64Array]:
-    """For each place in one period: its source, and how many earlier places that source has.
-
-    Args:
-        slots: places of each source, PERIOD in all.
-        seed: another seed deals them otherwise.
-        period: its number.
-    """
-    ends = np.cumsum(slots)
-    chosen = permute(np.arange(PERIOD), PERIOD, key_from(seed, 2, period))
-    sources = np.searchsorted(ends, chosen, side="right").astype(np.int64)
-    by_source = np.argsort(sources, kind="stable")
-    ranks = np.empty(PERIOD, dtype=np.int64)
-    ranks[by_source] = np.arange(PERIOD) - np.repeat(ends - slots, slots)
-    return sources, ranks
+        ends = np.cumsum(self._slots)
+        chosen = permute(np.arange(PERIOD), PERIOD, key_from(self._seed, 2, period))
+        sources = np.searchsorted(ends, chosen, side="right").astype(np.int64)
+        by_source = np.argsort(sources, kind="stable")
+        ranks = np.empty(PERIOD, dtype=np.int64)
+        ranks[by_source] = np.arange(PERIOD) - np.repeat(ends - self._slots, self._slots)
+        return sources, ranks

@@ -1,68 +1,89 @@
-"""Samples cut out of text: packed, one document each, or made up.
+"""Samples: rows of token ids with their targets, by number.
 
 T: places in a row. R: rows of a sample, 1, or 2 for pairs.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from isles.data.rng import Int64Array, draw, key_from
-from isles.data.sources.counts import SampleCounts
-from isles.data.tokens.split import Ranges
 from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 
 FAKE_SAMPLES = 2**20
 """Samples in an epoch of a fake source."""
 
+Tail = Literal["own", "next", "none"]
+"""Target of the last place of a span: the span's own next token, the first token of the next span,
+or none."""
 
-class SampleSource(Protocol):
+
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """Documents of one part of a source, and the samples that they make.
+
+    Args:
+        documents: there were; of preferences, pairs.
+        truncated: of them, longer than a sample, and cut at its end.
+        too_long: of them, longer than a sample, and left out.
+        untrained: of them, left out because nothing in them is trained.
+        samples: that they make.
+        used: places of all samples at which a token is read.
+        places: of all samples at their full length.
+    """
+
+    documents: int
+    truncated: int
+    too_long: int
+    untrained: int
+    samples: int
+    used: int
+    places: int
+
+    @property
+    def dropped(self) -> int:
+        """Documents that are in no sample."""
+        return self.too_long + self.untrained
+
+    @property
+    def padding_share(self) -> float:
+        """Share of all places that hold padding, where samples have their full length."""
+        return 1 - self.used / self.places if self.places else 0.0
+
+
+class Samples(ABC):
     """Numbered samples of one part of one source."""
 
-    @property
-    def num_samples(self) -> int:
-        """How many there are."""
-        ...
+    num_samples: int
+    rows_per_sample = 1
+    """1; 2 for pairs, of which the chosen answer comes first."""
+    isolates = False
+    """Whether documents that share a row attend to themselves alone."""
 
     @property
-    def rows_per_sample(self) -> int:
-        """1; 2 for pairs, of which the chosen answer comes first."""
-        ...
-
-    @property
-    def isolates(self) -> bool:
-        """Whether documents that share a row attend to themselves alone."""
-        ...
-
-    @property
+    @abstractmethod
     def max_token_id(self) -> int:
         """No id is larger."""
-        ...
 
     @property
+    @abstractmethod
     def content(self) -> str:
         """Equal where the samples are."""
-        ...
 
-    @property
-    def counts(self) -> SampleCounts:
-        """What became of the documents."""
-        ...
-
+    @abstractmethod
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """Tokens that each of these samples trains on; reads no tokens."""
-        ...
 
+    @abstractmethod
     def lengths(self, samples: Int64Array) -> Int64Array:
-        """Places of each row up to its last target, [len(samples), R]; the rest is padding.
+        """Places of each row up to its padding, [len(samples), R]; reads no tokens."""
 
-        Reads no tokens.
-        """
-        ...
-
+    @abstractmethod
     def read(
         self,
         sample: int,
@@ -76,85 +97,86 @@ class SampleSource(Protocol):
             sample: its number.
             input_ids_RT, targets_RT: rows of at least the sample's lengths, and at most as long as
                 a sample may be; all of it is written.
-            position_ids_RT: counted from 0 when given; a source that isolates writes where
-                documents begin anew.
+            position_ids_RT: counted from 0 when given; where documents are isolated, each of them
+                and the padding are counted anew.
         """
-        ...
+
+    def state(self) -> dict[str, Any] | None:
+        """Where a stream is, as plain JSON: a start that is given this reads on from there."""
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """End what prepares samples in the background."""
 
 
-class PackedSamples:
-    """Documents one after another as one stream, cut into full samples.
+class SampleTable(Samples):
+    """Samples cut out of a store of tokens.
 
-    Sample i is the stream's tokens i*T to i*T+T: inputs, and the same shifted by one as targets, so
-    each token but the first is a target once. What does not fill a sample at the end is left out;
-    a stream too short for one is a single padded sample.
-
-    Where documents are isolated, positions begin at 0 with each document and with each sample, and
-    a document's last token does not predict the first of the next, as it would not if each were a
-    row of its own.
+    Spans are runs of tokens of the store. Their places are counted one after another over all
+    spans, and a row is a run of places. At each place one token is read, and the token after it is
+    the target.
 
     Args:
         store: the tokens.
-        ranges: the part of them that is used.
-        seq_length: places in a sample.
-        isolates: whether documents attend to themselves alone.
+        starts: of each span, its first token in the store.
+        lengths: of each span, how many places it has.
+        tail: the target of a span's last place.
+        rows: the first place of each row, and the one after its last; an int: each row has so many
+            places, one row after the other.
+        num_samples: how many the rows make.
+        how: names how the samples were made, for `content`.
+        counts: what became of the documents.
+        targets: of each sample, how many tokens are trained; None: all that have a target.
+        rows_per_sample, isolates: see `Samples`.
     """
-
-    rows_per_sample = 1
 
     def __init__(
-        self, store: TokenStore, ranges: Ranges, seq_length: int, *, isolates: bool = False
+        self,
+        store: TokenStore,
+        starts: Int64Array,
+        lengths: Int64Array,
+        tail: Tail,
+        rows: tuple[Int64Array, Int64Array] | int,
+        *,
+        num_samples: int,
+        how: str,
+        counts: SampleCounts,
+        targets: Int64Array | None = None,
+        rows_per_sample: int = 1,
+        isolates: bool = False,
     ) -> None:
-        joined = ranges.joined()
+        self.num_samples = num_samples
+        self.rows_per_sample = rows_per_sample
         self.isolates = isolates
         self._store = store
-        self._starts = joined.starts
-        self._stream_ends = np.cumsum(joined.ends - joined.starts)
-        self._document_ends = np.cumsum(ranges.ends - ranges.starts) if isolates else None
-        self._seq_length = seq_length
-        self._num_tokens = int(self._stream_ends[-1])
-        self._num_documents = len(ranges.starts)
-
-    @property
-    def num_samples(self) -> int:
-        """Full samples; 1 for the padded one; 0 for a single token."""
-        full = (self._num_tokens - 1) // self._seq_length
-        return full or min(self._num_tokens - 1, 1)
+        self._ends = np.cumsum(lengths)
+        self._shift = starts - (self._ends - lengths)  # from places to tokens
+        self._tail = tail
+        self._rows = rows
+        self._how = how
+        self.counts = counts
+        self._targets = targets
 
     @property
     def max_token_id(self) -> int:
-        """No id is larger."""
         return self._store.max_token_id
 
     @property
     def content(self) -> str:
-        """The hash of the tokens they are cut from, and how."""
-        apart = ":isolated" if self.isolates else ""
-        return f"{self._store.digest}:{self.num_samples}:packed:{self._seq_length}{apart}"
-
-    @property
-    def counts(self) -> SampleCounts:
-        """See SampleSource."""
-        samples = self.num_samples
-        places, used = samples * self._seq_length, samples * self._length
-        return SampleCounts(self._num_documents, 0, 0, 0, samples, used, places)
-
-    @property
-    def _length(self) -> int:
-        return min(self._seq_length, self._num_tokens - 1)
+        return f"{self._store.digest}:{self.num_samples}:{self._how}"
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
-        """T for every sample but a padded one; isolated, without the first token of documents."""
-        whole = np.full(samples.shape, self._length, dtype=np.int64)
-        if self._document_ends is None:
-            return whole
-        firsts = samples * self._seq_length + 1
-        before = np.searchsorted(self._document_ends, firsts)
-        return whole - (np.searchsorted(self._document_ends, firsts + self._length) - before)
+        if self._targets is not None:
+            return self._targets[samples]
+        starts, ends = self._borders(samples)
+        if self._tail != "none":
+            return ends - starts
+        lasts = np.searchsorted(self._ends, ends + 1) - np.searchsorted(self._ends, starts + 1)
+        return ends - starts - lasts
 
     def lengths(self, samples: Int64Array) -> Int64Array:
-        """T for every sample but a padded one."""
-        return np.full((len(samples), 1), self._length, dtype=np.int64)
+        starts, ends = self._borders(samples)
+        return (ends - starts).reshape(len(samples), self.rows_per_sample)
 
     def read(
         self,
@@ -163,99 +185,50 @@ class PackedSamples:
         targets_RT: Int64Array,
         position_ids_RT: Int64Array | None = None,
     ) -> None:
-        """See SampleSource."""
-        input_ids_T, targets_T = input_ids_RT[0], targets_RT[0]
-        begin = first = sample * self._seq_length
-        end = min(first + self._seq_length + 1, self._num_tokens)
-        piece = int(np.searchsorted(self._stream_ends, first, side="right"))
-        filled = 0
-        while first < end:
-            stream_end = int(self._stream_ends[piece])
-            taken = min(end, stream_end) - first
-            length = stream_end - (int(self._stream_ends[piece - 1]) if piece else 0)
-            place = int(self._starts[piece]) + length - (stream_end - first)
-            _put(self._store.tokens[place : place + taken], filled, input_ids_T, targets_T)
-            first, filled, piece = first + taken, filled + taken, piece + 1
-        _pad(filled, self._store.end_of_text_id, input_ids_T, targets_T)
-        if self._document_ends is None:
-            return
-        at = np.searchsorted(self._document_ends, [begin + 1, end])
-        borders = self._document_ends[at[0] : at[1]] - begin
-        targets_T[borders - 1] = IGNORE_INDEX
-        if position_ids_RT is not None:
-            begin_anew(position_ids_RT[0], [*borders.tolist(), end - begin - 1])
+        starts, ends = self._borders(np.array([sample]))
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            borders = self._read_row(start, end, input_ids_RT[row], targets_RT[row])
+            if self.isolates and position_ids_RT is not None:
+                _begin_anew(position_ids_RT[row], borders)
+
+    def _borders(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """First place of each row of these samples, and the place after its last."""
+        if isinstance(self._rows, int):
+            return samples * self._rows, (samples + 1) * self._rows
+        each = self.rows_per_sample
+        rows = samples if each == 1 else (samples[:, None] * each + np.arange(each)).ravel()
+        return self._rows[0][rows], self._rows[1][rows]
+
+    def _read_row(
+        self, place: int, end: int, input_ids_T: Int64Array, targets_T: Int64Array
+    ) -> list[int]:
+        """Write the places up to `end`; gives where in the row each span begins, and padding."""
+        tokens, trained = self._store.tokens, self._store.trained
+        span = int(np.searchsorted(self._ends, place, side="right"))
+        borders, at = [], 0
+        while place < end:
+            borders.append(at)
+            span_end = int(self._ends[span])
+            count = min(end, span_end) - place
+            token = place + int(self._shift[span])
+            input_ids_T[at : at + count] = tokens[token : token + count]
+            following = tokens[token + 1 : token + count + 1]  # one less at the end of the store
+            targets_T[at : at + len(following)] = following
+            if trained is not None:
+                is_trained = trained[token + 1 : token + count + 1].astype(np.bool_)
+                targets_T[at : at + len(following)][~is_trained] = IGNORE_INDEX
+            at, place = at + count, place + count
+            if place == span_end and self._tail == "none":
+                targets_T[at - 1] = IGNORE_INDEX
+            elif place == span_end and self._tail == "next":
+                targets_T[at - 1] = tokens[span_end + int(self._shift[span + 1])]
+            span += 1
+        input_ids_T[at:] = self._store.end_of_text_id
+        targets_T[at:] = IGNORE_INDEX
+        return [*borders, at]
 
 
-class DocumentSamples:
-    """One document a sample; long ones cut, short ones padded at the end.
-
-    Pieces overlap by one token, so each token of a document but its first is a target once.
-    """
-
-    rows_per_sample = 1
-    isolates = False
-
-    def __init__(self, store: TokenStore, ranges: Ranges, seq_length: int) -> None:
-        self._store = store
-        self._ranges = ranges
-        self._seq_length = seq_length
-        self._targets = ranges.ends - ranges.starts - 1
-        self._sample_ends = np.cumsum(-(-self._targets // seq_length))
-
-    @property
-    def num_samples(self) -> int:
-        """Pieces of all documents."""
-        return int(self._sample_ends[-1])
-
-    @property
-    def max_token_id(self) -> int:
-        """No id is larger."""
-        return self._store.max_token_id
-
-    @property
-    def content(self) -> str:
-        """The hash of the tokens they are cut from, and how."""
-        return f"{self._store.digest}:{self.num_samples}:documents:{self._seq_length}"
-
-    @property
-    def counts(self) -> SampleCounts:
-        """See SampleSource. A long document is cut, and nothing of it is lost."""
-        documents, samples = len(self._targets), self.num_samples
-        untrained = int((self._targets == 0).sum())
-        used, places = int(self._targets.sum()), samples * self._seq_length
-        return SampleCounts(documents, 0, 0, untrained, samples, used, places)
-
-    def num_targets(self, samples: Int64Array) -> Int64Array:
-        """T, or what is left in the document's last piece."""
-        starts, ends = self._pieces(samples)
-        return ends - starts - 1
-
-    def lengths(self, samples: Int64Array) -> Int64Array:
-        """As many as targets."""
-        return self.num_targets(samples)[:, None]
-
-    def read(
-        self,
-        sample: int,
-        input_ids_RT: Int64Array,
-        targets_RT: Int64Array,
-        position_ids_RT: Int64Array | None = None,
-    ) -> None:
-        """See SampleSource."""
-        del position_ids_RT  # one document, from 0 on
-        starts, ends = self._pieces(np.array([sample]))
-        tokens = self._store.tokens[int(starts[0]) : int(ends[0])]
-        _put(tokens, 0, input_ids_RT[0], targets_RT[0])
-        _pad(len(tokens), self._store.end_of_text_id, input_ids_RT[0], targets_RT[0])
-
-    def _pieces(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
-        document = np.searchsorted(self._sample_ends, samples, side="right")
-        num_before = np.where(document > 0, self._sample_ends[document - 1], 0)
-        starts = self._ranges.starts[document] + (samples - num_before) * self._seq_length
-        return starts, np.minimum(starts + self._seq_length + 1, self._ranges.ends[document])
-
-
-class FakeSamples:
+class FakeSamples(Samples):
     """Random token ids that depend on the seed and the sample alone.
 
     Args:
@@ -266,49 +239,31 @@ class FakeSamples:
         pairs: whether a sample is two rows that begin alike, and train on the other half.
     """
 
-    isolates = False
-
     def __init__(
         self, vocab_size: int, seq_length: int, seed: int, num_samples: int, *, pairs: bool = False
     ) -> None:
+        self.num_samples = num_samples
         self.rows_per_sample = 2 if pairs else 1
         self._vocab_size = vocab_size
         self._seq_length = seq_length
         self._seed = seed
-        self._num_samples = num_samples
         self._prompt = seq_length // 2 if pairs else 0
 
     @property
-    def num_samples(self) -> int:
-        """As many as was said."""
-        return self._num_samples
-
-    @property
     def max_token_id(self) -> int:
-        """The last of the vocabulary."""
         return self._vocab_size - 1
 
     @property
     def content(self) -> str:
-        """Made up from these numbers alone."""
         pairs = ":pairs" if self._prompt else ""
         return f"fake:{self._vocab_size}:{self._seed}:{self._seq_length}{pairs}"
 
-    @property
-    def counts(self) -> SampleCounts:
-        """See SampleSource: every place is used."""
-        places = self._num_samples * self._seq_length * self.rows_per_sample
-        return SampleCounts(self._num_samples, 0, 0, 0, self._num_samples, places, places)
-
     def num_targets(self, samples: Int64Array) -> Int64Array:
-        """The same for every sample."""
         each = self.rows_per_sample * (self._seq_length - self._prompt)
         return np.full(samples.shape, each, dtype=np.int64)
 
     def lengths(self, samples: Int64Array) -> Int64Array:
-        """T for every row."""
-        shape = (len(samples), self.rows_per_sample)
-        return np.full(shape, self._seq_length, dtype=np.int64)
+        return np.full((len(samples), self.rows_per_sample), self._seq_length, dtype=np.int64)
 
     def read(
         self,
@@ -317,8 +272,6 @@ class FakeSamples:
         targets_RT: Int64Array,
         position_ids_RT: Int64Array | None = None,
     ) -> None:
-        """See SampleSource."""
-        del position_ids_RT  # one document, from 0 on
         tokens = self._tokens(sample, 4)
         for row in range(self.rows_per_sample):
             if row:
@@ -333,33 +286,8 @@ class FakeSamples:
         return tokens
 
 
-def begin_anew(position_ids_T: Int64Array, borders: list[int]) -> None:
+def _begin_anew(position_ids_T: Int64Array, borders: list[int]) -> None:
     """Count positions from 0 at each of these places, which ascend; one behind the row is none."""
-    length = len(position_ids_T)
-    for start, end in zip(borders, [*borders[1:], length], strict=True):
+    for start, end in zip(borders, [*borders[1:], len(position_ids_T)], strict=True):
         if start < end:
             position_ids_T[start:end] = np.arange(end - start)
-
-
-def _put(
-    tokens: np.ndarray[tuple[int], np.dtype[np.integer]],
-    place: int,
-    input_ids_T: Int64Array,
-    targets_T: Int64Array,
-) -> None:
-    """Write tokens from this place of T+1 on: as inputs, and one place earlier as targets."""
-    end = place + len(tokens)
-    input_ids_T[place:end] = tokens[: len(input_ids_T) - place]
-    if place == 0:
-        targets_T[: end - 1] = tokens[1:]
-    else:
-        targets_T[place - 1 : end - 1] = tokens
-
-
-def _pad(filled: int, padding_id: int, input_ids_T: Int64Array, targets_T: Int64Array) -> None:
-    """Fill the rows behind the first `filled` of T+1 tokens.
-
-    The last token is an input as well, for which there is no target.
-    """
-    input_ids_T[filled:] = padding_id
-    targets_T[max(filled - 1, 0) :] = IGNORE_INDEX

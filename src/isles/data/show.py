@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.cut import cut_samples
-from isles.data.sources.counts import SampleCounts
-from isles.data.tokens.split import Ranges
-from isles.data.tokens.store import TokenStore
+from isles.data.builders import make_table
+from isles.data.samples import SampleCounts
+from isles.data.tokens.store import Ranges, TokenStore
 from isles.facts.text import printable
 
 SHOWN_TOKENS = 600
@@ -88,7 +87,7 @@ def figures_of(data: DataConfig, source: SourceConfig, store: TokenStore) -> Fig
         median=int(np.median(ends - starts)),
         longest=int((ends - starts).max()),
         over_length=int((ends - starts > data.seq_length + 1).sum()),
-        counts=cut_samples(data, source, store, Ranges(starts, ends)).counts,
+        counts=make_table(data, source, store, Ranges(starts, ends)).counts,
     )
 
 

@@ -159,7 +159,7 @@ def open_beats(world: World, env: RankEnv, now: Callable[[], float]) -> Beats:
     if address is None:
         assert own is not None, "either all ranks have met at a server, or none"
         address = own.host, own.port
-    # Else the store belongs to the supervisor or to torchrun's agent.
+    # Else the store belongs to the coordinator or to torchrun's agent.
     is_ours = env.meeting is None and env.agent_store is None
     return Beats(
         (str(address[0]), int(address[1])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
@@ -49,6 +50,16 @@ def format_duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def write_duration(seconds: float) -> str:
+    """A length of time as a run file has it; it reads back the same: `20m`, `23h30m`, `0.5s`."""
+    if seconds != int(seconds):
+        return f"{Decimal(repr(seconds)):f}s"
+    whole = int(seconds)
+    parts = ((whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"))
+    text = "".join(f"{number}{unit}" for number, unit in parts if number)
+    return f"{text}{whole % 60}s" if whole % 60 or not text else text
 
 
 def format_bytes(size_bytes: float) -> str:

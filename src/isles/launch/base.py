@@ -12,6 +12,7 @@ from isles.config.resolve import Resolved, resolve
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.run.env import hub_cache
+from isles.run.fleet import Fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun
@@ -31,6 +32,7 @@ class Job:
         command: the command line that runs until the ranks have ended.
         resumed_from: the checkpoint that was asked for by name.
         variables: of the environment, that the run file sets.
+        fleet: its nodes, for the agents; None: the command needs none.
     """
 
     run_dir: RunDir
@@ -40,6 +42,7 @@ class Job:
     command: tuple[str, ...]
     resumed_from: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    fleet: Fleet | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ def show_config(run_file: Path, /, *overrides: str) -> int:
         run_file: The run file.
         overrides: Values that replace those in the file, such as training.max_steps=5.
     """
+    from isles.config.clusters import named_cluster
     from isles.config.load import load_run_file
-    from isles.config.show import named_cluster, show
+    from isles.config.show import show
     from isles.launch.base import settle_here
 
     loaded = load_run_file(run_file, overrides)
@@ -58,8 +59,8 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
         overrides: Values that replace those in the file, such as data.seq_length=512.
         samples: How many documents of each source.
     """
+    from isles.config.clusters import of_cluster
     from isles.config.load import load_run_file
-    from isles.config.one_cluster import of_cluster
     from isles.config.resolve import dump_resolved
     from isles.launch.base import settle_here
     from isles.launch.hub import hub_faults

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from isles import __version__
-from isles.config.emit import dump_yaml
+from isles.config.clusters import leads_outside, named_cluster, shared_text
 from isles.config.load import Base, Loaded, load_run_file, read_text
+from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
-from isles.config.shared import leads_outside, shared_text, unlike
-from isles.config.show import named_cluster
-from isles.config.yaml import scan_yaml
+from isles.config.yaml import dump_yaml, scan_yaml
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.text import printable
 from isles.run.ask import ask_rendezvous

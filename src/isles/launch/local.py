@@ -1,25 +1,26 @@
-"""The local launcher: the ranks of this machine, under an agent, or several as its nodes."""
+"""The launcher local: the run on this machine, in a session of its own."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from isles.config.sections.cluster import ClusterConfig
+from isles.errors import UserError
 from isles.launch.base import Job
 from isles.launch.detached import start_detached
 from isles.run.begin import write_launch
-from isles.run.env import inherited, rank_defaults
+from isles.run.env import inherited, rank_defaults, visible_devices
+from isles.run.fleet import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.refusals import clear_errors
-from isles.run.signals import kill_now
 
 
 def local_job(
@@ -31,7 +32,7 @@ def local_job(
     resumed_from: Path | None = None,
     cluster: ClusterConfig | None = None,
 ) -> Job:
-    """The job that trains a run on this machine: one agent, or a supervisor of several.
+    """The job that trains a run on this machine.
 
     Args:
         run_dir: the run.
@@ -39,27 +40,26 @@ def local_job(
         world_size: ranks on all nodes.
         device: cpu or cuda.
         resumed_from: a checkpoint that was asked for by name.
-        cluster: the run file's section; None: one node.
+        cluster: the run file's section; several nodes are as many agents. None: one node.
     """
-    asked = ("--resume-from", str(resumed_from.absolute())) if resumed_from else ()
-    nodes = cluster.max_nodes if cluster is not None else 1
-    several: tuple[str, ...] = ()
-    if cluster is not None and nodes > 1:
-        several = ("--nodes", f"{cluster.min_nodes}:{nodes}", "--device", device)
-    command = (
-        sys.executable,
-        "-m",
-        "isles.train.supervisor" if several else "isles.train.agent",
-        str(run_dir.path.absolute()),
-        "--attempt",
-        str(attempt.number),
-        *several,
-        "--nproc-per-node",
-        str(world_size // nodes),
-        *asked,
+    cluster = cluster or ClusterConfig()
+    fleet = Fleet(
+        launcher="local",
+        nodes=tuple(
+            FleetNode(node, os.uname().nodename, None, "127.0.0.1", world_size // cluster.max_nodes)
+            for node in range(cluster.max_nodes)
+        ),
+        port=0,
+        min_nodes=cluster.min_nodes,
+        device=device,
+        start_timeout_s=cluster.start_timeout,
+        digest="",
+        resume_from=str(resumed_from.absolute()) if resumed_from else None,
     )
-    variables = cluster.environment.variables if cluster is not None else {}
-    return Job(run_dir, attempt, world_size, device, command, resumed_from, dict(variables))
+    words = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
+    command = (*words, "--attempt", str(attempt.number))
+    variables = dict(cluster.environment.variables)
+    return Job(run_dir, attempt, world_size, device, command, resumed_from, variables, fleet)
 
 
 class LocalLauncher:
@@ -68,7 +68,7 @@ class LocalLauncher:
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """`environ`: what the job inherits; None: all that this process has."""
         self._environ = inherited() if environ is None else environ
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: list[subprocess.Popen[bytes]] = []
 
     def render(self, job: Job) -> str:
         """The command line, with the variables that are added to the environment."""
@@ -82,10 +82,12 @@ class LocalLauncher:
             UserError: the machine cannot start a process.
         """
         with clear_errors(job.attempt.path), job.attempt.agent_log.open("ab") as log:
+            if job.fleet is not None:
+                job.fleet.write(job.attempt)
             environ = {**self._environ, **self._added(job)}
             child = start_detached(job.command, environ, log, job.attempt.path)
-        self._children[child.pid] = child
         # Even a child that has ended keeps its pid and start time until it is waited for.
+        self._children.append(child)
         process = ProcessId.of(child.pid)
         write_launch(
             job.attempt,
@@ -97,17 +99,6 @@ class LocalLauncher:
         )
         return process
 
-    def state(self, job_id: ProcessId) -> Literal["running", "ended"]:
-        """Whether the agent still runs."""
-        child = self._children.get(job_id.pid)
-        if child is not None:
-            child.poll()
-        return "running" if job_id.is_alive() else "ended"
-
-    def cancel(self, job_id: ProcessId) -> None:
-        """Kill the agent; its ranks end with it."""
-        kill_now(job_id)
-
     def _added(self, job: Job) -> dict[str, str]:
         """Variables of the run file, and those that make a good start on one machine."""
         defaults = rank_defaults(
@@ -117,6 +108,46 @@ class LocalLauncher:
             environ={**self._environ, **job.variables},
         )
         return {**defaults, **job.variables}
+
+
+def place_here(
+    run_dir: RunDir, attempt: Attempt, fleet: Fleet, node: int
+) -> subprocess.Popen[bytes]:
+    """Start the agent of a node that is a process of this machine, in a session of its own.
+
+    Raises:
+        UserError: there are not enough GPUs for one more node.
+    """
+    environ = inherited()
+    if fleet.device == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_gpus(fleet, node))
+    command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
+    command += ["--attempt", str(attempt.number), "--node", str(node)]
+    with attempt.node_log(node).open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _own_gpus(fleet: Fleet, node: int) -> list[str]:
+    """Each node of one machine has GPUs of its own."""
+    nproc = fleet.nodes[node].nproc
+    last = (node + 1) * nproc
+    visible = visible_devices() or [str(gpu) for gpu in range(last)]
+    mine = visible[last - nproc : last]
+    if len(mine) < nproc:
+        raise UserError(
+            f"node {node} needs {nproc} GPUs of its own, {len(mine)} are left",
+            where=f"host {os.uname().nodename}, CUDA_VISIBLE_DEVICES={','.join(visible)}",
+            fix="make all GPUs of the run visible, or lower clusters[0].nodes",
+            id="gpu.count",
+        )
+    return mine
 
 
 def _loopback() -> str | None:

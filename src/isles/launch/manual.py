@@ -1,7 +1,7 @@
-"""The launcher manual: prints one command for each node, for a person to type there.
+"""The launcher manual: prints the agent's command for each node, for a person to type there.
 
-The first command keeps the run together and starts its node; each of the others needs nothing but
-the first node's address: it gets the run's files from there.
+The first node's agent coordinates the run; each of the others needs nothing but its address and the
+token: it gets the run's files from there.
 """
 
 from __future__ import annotations
@@ -9,39 +9,28 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import shutil
 import socket
 import sys
-from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import psutil
 
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import ManualLauncherConfig
-from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
+from isles.config.sections.cluster import ClusterConfig, ManualLauncherConfig
+from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.base import Started, StartOptions
-from isles.launch.detached import start_detached
 from isles.launch.node.facts import free_port
 from isles.launch.ssh.network import network_variables
 from isles.launch.ssh.setting import quoted, setting_lines
 from isles.launch.verbs import require_train
-from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
+from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.env import hub_cache, inherited, rank_defaults
-from isles.run.find import typed_name
-from isles.run.fleet import Fleet, FleetNode, read_fleet
-from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId
-from isles.run.refusals import clear_errors
-from isles.run.state import attempt_state
-from isles.run.trackers import require_trackers
-from isles.run.turns import one_after_another
-
-_DIGEST_LENGTH = 16
+from isles.run.fleet import Fleet, FleetNode
+from isles.run.packages import require_packages
+from isles.run.paths import RunDir
 
 
 def start_manual(
@@ -64,76 +53,26 @@ def start_manual(
     resolved = _resolve(loaded, cluster, len(addresses))
     if options.dry_run:
         begun = choose_run(resolved, options.resume)
-        number = len(begun.run_dir.attempts()) + 1
+        number, token = len(begun.run_dir.attempts()) + 1, "(made when it is started)"
     else:
         require_train()
-        require_trackers(resolved.config)
+        require_packages(resolved.config)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         number = attempt.number
+        token = attempt.token.read_text(encoding="utf-8").strip()
     asked = str(begun.resume_from.absolute()) if begun.resume_from else None
     fleet = _fleet(launcher, cluster, resolved, addresses, asked)
     text = "\n".join(
         [
             *([begun.note] if begun.note else []),
-            *_commands(begun.run_dir, fleet, cluster),
+            *_commands(begun.run_dir, fleet, cluster, token),
         ]
     )
     if options.dry_run:
         return text
     fleet.write(begun.run_dir.attempt(number))
     return Started(begun.run_dir, begun.run_dir.attempt(number), None, text=text)
-
-
-def lead(run_dir: RunDir) -> tuple[Attempt, ProcessId]:
-    """Start the supervisor of a run by hand, and with it the first node, on this machine.
-
-    Raises:
-        UserError: `isles train` has not been typed before, or the run is on its way or over.
-    """
-    attempt = run_dir.last_attempt()
-    fleet = read_fleet(attempt) if attempt is not None else None
-    if attempt is None or fleet is None or fleet.launcher != "manual":
-        raise UserError(
-            "this is no run whose nodes are started by hand",
-            where=str(run_dir.path),
-            fix="`isles train run.yaml` with launcher: {kind: manual} makes one, and says what to "
-            "type",
-        )
-    with clear_errors(attempt.path):
-        log = attempt.agent_log.open("ab")
-    with log, one_after_another(log):
-        # Of two that are typed at once, the second must find the first on its way.
-        _refuse_second(run_dir, attempt)
-        return attempt, _start_supervisor(run_dir, attempt, fleet, log)
-
-
-def _refuse_second(run_dir: RunDir, attempt: Attempt) -> None:
-    is_over = attempt.outcome.exists()
-    if is_over or attempt_state(run_dir, attempt).is_alive:
-        raise UserError(
-            f"{run_dir.name} {'has ended' if is_over else 'is on its way already'}",
-            where=str(attempt.path),
-            fix="`isles train run.yaml` makes it ready once more"
-            if is_over
-            else f"isles status {typed_name(run_dir)}",
-        )
-
-
-def _start_supervisor(run_dir: RunDir, attempt: Attempt, fleet: Fleet, log: IO[bytes]) -> ProcessId:
-    words = [sys.executable, "-m", "isles.train.supervisor", str(run_dir.path.absolute())]
-    command = (*words, "--attempt", str(attempt.number))
-    child = start_detached(command, node_environ(run_dir, fleet, 0), log, attempt.path)
-    process = ProcessId.of(child.pid)
-    write_launch(
-        attempt,
-        process,
-        world_size=fleet.world_size,
-        device=fleet.device,
-        command=command,
-        resumed_from=Path(fleet.resume_from) if fleet.resume_from else None,
-    )
-    return process
 
 
 def node_environ(run_dir: RunDir, fleet: Fleet, node: int) -> dict[str, str]:
@@ -250,28 +189,25 @@ def _fleet(
     )
 
 
-def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig) -> list[str]:
+def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig, token: str) -> list[str]:
     """What is to be typed, node by node."""
     ranks = f"{fleet.nodes[0].nproc} rank{'s' if fleet.nodes[0].nproc > 1 else ''}"
-    wait = format_duration(fleet.start_timeout_s)
-    head = fleet.head
-    isles = "isles" if shutil.which("isles") else f"{shlex.quote(sys.executable)} -m isles"
-    first = f"{isles} join-node {shlex.quote(str(run_dir.path.absolute()))}"
-    if cluster.environment.python is not None:
-        isles = f"{quoted(cluster.environment.python)} -m isles"
-    at = f"{head.address}:{fleet.port}"
+    python = quoted(cluster.environment.python or sys.executable)
+    at = f"{fleet.head.address}:{fleet.port}"
     lines = [
         f"{run_dir.name}: {len(fleet.nodes)} nodes with {ranks} each. Type one command on each "
-        f"node; they wait {wait} for one another.",
+        f"node; they wait {format_duration(fleet.start_timeout_s)} for one another.",
     ]
     for node in fleet.nodes:
         here = " (this machine)" if node.node == 0 else ""
-        command = (
-            f"{isles} join-node {at} --node {node.node} --digest {fleet.digest[:_DIGEST_LENGTH]}"
-        )
+        target = shlex.quote(str(run_dir.path.absolute()))
+        if node.node:
+            target = f"{at} --node {node.node}"
         lines += ["", f"node {node.node}, {node.label.partition('(')[2].rstrip(')')}{here}:"]
         lines += [f"    {line}" for line in _setting(cluster)]
-        lines += [f"    {first if node.node == 0 else command}"]
+        lines += [f"    {python} -m isles.agent {target}"]
+    if len(fleet.nodes) > 1:
+        lines += ["", f"The other nodes ask for the token of this start: {token}"]
     return lines
 
 

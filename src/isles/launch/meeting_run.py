@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isles.config.clusters import shared_text
 from isles.config.load import Loaded, load_run_file
-from isles.config.shared import shared_text
 from isles.errors import ConfigError
 from isles.launch.meeting import listen_address, open_rendezvous, rendezvous_process, split_address
 from isles.run.find import numbered_runs
@@ -109,7 +109,7 @@ def _refuse(loaded: Loaded) -> None:
         raise ConfigError(
             "with engine hivemind clusters find one another without a rendezvous",
             where=loaded.where("outer.engine"),
-            fix="use engine hub or gloo; docs/hivemind.md says how hivemind is started",
+            fix="use engine hub; docs/hivemind.md says how hivemind is started",
         )
     if outer.rendezvous is not None:
         raise ConfigError(

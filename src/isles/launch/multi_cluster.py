@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from isles.config.load import Loaded
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import LocalLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig
 from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus

@@ -6,22 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
-from isles.config.interop.rules import check_start
+from isles.config.clusters import named_cluster
+from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import Resolved
-from isles.config.sections.adapter import missing_package
-from isles.config.sections.launcher import (
+from isles.config.sections.cluster import (
     LocalLauncherConfig,
     ManualLauncherConfig,
     PbsLauncherConfig,
     SlurmLauncherConfig,
     SshLauncherConfig,
 )
-from isles.config.show import named_cluster
+from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.base import Say, Started, StartOptions, settle_here
 from isles.launch.hub import hub_faults
-from isles.launch.local import LocalLauncher, local_job
+from isles.launch.local import LocalLauncher, local_job, place_here
 from isles.launch.manual import start_manual
 from isles.launch.pbs.start import start_pbs
 from isles.launch.slurm.start import start_slurm
@@ -29,9 +29,12 @@ from isles.launch.ssh.start import start_ssh
 from isles.launch.verbs import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.find import numbered_runs
-from isles.run.nodes import living_nodes, read_meeting, start_node
+from isles.run.fleet import read_fleet
+from isles.run.packages import require_packages
+from isles.run.paths import Attempt
+from isles.run.process import ProcessId
+from isles.run.records import read_record
 from isles.run.state import attempt_state
-from isles.run.trackers import require_trackers
 
 
 def start(options: StartOptions) -> Started | Loaded | str:
@@ -39,7 +42,7 @@ def start(options: StartOptions) -> Started | Loaded | str:
 
     Returns:
         The started run; in a dry run the text to print. Of several clusters nothing is started:
-        the run file, for `isles.monitor.multi_cluster.train`.
+        the run file, for `isles.monitor.multi_cluster`.
 
     Raises:
         ConfigErrors: every fault in the run file.
@@ -109,7 +112,7 @@ def start_run(
         UserError: the run cannot be begun, or the machine cannot start it.
     """
     check_start(resolved.config, resolved.world_size)
-    require_trackers(resolved.config)
+    require_packages(resolved.config)
     if fault := missing_package(resolved.config.adapter):
         raise fault
     joined = _join_running(resolved, resume, say)
@@ -142,22 +145,28 @@ def _join_running(resolved: Resolved, resume: str, say: Say) -> Started | None:
     runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
     run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)
     attempt = run_dir.last_attempt() if run_dir is not None else None
-    meeting = read_meeting(attempt) if attempt is not None else None
-    if run_dir is None or attempt is None or meeting is None:
+    if run_dir is None or attempt is None:
         return None
-    state = attempt_state(run_dir, attempt)
-    there = living_nodes(attempt, meeting.max_nodes)
-    missing = [node for node in range(meeting.max_nodes) if node not in there]
-    if state.state != "running" or state.process is None or not state.is_here or not missing:
+    fleet, state = read_fleet(attempt), attempt_state(run_dir, attempt)
+    if fleet is None or state.state != "running" or state.process is None or not state.is_here:
+        return None
+    there = [node.node for node in fleet.nodes if _has_agent(attempt, node.node)]
+    missing = [node.node for node in fleet.nodes if node.node not in there]
+    if not missing or fleet.launcher != "local":
         return None
     for node in missing:
-        start_node(run_dir, attempt, node)
+        place_here(run_dir, attempt, fleet, node)
     names = ", ".join(str(node) for node in missing)
     say(
-        f"{run_dir.name} is running with {len(there)} of {meeting.max_nodes} nodes: "
+        f"{run_dir.name} is running with {len(there)} of {len(fleet.nodes)} nodes: "
         f"bringing back node {names}"
     )
     return Started(run_dir, attempt, state.process)
+
+
+def _has_agent(attempt: Attempt, node: int) -> bool:
+    process = ProcessId.from_record(read_record(attempt.node_record(node)) or {})
+    return process is not None and process.is_alive()
 
 
 def dry_run_text(resolved: Resolved, resume: str) -> str:

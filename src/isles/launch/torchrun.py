@@ -9,7 +9,6 @@ from pathlib import PurePath, PurePosixPath
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
-from isles.launch.rank_command import script_command
 from isles.launch.ssh.network import network_variables
 from isles.launch.ssh.setting import python_of, quoted, setting_lines
 
@@ -53,6 +52,12 @@ def alone_command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
     is_here = config.clusters[0].workdir is None
     path = loaded.path.absolute() if is_here else loaded.path
     return ["-m", "isles.train", str(path), *overrides]
+
+
+def script_command(config: RunConfig) -> list[str]:
+    """What follows torchrun's own options, where a script runs without isles."""
+    assert config.training.script is not None
+    return [config.training.script, *map(str, config.training.script_args)]
 
 
 def runs_pattern(config: RunConfig, workdir: str) -> str | None:

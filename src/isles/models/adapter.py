@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.config.sections.adapter import AdapterConfig, missing_package
+from isles.config.sections.model import AdapterConfig, missing_package
 from isles.config.sections.training import Precision
 from isles.errors import UserError
 
@@ -167,7 +167,6 @@ def plain_weight(base: Any) -> Tensor:
 
 
 def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
-    """The names of all modules that get matrices."""
     if adapter.target_modules == "all-linear":
         head = model.get_output_embeddings()
         found = [name for name, m in _matrices(model) if m is not head]
@@ -183,7 +182,7 @@ def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
 
 
 def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
-    """The modules that names of the run file mean: by their ends, as in peft."""
+    # The modules that names of the run file mean: by their ends, as in peft.
     every = [name for name, _ in model.named_modules() if name]
     found: list[str] = []
     for one in wanted:
@@ -203,7 +202,7 @@ def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
 
 
 def _check_whole_modules(model: nn.Module, adapter: AdapterConfig, targets: list[str]) -> None:
-    """What is trained whole must exist, and must hold no matrix that gets an adapter."""
+    # What is trained whole must exist, and must hold no matrix that gets an adapter.
     for whole in _named(model, adapter.modules_to_save, "adapter.modules_to_save"):
         inner = [name for name in targets if name == whole or name.startswith(f"{whole}.")]
         if inner:
@@ -216,7 +215,7 @@ def _check_whole_modules(model: nn.Module, adapter: AdapterConfig, targets: list
 
 
 def _check_tied(model: Any, chosen: list[str]) -> None:
-    """Two modules with one weight cannot be trained by one of them without coming apart."""
+    # Two modules with one weight cannot be trained by one of them without coming apart.
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
@@ -232,7 +231,7 @@ def _check_tied(model: Any, chosen: list[str]) -> None:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linear layers, of which some models write their own kind (GPT-2's Conv1D)."""
+    # Linear layers, of which some models write their own kind (GPT-2's Conv1D).
     from transformers.pytorch_utils import Conv1D
 
     for name, module in model.named_modules():
@@ -241,7 +240,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _known_names(model: nn.Module) -> list[str]:
-    """The last parts of the names of modules that can get an adapter, each once."""
+    # The last parts of the names of modules that can get an adapter, each once.
     from transformers.pytorch_utils import Conv1D
 
     kinds = nn.Linear | Conv1D | nn.Embedding
@@ -250,7 +249,7 @@ def _known_names(model: nn.Module) -> list[str]:
 
 
 def _short_names(model: nn.Module, targets: list[str], adapter: AdapterConfig) -> list[str]:
-    """For adapter_config.json: names by their ends, where these mean the same modules."""
+    # For adapter_config.json: names by their ends, where these mean the same modules.
     if adapter.target_modules != "all-linear":
         return list(adapter.target_modules)
     ends = sorted({name.rpartition(".")[2] for name in targets})

@@ -83,10 +83,8 @@ def check_attention(name: str, device: torch.device) -> None:
 
 
 def _has_kernel(config: Any, device: torch.device | None, dtype: torch.dtype | None) -> bool:
-    """Whether torch's kernel for documents of different lengths can do the model's attention.
-
-    It knows no dropout, and no values of another size than the keys.
-    """
+    # Whether torch's kernel for documents of different lengths can do the model's attention.
+    # It knows no dropout, and no values of another size than the keys.
     if device is None or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
@@ -113,7 +111,7 @@ def _attend(
     max_length_k: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it. Returns [B, T, H, D]."""
+    # Attention as transformers calls it. Returns [B, T, H, D].
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if cu_seq_lens_q is None or max_length_q is None:
@@ -157,8 +155,8 @@ def _one_by_one(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention of one document after another; a CPU waits for nothing when it is asked for their
-    lengths."""
+    # Attention of one document after another; a CPU waits for nothing when it is asked for their
+    # lengths.
     lengths = cu_seqlens.diff().tolist()
     pieces = zip(
         *(

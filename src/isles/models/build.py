@@ -12,8 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
-from isles.config.sections.adapter import AdapterConfig
-from isles.config.sections.model import ModelConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.errors import UserError
 from isles.facts.models import load_shape, shape_names
 from isles.models.adapter import add_adapter, import_peft
@@ -149,7 +148,7 @@ def build_probe(
 
 
 def _cut_layers(hf_config: Any, num_layers: int) -> None:
-    """Fewer blocks; some configs also name the kind of each."""
+    # Fewer blocks; some configs also name the kind of each.
     text = hf_config.get_text_config()
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
@@ -282,7 +281,7 @@ def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -
 
 
 def _forget_special_tokens(hf_config: Any) -> None:
-    """Ids of another tokenizer would point anywhere; the run's tokenizer sets its own."""
+    # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(hf_config, name, None) is not None:
             setattr(hf_config, name, None)
@@ -291,7 +290,7 @@ def _forget_special_tokens(hf_config: Any) -> None:
 def _load_pretrained(
     config: ModelConfig, dtype: torch.dtype, adapter: AdapterConfig, device: torch.device
 ) -> Any:
-    """The whole model on its device; for qlora its matrices in 4 bits, made there one by one."""
+    # The whole model on its device; for qlora its matrices in 4 bits, made there one by one.
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {}
@@ -326,11 +325,9 @@ def _load_pretrained(
 
 
 def _without_packing(model: Any) -> Any:
-    """4-bit weights that stay as they are when the model is evaluated.
-
-    On a CPU with AVX512-BF16 bitsandbytes packs them anew at the first forward pass in eval mode,
-    which fails where a row is no whole blocks, and through which no gradient passes afterwards.
-    """
+    # 4-bit weights that stay as they are when the model is evaluated.
+    # On a CPU with AVX512-BF16 bitsandbytes packs them anew at the first forward pass in eval mode,
+    # which fails where a row is no whole blocks, and through which no gradient passes afterwards.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -349,7 +346,7 @@ def _four_bits(adapter: AdapterConfig, dtype: torch.dtype) -> Any:
 
 
 def _refuse_quantized(config: ModelConfig, hf_config: Any) -> None:
-    """A base whose files hold codes instead of numbers cannot be cut, quantised or merged."""
+    # A base whose files hold codes instead of numbers cannot be cut, quantised or merged.
     if getattr(hf_config, "quantization_config", None):
         raise UserError(
             f"the weights of {config.name_or_path} are quantised already",

@@ -35,6 +35,12 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _REOPEN_BYTES = 64 * 2**20
 
+# What tells one base model from another of its shape.
+_SAMPLES = 32
+_SAMPLE_BYTES = 16 * 1024
+_HEADER_BYTES = 64 * 1024
+_VOLATILE = ("_name_or_path", "transformers_version")
+
 
 class NotCoveredError(Exception):
     """A parameter or buffer that the model's own initialisation leaves alone; the text names it."""
@@ -190,7 +196,7 @@ def fill_buffers(model: Any) -> None:
 
 
 def _fill_children(model: Any, module: nn.Module, seed: int) -> None:
-    """What a block sets in its own children, such as GPT-2's smaller residual projections."""
+    # What a block sets in its own children, such as GPT-2's smaller residual projections.
     children = {
         key: _shadow(child, _own_parameters(child, set()))
         for key, child in module._modules.items()
@@ -220,7 +226,7 @@ def _own_parameters(module: nn.Module, filled: set[int]) -> dict[str, nn.Paramet
 
 
 def _shadow(module: nn.Module, own: dict[str, nn.Parameter]) -> nn.Module:
-    """The module with whole parameters of its own, in fp32 on the CPU, and the same buffers."""
+    # The module with whole parameters of its own, in fp32 on the CPU, and the same buffers.
     shadow: nn.Module = object.__new__(type(module))  # copying a sharded module builds another
     shadow.__dict__.update(module.__dict__)
     shadow.__dict__["_parameters"] = {
@@ -248,7 +254,7 @@ def _module_seed(seed: int, name: str) -> int:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and the buffers that files hold."""
+    # Parameters and the buffers that files hold.
     yield from model.named_parameters()
     kept = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
@@ -263,7 +269,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
+    # Where this rank's part lies in the whole tensor.
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -273,7 +279,7 @@ def _part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _without_place(names: Iterable[str], model: Any) -> list[str]:
-    """Weights that a model does not have, save those that it is known to leave out."""
+    # Weights that a model does not have, save those that it is known to leave out.
     prefix = f"{model.base_model_prefix}."
     own = [name for each in model.state_dict() if (name := base_name(each)) is not None]
     places = {place for name in own for place in (name, name.removeprefix(prefix))}
@@ -332,3 +338,42 @@ def _misfit(config: ModelConfig, what: str) -> UserError:
         "or use strategy: {kind: ddp}",
         id="model.load",
     )
+
+
+def base_fingerprint(config: ModelConfig) -> str:
+    """A hash of a base model's config, of the names, shapes and sizes of its weights, and of a
+    little of each of their files: models of one shape differ there.
+
+    Args:
+        config: the run file's section, with init: pretrained.
+
+    Raises:
+        UserError: the files cannot be read.
+    """
+    folder, where = weights_folder(config.name_or_path)
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kept = {key: value for key, value in described.items() if key not in _VOLATILE}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        for name in sorted(set(where.values())):
+            _add_file(digest, folder / name)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the files of {config.name_or_path} cannot be read: {error}",
+            where="model.name_or_path",
+            fix="look at config.json and the *.safetensors files of this folder",
+            id="model.load",
+        ) from error
+    return digest.hexdigest()
+
+
+def _add_file(digest: hashlib.blake2b, path: Path) -> None:
+    # Its size, its first bytes, where the names and shapes stand, and samples of the rest.
+    size = path.stat().st_size
+    digest.update(f"{size}".encode())
+    with path.open("rb") as stream:
+        digest.update(stream.read(_HEADER_BYTES))
+        for number in range(1, _SAMPLES + 1):
+            stream.seek(max(0, (size - _SAMPLE_BYTES) * number // _SAMPLES))
+            digest.update(stream.read(_SAMPLE_BYTES))

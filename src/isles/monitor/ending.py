@@ -1,21 +1,31 @@
-"""How a run ended: a summary, or what went wrong."""
+"""How a run ended: a summary, or what went wrong, with the rank that caused it first."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 
-from isles.errors import ExitCode
-from isles.facts.units import format_count, format_duration
-from isles.monitor.collect import generate_command
-from isles.monitor.errors import failure_lines
+from isles.errors import ExitCode, more_lines
+from isles.facts.units import format_bytes, format_count, format_duration
+from isles.monitor.status import generate_command
+from isles.monitor.table import print_lines
 from isles.run.find import typed_command, typed_name
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.run.state import AttemptState, attempt_state, number_of, script_of
+from isles.run.restarts import current_restart
+from isles.run.state import attempt_state, number_of, script_of
+
+_TRACEBACK_LINES = 15
+_LOG_LINES = 15
+_NO_ROOM_BYTES = 64 * 1024
+"""With less there was none for the record of an end."""
 
 
 def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Console) -> int:
@@ -23,34 +33,28 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
     state = attempt_state(run_dir, attempt)
     match state.state:
         case "finished":
-            _print(console, finished_lines(run_dir))
+            print_lines(console, finished_lines(run_dir))
         case "stopped":
-            _print(console, _stopped_lines(run_dir, state))
-        case "failed":
-            _print(errors, failure_lines(attempt, _next_start(run_dir)))
+            outcome = state.outcome or {}
+            step = number_of(outcome, "step")
+            place = f" at step {step:.0f}" if step is not None else ""
+            reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
+            lines = [f"{run_dir.name} stopped{place}{reason}", *_next_start(run_dir)]
+            print_lines(console, lines)
+        case "failed" | "killed" | "new":
+            print_lines(errors, failure_lines(attempt, _next_start(run_dir)))
         case "running":
             ask = f"`isles status {typed_name(run_dir)}` says when it is done"
-            _print(errors, [f"{run_dir.name} is still closing; {ask}"])
+            print_lines(errors, [f"{run_dir.name} is still closing; {ask}"])
         case "queued":
             ask = f"`isles status {typed_name(run_dir)}` says how it is"
-            _print(errors, [f"{run_dir.name} waits in the queue; {ask}"])
+            print_lines(errors, [f"{run_dir.name} waits in the queue; {ask}"])
         case "unknown":
-            _print(errors, [f"error: {run_dir.name} is not heard of any more: {_silence(state)}"])
-        case _:
-            _print(errors, _killed_lines(run_dir, attempt))
-    return exit_code(state)
-
-
-def _silence(state: AttemptState) -> str:
-    host = state.process.host if state.process else "its host"
-    if state.heard_at is None:
-        return f"is {host} up?"
-    at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
-    return f"its last sign of life was at {at}; is {host} up?"
-
-
-def exit_code(state: AttemptState) -> int:
-    """The exit code that an attempt stands for."""
+            silence = f"is {state.process.host if state.process else 'its host'} up?"
+            if state.heard_at is not None:
+                at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
+                silence = f"its last sign of life was at {at}; {silence}"
+            print_lines(errors, [f"error: {run_dir.name} is not heard of any more: {silence}"])
     recorded = number_of(state.outcome, "exit_code")
     if recorded is not None:
         return int(recorded)
@@ -102,18 +106,6 @@ def _figures(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _stopped_lines(run_dir: RunDir, state: AttemptState) -> list[str]:
-    outcome = state.outcome or {}
-    step = number_of(outcome, "step")
-    place = f" at step {step:.0f}" if step is not None else ""
-    reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
-    return [f"{run_dir.name} stopped{place}{reason}", *_next_start(run_dir)]
-
-
-def _killed_lines(run_dir: RunDir, attempt: Attempt) -> list[str]:
-    return failure_lines(attempt, _next_start(run_dir))
-
-
 def _next_start(run_dir: RunDir) -> list[str]:
     checkpoints = list_checkpoints(run_dir)
     typed = typed_command(run_dir)
@@ -125,6 +117,100 @@ def _next_start(run_dir: RunDir) -> list[str]:
     return [f"  {command} goes on from step {checkpoints[-1].step}"]
 
 
-def _print(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def root_cause(attempt: Attempt) -> dict[str, Any] | None:
+    """The error that ended an attempt: an error record, or the outcome's; None if there is none.
+
+    A rank's own error comes before the agent's decision, and that before the errors of ranks
+    that only lost touch with the others. Among equals the earliest is the cause.
+    """
+    paths = attempt.rank_errors(current_restart(attempt))
+    records = [record for path in paths if (record := read_record(path))]
+    records.sort(key=lambda record: number_of(record, "at") or 0.0)
+    own = [record for record in records if not record.get("is_communication")]
+    if own:
+        return own[0]
+    decision = (read_record(attempt.outcome) or {}).get("error")
+    if isinstance(decision, dict):
+        return decision
+    process = ProcessId.from_record(read_record(attempt.launch) or {})
+    is_gone = process is not None and process.is_here() and not process.is_alive()
+    if process is not None and is_gone and attempt.nodes.exists() and not attempt.outcome.exists():
+        return {
+            "rank": None,
+            "what": f"the coordinator of this run (pid {process.pid}) is gone; its nodes ended "
+            "with it",
+            "where": f"host {process.host}",
+            "fix": "somebody killed it, or the machine ran out of memory: see `dmesg | tail`",
+            "id": "run.coordinator",
+        }
+    return records[0] if records else None
+
+
+def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
+    """The failure as it is shown to the user; the first line begins with `error: `.
+
+    Args:
+        attempt: a start that has failed.
+        then: lines for the end, before the one that says where to read more.
+    """
+    outcome = read_record(attempt.outcome) or {}
+    cause = root_cause(attempt)
+    if cause is None:
+        what = "the processes of this run are gone and have left no word"
+        if full := _full_disk(attempt):
+            what += f": {full}\n  fix: free some of it, and start the run again"
+        else:
+            what += ": killed, perhaps"
+        return [f"error: {outcome.get('reason') or what}", *_agent_tail(attempt), *then]
+    rank = number_of(cause, "rank")
+    what = str(cause.get("what") or cause.get("kind") or "unknown error").rstrip()
+    fix = str(cause.get("fix") or "")
+    if (full := _full_disk(attempt)) and "disk" not in what:
+        # What a rank met there is only the consequence.
+        what, fix = f"{full}; {what}", f"free some of it first; {fix}".removesuffix("; ")
+    lines = [f"error: {what}"]
+    who = f"rank {rank:.0f} on {cause.get('host', 'this host')}" if rank is not None else ""
+    where = str(cause.get("where") or "")
+    places = [who, where] if who not in where else [where]
+    if any(places):
+        lines.append(f"  where: {', '.join(place for place in places if place)}")
+    trace = str(cause.get("traceback") or "").rstrip().splitlines()
+    if fix:
+        lines.append(f"  fix: {fix}")
+    elif trace:
+        # No fix: nobody foresaw this error, and where it came from is all there is.
+        is_trace = any("Traceback (most recent call last)" in line for line in trace)
+        head = "traceback (its end):" if is_trace else "the end of its log:"
+        lines += [f"  {head}", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
+    decision = outcome.get("error")
+    if isinstance(decision, dict) and decision.get("note"):
+        # Why the ranks were not started once more.
+        lines.insert(1, f"  {decision['note']}")
+    log = attempt.rank_log(int(rank)) if rank is not None else attempt.agent_log
+    if log.is_file():
+        lines.append(f"  log: {log}")
+    others = int(number_of(read_record(attempt.launch), "world_size") or 1) - 1
+    if others > 0:
+        lines.append(f"  {others} other rank{'s' if others > 1 else ''} stopped because of it")
+    return [*lines, *then, *more_lines([cause.get("id")])]
+
+
+def _full_disk(attempt: Attempt) -> str:
+    """That nothing can be written any more, if so: whoever failed could not say why."""
+    with suppress(OSError):
+        free = shutil.disk_usage(attempt.path).free
+        if free < _NO_ROOM_BYTES:
+            return f"the disk of {attempt.path} is full, {format_bytes(free)} are left"
+    return ""
+
+
+def _agent_tail(attempt: Attempt) -> list[str]:
+    """The end of what the agent printed, for an end that left no record."""
+    try:
+        text = attempt.agent_log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    tail = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    if not tail:
+        return []
+    return [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]

@@ -1,33 +1,240 @@
-"""Following a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Following: signals arrive, news are shown, until what is followed has ended.
+
+`Follower.follow` is the one loop. A run whose directory is seen here has a progress bar on a
+terminal, plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+from isles.errors import ExitCode, UserError, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.monitor.table import steps_text
-from isles.monitor.tail import LineTail
+from isles.launch.queue.jobs import queue_job, refresh
+from isles.monitor.ending import conclude
+from isles.monitor.logs import LineTail
+from isles.monitor.signals import Signals
+from isles.monitor.stop import Stopping, wait_for_end
+from isles.monitor.table import print_lines, steps_text
+from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
+from isles.run.process import ProcessId
 from isles.run.records import read_record
+from isles.run.refusals import deleted
 from isles.run.restarts import read_restart
-from isles.run.state import attempt_state, current_status, number_of
+from isles.run.state import AttemptState, attempt_state, current_status, number_of, script_of
 
-_POLL_S = 0.25
+LOOK_S = 0.25
 _CLOSING_S = 30.0
 """Longest wait for the process of a run that has written its outcome."""
+
+_QUEUE_S = 5.0
+"""How often the queue is asked."""
+
+_GONE_S = 60.0
+"""How long the processes of a run may take to end once its directory is gone."""
 
 # These come and go with every evaluation and save; their results have lines of their own.
 _QUIET_PHASES = ("training", "evaluating", "saving", "stopped", "finished")
 _ROWS = ("train", "eval", "outer")
 _BAR_CHARS = 42
 """What the spinner, the phase and the bar take of a line."""
+
+
+class Follower:
+    """Something that is followed: a run here or elsewhere, all clusters of a run, a hub.
+
+    Args:
+        name: of it.
+        typed: what is typed after a verb to mean it.
+        console: for progress and results.
+        errors: for what went wrong.
+    """
+
+    def __init__(self, name: str, typed: str, console: Console, errors: Console) -> None:
+        self.name = name
+        self.typed = typed
+        self.console = console
+        self.errors = errors
+
+    def look(self) -> int | None:
+        """Show what is new; the exit code once there is nothing left to follow."""
+        raise NotImplementedError
+
+    def handle(self, number: signal.Signals) -> int | None:
+        """Deal with SIGINT or SIGTERM; the exit code where following ends by it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """It is not followed any more; called at least once."""
+
+    def say(self, line: str) -> None:
+        """Tell the user something beside the progress."""
+        print_lines(self.errors, [line])
+
+    def follow(self, signals: Signals, pause: Callable[[float], object] = time.sleep) -> int:
+        """Follow it to its end: its exit code; 0 where the terminal was closed and it goes on."""
+        try:
+            while True:
+                code = self.look()
+                for number in signals.take() if code is None else ():
+                    code = ExitCode.OK if number == signal.SIGHUP else self.handle(number)
+                    if code is not None:
+                        break
+                if code is not None:
+                    return code
+                pause(LOOK_S)
+        except BrokenPipeError:
+            self.say(f"nobody reads this any more; {self.name} goes on: isles status {self.typed}")
+            raise
+        finally:
+            self.close()
+
+
+class RunFollower(Follower):
+    """Follows a run whose directory is seen here, and passes Ctrl+C on in two steps.
+
+    Args:
+        process: who runs it, where that is known.
+        is_begun: it has been followed before: only what is new is shown.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        console: Console,
+        errors: Console,
+        *,
+        process: ProcessId | None = None,
+        is_begun: bool = False,
+    ) -> None:
+        super().__init__(run_dir.name, typed_name(run_dir), console, errors)
+        self._run_dir, self._attempt = run_dir, attempt
+        self._process = process or attempt_state(run_dir, attempt).process
+        self._watch = Watch(run_dir, attempt, is_begun=is_begun)
+        self._bar = _Bar(console) if console.is_terminal else None
+        self._is_asked = self._was_killed = False
+        self._closing_since: float | None = None
+        self._is_over = threading.Event()
+        if queue_job(run_dir, attempt) is not None:
+            # Beside the following: a scheduler may take long to answer.
+            threading.Thread(target=self._ask_queue, daemon=True).start()
+
+    def look(self) -> int | None:
+        """See `Follower.look`."""
+        # The state before the records: what is written before the end is then read after it.
+        state = attempt_state(self._run_dir, self._attempt)
+        is_queued = state.state == "queued"
+        news = self._watch.queue_news(state.reason) if is_queued else self._watch.news()
+        if self._bar is None:
+            print_lines(self.console, [line for _, line in news])
+        else:
+            self._bar.show(self._watch.status, news)
+        if state.is_alive and not self._is_late(state):
+            return None
+        self.close()
+        if self._was_killed:
+            return ExitCode.INTERRUPTED
+        if (gone := deleted(self._attempt)) is not None:
+            return self._conclude_gone(gone)
+        return conclude(self._run_dir, self._attempt, self.console, self.errors)
+
+    def _is_late(self, state: AttemptState) -> bool:
+        """Whether it has written its outcome long ago, and does not end."""
+        if state.state == "queued" or state.outcome is None:
+            self._closing_since = None
+            return False
+        now = time.monotonic()
+        self._closing_since = self._closing_since or now
+        return now - self._closing_since > _CLOSING_S
+
+    def handle(self, number: signal.Signals) -> int | None:
+        """The first Ctrl+C saves and stops, the second stops now; SIGTERM saves."""
+        try:
+            stopping = Stopping(self._run_dir, self._attempt, lambda line: self.say(str(line)))
+            if number == signal.SIGTERM:
+                stopping.ask("save")
+            elif not self._is_asked:
+                if stopping.state.state == "queued":
+                    self.say(f"taking {stopping.place} out of the queue")
+                elif script_of(self._run_dir) is not None:
+                    self.say("the script gets SIGTERM, to save and end; Ctrl+C again kills it")
+                else:
+                    self.say("saving a checkpoint and stopping; Ctrl+C again stops now, without it")
+                stopping.ask("interrupt")
+                self._is_asked = True
+            else:
+                stopping.ask("now")
+                self._was_killed = True
+                stopping.wait_now()
+                self.say("stopped now; the last saved checkpoint is as it was")
+                return ExitCode.INTERRUPTED
+        except UserError as error:
+            self.say(f"error: {error}")
+        return None
+
+    def close(self) -> None:
+        """See `Follower.close`."""
+        self._is_over.set()
+        if self._bar is not None:
+            self._bar.progress.stop()
+
+    def _ask_queue(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                refresh(self._run_dir, self._attempt, hasten=True)
+            except OSError:
+                return  # its answer cannot be kept: what the ranks write is followed all the same
+            self._is_over.wait(_QUEUE_S)
+
+    def _conclude_gone(self, gone: UserError) -> int:
+        """The run directory is not there any more: say so once the run's processes have ended."""
+        place, process = gone.where, self._process
+        if process is not None and process.is_here():
+            has_ended = wait_for_end(process, _GONE_S)
+            still = f"where pid {process.pid} has not ended yet"
+            place += f", {'where its processes have ended' if has_ended else still}"
+        lines = [f"error: {gone.what}", f"  where: {place}", f"  fix: {gone.fix}"]
+        print_lines(self.errors, [*lines, *more_lines(gone.ids)])
+        return int(gone.exit_code)
+
+
+class _Bar:
+    """The progress of a run on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+        )
+        self._task: TaskID = self.progress.add_task("starting", total=None, text="")
+        self.progress.start()
+
+    def show(self, status: dict[str, Any], news: list[tuple[str, str]]) -> None:
+        console = self.progress.console
+        kinds = ("eval", "save", "restart", "note")
+        print_lines(console, [line for kind, line in news if kind in kinds])
+        self.progress.update(
+            self._task,
+            description=str(status.get("phase") or "starting"),
+            completed=number_of(status, "step") or 0,
+            total=number_of(status, "total_steps"),
+            text=progress_text(status, max(10, console.width - _BAR_CHARS)),
+        )
 
 
 class Watch:
@@ -61,8 +268,15 @@ class Watch:
         """Pairs of kind (phase, train, eval, outer, save, restart or note) and line, in order."""
         self.status = current_status(self._run_dir, self._begun_at) or self.status
         found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
-        found += [("restart", line) for line in self._new_restarts()]
-        found += [("note", line) for line in self._new_notes()]
+        while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
+            if restart.decision != "restart" or not restart.nodes:
+                break  # the run ends, or the nodes have not met yet
+            self._num_restarts += 1
+            found.append(("restart", restart.text))
+        notes = self.status.get("notes")
+        notes = notes if isinstance(notes, list) else []
+        found += [("note", f"note: {text}") for text in notes[self._num_notes :]]
+        self._num_notes = len(notes)  # ranks that were started again begin anew
         phase = str(self.status.get("phase") or "starting")
         line = f"{phase}: {self.status['detail']}" if self.status.get("detail") else phase
         if phase not in _QUIET_PHASES and line != self._phase:
@@ -75,23 +289,6 @@ class Watch:
                 found.append(("save", f"checkpoint of step {step} saved"))
             self._checkpoint_step = step
         return found
-
-    def _new_restarts(self) -> list[str]:
-        """What was lost, and where the ranks go on; once they do."""
-        lines = []
-        while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
-            if restart.verdict != "restart" or not restart.nodes:
-                break  # the run ends, or the nodes have not met yet
-            self._num_restarts += 1
-            lines.append(restart.text)
-        return lines
-
-    def _new_notes(self) -> list[str]:
-        """What rank 0 has to tell the user; ranks that were started again begin anew."""
-        notes = self.status.get("notes")
-        notes = notes if isinstance(notes, list) else []
-        new, self._num_notes = notes[self._num_notes :], len(notes)
-        return [f"note: {text}" for text in new]
 
     def _new_rows(self) -> list[dict[str, Any]]:
         """Rows that this attempt added; resuming may have rewritten the ones before."""
@@ -175,89 +372,3 @@ def progress_text(status: dict[str, Any], width: int) -> str:
     while len(parts) > 1 and len("  ".join(parts)) > width:
         parts.pop()
     return "  ".join(parts)
-
-
-def follow(
-    run_dir: RunDir,
-    attempt: Attempt,
-    console: Console,
-    *,
-    go_on: Callable[[], bool] = lambda: True,
-    is_begun: bool = False,
-    pause: Callable[[float], object] = time.sleep,
-) -> None:
-    """Show an attempt until it ends.
-
-    Args:
-        run_dir: the run.
-        attempt: which start of it.
-        console: where it is shown; a terminal gets a progress bar.
-        go_on: asked at each look; False stops following, not the run.
-        is_begun: show only what is new.
-        pause: waits between two looks.
-    """
-    watch = Watch(run_dir, attempt, is_begun=is_begun)
-    closing_since: float | None = None
-    with _display(console) as show:
-        while True:
-            # The state before the records: what is written before the end is then read after it.
-            state = attempt_state(run_dir, attempt)
-            is_queued = state.state == "queued"
-            news = watch.queue_news(state.reason) if is_queued else watch.news()
-            show(watch.status, news)
-            if not state.is_alive or not go_on():
-                return
-            if is_queued:
-                closing_since = None
-            elif state.outcome is not None:
-                closing_since = closing_since or time.monotonic()
-                if time.monotonic() - closing_since > _CLOSING_S:
-                    return
-            pause(_POLL_S)
-
-
-Show = Callable[[dict[str, Any], list[tuple[str, str]]], None]
-
-
-@contextmanager
-def _display(console: Console) -> Iterator[Show]:
-    if console.is_terminal:
-        with _bar(console) as show:
-            yield show
-    else:
-        yield lambda _, news: _print_all(console, [line for _, line in news])
-
-
-def _print_all(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Show]:
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[text]}", markup=False),
-        console=console,
-        refresh_per_second=4,
-        transient=True,
-    )
-    with progress:
-        task: TaskID = progress.add_task("starting", total=None, text="")
-
-        def show(status: dict[str, Any], news: list[tuple[str, str]]) -> None:
-            _print_all(
-                console,
-                [line for kind, line in news if kind in ("eval", "save", "restart", "note")],
-            )
-            progress.update(
-                task,
-                description=str(status.get("phase") or "starting"),
-                completed=number_of(status, "step") or 0,
-                total=number_of(status, "total_steps"),
-                text=progress_text(status, max(10, console.width - _BAR_CHARS)),
-            )
-
-        yield show

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isles.errors import UserError
-from isles.monitor.nodes import node_reports
-from isles.monitor.tail import LineTail
+from isles.monitor.status import node_reports
 from isles.run.node_log import latest_node_log
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -20,6 +20,63 @@ from isles.run.state import attempt_state
 _RANK_LOG = re.compile(r"rank-(\d+)\.log")
 _END = b"---- the end of this log on "
 _POLL_S = 0.2
+_BLOCK_BYTES = 64 * 1024
+
+
+class LineTail:
+    """Whole lines of a file as they appear; the file may come late, shrink or be replaced."""
+
+    def __init__(self, path: Path, *, last: int | None = None) -> None:
+        """`last`: how many of the lines that are there already come first; None: all."""
+        self.path = path
+        self._last = last
+        self._rest = b""
+        self._offset = 0
+        self._inode: int | None = None
+
+    def read(self, *, final: bool = False) -> list[str]:
+        """The lines added since the last call, without their ends.
+
+        Args:
+            final: also what stands after the last line end, since nothing will follow.
+        """
+        try:
+            with self.path.open("rb") as stream:
+                data = self._rest + self._added(stream.fileno())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        *lines, self._rest = data.split(b"\n")
+        if final and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return [line.decode("utf-8", errors="replace").rstrip("\r") for line in lines]
+
+    def _added(self, handle: int) -> bytes:
+        info = os.fstat(handle)
+        if self._inode is None and self._last is not None:
+            self._offset = _start_of_last_lines(handle, info.st_size, self._last)
+        elif info.st_ino != self._inode or info.st_size < self._offset:
+            self._offset, self._rest = 0, b""
+        self._inode = info.st_ino
+        blocks = []
+        while block := os.pread(handle, _BLOCK_BYTES, self._offset):
+            blocks.append(block)
+            self._offset += len(block)
+        return b"".join(blocks)
+
+
+def _start_of_last_lines(handle: int, size_bytes: int, count: int) -> int:
+    """Offset at which the last `count` lines begin, read from the end."""
+    data = b""
+    start = size_bytes
+    while start > 0 and data.count(b"\n") <= count:
+        step = min(_BLOCK_BYTES, start)
+        start -= step
+        data = os.pread(handle, step, start) + data
+    *whole, rest = data.split(b"\n")
+    # A line that is still being written counts as one of them.
+    lines = [line + b"\n" for line in whole] + ([rest] if rest else [])
+    return size_bytes - sum(len(line) for line in (lines[-count:] if count else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +145,6 @@ def log_lines(
 ) -> Iterator[str]:
     """Lines of the logs, each with the name of its node and rank in front where there are several.
 
-    Args:
-        run_dir: the run.
-        attempt: which start of it.
-        choice: which lines.
-        pause: waits between two looks.
-
     Raises:
         UserError: the rank has no log, and none can come.
     """
@@ -104,7 +155,13 @@ def log_lines(
         is_over = not choice.follow or not _goes_on(run_dir, attempt, choice.node)
         sources = LogSources(attempt).choose(choice.rank, choice.node)
         if is_over and not sources and choice.rank is not None and not choice.is_here:
-            raise _no_rank(attempt, choice.rank)
+            ranks = ", ".join(map(str, _ranks(attempt))) or "none yet"
+            raise UserError(
+                f"rank {choice.rank} has no log in attempt {attempt.number}",
+                where=str(attempt.path),
+                fix=f"the ranks there are: {ranks}",
+                id="run.logs",
+            )
         for name, tail in sources.items():
             # A log that appears later is new from its first line.
             tails.setdefault(name, LineTail(tail, last=choice.last if is_first else None))
@@ -133,10 +190,10 @@ class LogSources:
     """The log files of an attempt that are here, by the names that stand before their lines."""
 
     def __init__(self, attempt: Attempt) -> None:
-        """Reads which nodes there are."""
         self._attempt = attempt
-        self.nodes = {report.node: report.host for report in node_reports(attempt, time.time())}
-        self._places = {report.node: report.ranks for report in node_reports(attempt, 0.0)}
+        reports = node_reports(attempt, time.time())
+        self.nodes = {report.node: report.host for report in reports}
+        self._places = {report.node: report.ranks for report in reports}
         if len(set(self.nodes.values())) < len(self.nodes):
             self.nodes = {node: f"node {node}" for node in self.nodes}
 
@@ -167,9 +224,15 @@ class LogSources:
 
     def is_here(self, node: int) -> bool:
         """Whether any log of a node is here."""
-        ranks = [rank for rank in _ranks(self._attempt) if self.node_of(rank) == node]
-        logs = [self._attempt.rank_log(rank) for rank in ranks]
-        return bool(self._agents(node, only=True)) or any(not _is_end(log) for log in logs)
+        if self._agents(node, only=True):
+            return True
+        for rank in _ranks(self._attempt):
+            if self.node_of(rank) == node:
+                with self._attempt.rank_log(rank).open("rb") as stream:
+                    # Not only the end of a log, sent from another host when its rank failed.
+                    if stream.read(len(_END)) != _END:
+                        return True
+        return False
 
     def _agents(self, node: int | None, *, only: bool = False) -> dict[str, Path]:
         """What the agents printed; that which belongs to no node in particular goes with node 0."""
@@ -188,12 +251,6 @@ class LogSources:
         return f"{self.nodes[node]} {what}" if node in self.nodes and node is not None else what
 
 
-def _is_end(log: Path) -> bool:
-    """Whether it is only the end of a log of another host, sent here when its rank failed."""
-    with log.open("rb") as stream:
-        return stream.read(len(_END)) == _END
-
-
 def _goes_on(run_dir: RunDir, attempt: Attempt, node: int | None) -> bool:
     """Whether more lines may come: while the node's own agent lives, else while the run does."""
     record = read_record(attempt.node_record(node)) if node is not None else None
@@ -204,17 +261,5 @@ def _goes_on(run_dir: RunDir, attempt: Attempt, node: int | None) -> bool:
 
 
 def _ranks(attempt: Attempt) -> list[int]:
-    if not attempt.path.is_dir():
-        return []
-    names = (_RANK_LOG.fullmatch(path.name) for path in attempt.path.iterdir())
+    names = (_RANK_LOG.fullmatch(path.name) for path in attempt.path.glob("rank-*.log"))
     return sorted(int(match[1]) for match in names if match)
-
-
-def _no_rank(attempt: Attempt, rank: int) -> UserError:
-    ranks = ", ".join(map(str, _ranks(attempt))) or "none yet"
-    return UserError(
-        f"rank {rank} has no log in attempt {attempt.number}",
-        where=str(attempt.path),
-        fix=f"the ranks there are: {ranks}",
-        id="run.logs",
-    )

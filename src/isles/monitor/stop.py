@@ -11,9 +11,8 @@ import psutil
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.job import QueueJob
 from isles.launch.queue.jobs import queue_job, refresh
-from isles.monitor.collect import collect
+from isles.monitor.status import collect
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -25,7 +24,7 @@ from isles.run.stop_request import StopKind, request_stop
 _LOOK_S = 0.5
 _KILL_S = 10.0
 _FLEET_S = 15.0
-"""How long a supervisor may take to end the ranks of all nodes, before it is killed itself."""
+"""How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
 _AFAR_S = 60.0
 """How long a run that is seen only by its files may take to end at once."""
@@ -34,29 +33,18 @@ Say = Callable[[str], object]
 
 
 def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
-    """Stop a run and wait until it has ended.
-
-    Args:
-        run_dir: the run.
-        now: end it instead of letting it save.
-        timeout_s: longest wait for the save.
-        say: takes each line for the user.
-
-    Returns:
-        The exit code of the command: 0 as soon as the run is not running.
+    """Stop a run and wait until it has ended; 0 as soon as it does not run.
 
     Raises:
         UserError: it belongs to another user, is not heard of, or did not end in time.
     """
     attempt = run_dir.last_attempt()
-    job = queue_job(run_dir, attempt) if attempt is not None else None
-    if attempt is not None and job is not None:
+    if attempt is not None:
         refresh(run_dir, attempt, max_age_s=0.0)
-    state = attempt_state(run_dir, attempt) if attempt is not None else None
-    if attempt is None or state is None or (not state.is_alive and state.state != "unknown"):
+    stopping = Stopping(run_dir, attempt, say) if attempt is not None else None
+    if stopping is None or not (stopping.state.is_alive or stopping.state.state == "unknown"):
         say(f"{run_dir.name} is not running: {_ended_text(run_dir)}")
         return ExitCode.OK
-    stopping = Stopping(run_dir, attempt, state, job, say)
     if not stopping.ask("now" if now else "save"):
         say(f"{run_dir.name} has just ended: {_ended_text(run_dir)}")
         return ExitCode.OK
@@ -85,36 +73,22 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
 
 
 class Stopping:
-    """One start of a run that is to end: by its job, by its process here, or by its files alone.
+    """One start of a run that is to end: by its job, by its process here, or by its files alone."""
 
-    Args:
-        run_dir, attempt: the run.
-        state: how it stands.
-        job: its job; None where no queue has it.
-        say: takes lines for the user.
-    """
-
-    def __init__(
-        self,
-        run_dir: RunDir,
-        attempt: Attempt,
-        state: AttemptState,
-        job: QueueJob | None,
-        say: Say,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, say: Say) -> None:
+        self.state = attempt_state(run_dir, attempt)
         self._run_dir = run_dir
         self._attempt = attempt
-        self._state = state
-        self._job = job
+        self._job = queue_job(run_dir, attempt)
         self._say = say
-        self._process = state.process if state.is_here else None
+        self._process = self.state.process if self.state.is_here else None
 
     @property
     def place(self) -> str:
         """Where it runs, for messages."""
         if self._job is not None:
             return self._job.text
-        process = self._state.process
+        process = self.state.process
         if process is None:
             return str(self._attempt.path)
         return f"pid {process.pid}" if process.is_here() else f"{process.host}, pid {process.pid}"
@@ -130,7 +104,7 @@ class Stopping:
             try:
                 self._job.cancel(now=kind == "now")
             except UserError as error:
-                if not is_written or self._state.state == "queued":
+                if not is_written or self.state.state == "queued":
                     raise
                 self._say(f"only asked by its directory: {error.what}")
             return True
@@ -139,8 +113,8 @@ class Stopping:
                 return self._attempt.fleet.exists() or kill_now(self._process)
             number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
             return send_signal(self._process, number)
-        if self._state.state == "unknown":
-            raise self._unheard(self._state)
+        if self.state.state == "unknown":
+            raise self._unheard(self.state)
         return True
 
     def _unheard(self, state: AttemptState) -> UserError:
@@ -160,7 +134,7 @@ class Stopping:
         deadline = time.monotonic() + timeout_s
         told = ""
         while not self._has_ended(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-            status = current_status(self._run_dir, self._state.begun_at)
+            status = current_status(self._run_dir, self.state.begun_at)
             doing = ", ".join(str(status[key]) for key in ("phase", "detail") if status.get(key))
             if doing and doing != told and status.get("phase") not in ("stopped", "finished"):
                 self._say(f"  waiting: {doing}")

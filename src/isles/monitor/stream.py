@@ -1,24 +1,23 @@
-"""`isles logs`: the lines of all nodes of a run in one stream, wherever their files are."""
+"""`isles logs`: the lines of all nodes and clusters in one stream, wherever their files are."""
 
 from __future__ import annotations
 
-import queue
-import shlex
-import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isles.config.resolve import load_resolved
 from isles.errors import UserError
+from isles.launch.remote.passing import remote_isles
 from isles.launch.ssh.setting import path_elsewhere, python_of, setting_lines
-from isles.launch.ssh.shell import Shell
+from isles.monitor.children import Children
 from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
+from isles.run.find import run_of
 from isles.run.fleet import read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.remote import RemoteRun
+from isles.run.several import SeveralRun
 from isles.run.state import QUEUES
 
 Note = Callable[[str], object]
@@ -29,99 +28,103 @@ _QUIET_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class FarLogs:
-    """The logs of one node on another machine.
+class Source:
+    """Lines of some logs.
 
     Args:
-        node: its number; None: of all nodes that the machine sees.
-        name: the machine, for messages.
-        argv: the command line, to be run here, that prints them.
+        lines: those of this machine; or the command line, to be run here, that prints them.
+        host: the machine that has them, for messages; empty: this one.
+        node: of which node they are; None: of all nodes that the machine sees.
+        prefix: stands before each line.
+        cluster: of several, whose lines they are.
     """
 
-    node: int | None
-    name: str
-    argv: tuple[str, ...]
+    lines: Iterable[str]
+    host: str = ""
+    node: int | None = None
+    prefix: str = ""
+    cluster: str = ""
 
 
 def shown_lines(
-    found: RunDir | RemoteRun, choice: LogChoice, *, by_node: bool, note: Note
+    found: RunDir | RemoteRun | SeveralRun, choice: LogChoice, *, by_node: bool, note: Note
 ) -> Iterator[str]:
-    """The lines that `isles logs` prints.
+    """The lines that `isles logs` prints: source after source, or as they come if followed.
 
-    Args:
-        found: the run.
-        choice: which lines.
-        by_node: one node after the other, below headlines.
-        note: takes what is to be said beside them: which logs cannot be read, and where they are.
+    Of a run on several clusters each line has its cluster's name. `note` takes remarks: which logs
+    cannot be read, and where they are.
 
     Raises:
         UserError: there is no such attempt, rank or node.
     """
+    if not isinstance(found, SeveralRun):
+        return _read(_sources(found, choice, by_node, note), choice, note)
+    width = max(len(cluster.name) for cluster in found.clusters)
+    sources: list[Source] = []
+    for cluster in found.clusters:
+        run = run_of(found, cluster)
+        if run is None:
+            note(f"{cluster.name} was never started")
+            continue
+        try:
+            own = _sources(run, choice, by_node, note)
+        except UserError as error:
+            note(f"{cluster.name}: {error.what}")
+            continue
+        prefix = f"{cluster.name.ljust(width)} | "
+        sources += [replace(source, prefix=prefix, cluster=cluster.name) for source in own]
+    return _read(sources, choice, note)
+
+
+def _sources(
+    found: RunDir | RemoteRun, choice: LogChoice, by_node: bool, note: Note
+) -> list[Source]:
     if isinstance(found, RemoteRun):
-        return _joined([], _far_of_remote(found, choice, by_node=by_node), choice, note)
+        if found.launcher in QUEUES or len(found.hosts) < 2:
+            return [_far(found, found.ssh, choice, by_node)]
+        return [  # from every host of the run, what it alone may have
+            _far(found, host, replace(choice, node=node), by_node)
+            for node, host in enumerate(found.hosts)
+            if choice.node in (None, node)
+        ]
     attempt = choose_attempt(found, choice.attempt)
     sources = LogSources(attempt)
-    _check_node(sources, attempt, choice)
-    far: list[FarLogs] = []
+    if not (choice.node in (None, 0) or choice.node in sources.nodes or choice.is_here):
+        there = ", ".join(f"{n} ({name})" for n, name in sources.nodes.items()) or "0, the only one"
+        raise UserError(
+            f"there is no node {choice.node} in attempt {attempt.number}",
+            where=str(attempt.path),
+            fix=f"the nodes there are: {there}",
+            id="run.logs",
+        )
+    far: list[Source] = []
     if not choice.is_here:
         try:
-            far = _far_of_fleet(found, attempt, sources, choice, by_node=by_node)
+            far = _far_nodes(found, attempt, sources, choice, by_node)
         except UserError as error:
             note(f"only logs that are here: {error}")
-    if by_node:
-        return _joined([_blocks(found, attempt, sources, choice, far)], far, choice, note)
-    return _joined([log_lines(found, attempt, choice)], far, choice, note)
-
-
-def _check_node(sources: LogSources, attempt: Attempt, choice: LogChoice) -> None:
-    if choice.node in (None, 0) or choice.node in sources.nodes or choice.is_here:
-        return
-    there = ", ".join(f"{n} ({name})" for n, name in sources.nodes.items()) or "0, the only one"
-    raise UserError(
-        f"there is no node {choice.node} in attempt {attempt.number}",
-        where=str(attempt.path),
-        fix=f"the nodes there are: {there}",
-        id="run.logs",
-    )
+    if not by_node:
+        return [Source(log_lines(found, attempt, choice)), *far]
+    elsewhere = [source.node for source in far]
+    nodes = {
+        node: name
+        for node, name in (sources.nodes or {0: ""}).items()
+        if choice.node in (None, node) and node not in elsewhere
+    }
+    return [Source(_blocks(found, attempt, nodes, choice)), *far]
 
 
 def _blocks(
-    run_dir: RunDir,
-    attempt: Attempt,
-    sources: LogSources,
-    choice: LogChoice,
-    far: Sequence[FarLogs],
+    run_dir: RunDir, attempt: Attempt, nodes: dict[int, str], choice: LogChoice
 ) -> Iterator[str]:
-    """The nodes whose logs are here, each below its headline."""
-    elsewhere = {logs.node for logs in far}
-    for node, name in (sources.nodes or {0: ""}).items():
-        if choice.node not in (None, node) or node in elsewhere:
-            continue
+    for node, name in nodes.items():
         yield f"=== Node {node}{f' ({name})' if name else ''} ==="
         yield from node_lines(attempt, run_dir, replace(choice, node=node))
 
 
-def _far_of_remote(run: RemoteRun, choice: LogChoice, *, by_node: bool) -> list[FarLogs]:
-    """From every host of the run, what it alone may have."""
-    if run.launcher in QUEUES or len(run.hosts) < 2:
-        return [_far(run.ssh, run.lines, run.python, run.path, choice, by_node=by_node)]
-    return [
-        _far(
-            host,
-            run.lines,
-            run.python,
-            run.path_on(host),
-            replace(choice, node=node),
-            by_node=by_node,
-        )
-        for node, host in enumerate(run.hosts)
-        if choice.node in (None, node)
-    ]
-
-
-def _far_of_fleet(
-    run_dir: RunDir, attempt: Attempt, sources: LogSources, choice: LogChoice, *, by_node: bool
-) -> list[FarLogs]:
+def _far_nodes(
+    run_dir: RunDir, attempt: Attempt, sources: LogSources, choice: LogChoice, by_node: bool
+) -> list[Source]:
     """From the hosts of nodes of which nothing is here."""
     fleet = read_fleet(attempt)
     if fleet is None or fleet.launcher == "local":
@@ -136,173 +139,78 @@ def _far_of_fleet(
         wanted = [node for node in wanted if node.node == at]
     if not wanted:
         return []
-    lines, python, path = _setting(run_dir)
-    return [
-        _far(
-            node.ssh or node.address,
-            lines,
-            python,
-            path,
-            replace(choice, node=node.node),
-            by_node=by_node,
-        )
-        for node in wanted
-    ]
-
-
-def _setting(run_dir: RunDir) -> tuple[list[str], str, str]:
-    """What comes before Python on another node of a run, its Python, and the run's folder."""
     path = run_dir.path.absolute()
+    lines, python, there = [], sys.executable, str(path)
     try:
         config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
     except (OSError, UserError):
-        return [], sys.executable, str(path)  # of another version: perhaps it is as here
-    cluster = config.clusters[0]
-    lines = setting_lines(cluster, cluster.workdir or _workdir(run_dir, config.output_dir))
-    return lines, python_of(cluster.environment), path_elsewhere(path, config)
+        pass  # of another version: perhaps it is as here
+    else:
+        cluster, folder = config.clusters[0], Path(config.output_dir).expanduser()
+        # The folder in which the run was begun: its path ends with output_dir and its name.
+        begun_in = path.parents[0 if folder.is_absolute() else len(folder.parts)]
+        lines = setting_lines(cluster, cluster.workdir or str(begun_in))
+        python, there = python_of(cluster.environment), path_elsewhere(path, config)
+    found = []
+    for node in wanted:
+        ssh = node.ssh or node.address
+        run = RemoteRun(run_dir.name, ssh, there, tuple(lines), python, fleet.launcher, (ssh,), 0.0)
+        found.append(_far(run, ssh, replace(choice, node=node.node), by_node))
+    return found
 
 
-def _workdir(run_dir: RunDir, output_dir: str) -> str:
-    """The folder in which the run was begun: its path ends with output_dir and its name."""
-    given = Path(output_dir).expanduser()
-    up = 0 if given.is_absolute() else len(given.parts)
-    return str(run_dir.path.absolute().parents[up])
-
-
-def _far(
-    ssh: str, lines: Sequence[str], python: str, path: str, choice: LogChoice, *, by_node: bool
-) -> FarLogs:
-    words = [python, "-m", "isles", "logs", path, "--here", *choice.words()]
+def _far(run: RemoteRun, host: str, choice: LogChoice, by_node: bool) -> Source:
+    words = ["logs", run.path_on(host), "--here", *choice.words()]
     words += ["--by-node"] if by_node else []
-    script = "\n".join([*lines, f"exec {shlex.join(words)}"])
-    argv = Shell(ssh, _CONNECT_S).argv(["bash", "-c", script])
-    return FarLogs(choice.node, ssh.rpartition("@")[2], tuple(argv))
+    argv = remote_isles(run, words, host=host, connect_timeout_s=_CONNECT_S)
+    return Source(argv, host.rpartition("@")[2], choice.node)
 
 
-def _joined(
-    here: Sequence[Iterator[str]], far: Sequence[FarLogs], choice: LogChoice, note: Note
-) -> Iterator[str]:
-    """All lines: node by node, or as they come where they are followed."""
-    if not far:
-        for lines in here:
-            yield from lines
+def _read(sources: Sequence[Source], choice: LogChoice, note: Note) -> Iterator[str]:
+    if len(sources) == 1 and not sources[0].host and not sources[0].cluster:
+        yield from sources[0].lines
         return
-    pump = _Pump(note)
-    for lines in here:
-        pump.add_lines(lines)
-    for logs in far:
-        pump.add_far(logs)
+    children = Children()
+    by_name = {str(index): source for index, source in enumerate(sources)}
     try:
-        yield from pump.mixed() if choice.follow else pump.in_order()
-    finally:
-        pump.close()
-
-
-def merged(streams: Sequence[Iterator[str]], *, follow: bool, note: Note) -> Iterator[str]:
-    """Several streams of lines, one after the other, or as they come where they are followed."""
-    pump = _Pump(note)
-    for lines in streams:
-        pump.add_lines(lines)
-    try:
-        yield from pump.mixed() if follow else pump.in_order()
-    finally:
-        pump.close()
-
-
-class _Pump:
-    """Reads several streams of lines at once, each by a thread."""
-
-    def __init__(self, note: Note) -> None:
-        self._note = note
-        self._lines: queue.Queue[tuple[int, str | Exception | None]] = queue.Queue(10_000)
-        self._left: dict[int, str] = {}
-        """Streams that have not ended: whose lines they are."""
-        self._count = 0
-        self._processes: list[subprocess.Popen[str]] = []
-        self._is_closed = False
-
-    def add_lines(self, lines: Iterator[str]) -> None:
-        """Lines of this machine."""
-        self._start(lines, "this machine")
-
-    def add_far(self, logs: FarLogs) -> None:
-        """Lines of another one. It ends there when this process closes its stdin, or ends."""
-        process = subprocess.Popen(
-            logs.argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        self._start(self._read(process, logs), logs.name)
-
-    def in_order(self) -> Iterator[str]:
-        """Stream after stream; a host that hangs keeps nobody from the lines of the others."""
-        kept: list[list[str]] = [[] for _ in range(self._count)]
-        for index, line in self._all(_QUIET_S):
-            kept[index].append(line)
-        for lines in kept:
-            yield from lines
-
-    def mixed(self) -> Iterator[str]:
-        """As they come."""
-        for _, line in self._all(None):
-            yield line
-
-    def close(self) -> None:
-        """Nobody wants more."""
-        self._is_closed = True
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def _start(self, lines: Iterator[str], name: str) -> None:
-        index, self._count = self._count, self._count + 1
-        self._left[index] = name
-
-        def pump() -> None:
-            try:
-                for line in lines:
-                    self._lines.put((index, line))
-                self._lines.put((index, None))
-            except Exception as error:  # raised again where the lines are wanted
-                self._lines.put((index, error))
-
-        threading.Thread(target=pump, daemon=True).start()
-
-    def _all(self, quiet_s: float | None) -> Iterator[tuple[int, str]]:
-        while self._left:
-            try:
-                index, line = self._lines.get(timeout=quiet_s)
-            except queue.Empty:
-                names = ", ".join(self._left.values())
-                self._note(
-                    f"not a word from {names} for {quiet_s:.0f} s: its logs may be cut short"
-                )
-                return
-            if isinstance(line, Exception):
-                raise line
-            if line is None:
-                del self._left[index]
+        for name, source in by_name.items():
+            if source.host:
+                children.start(name, list(source.lines))
             else:
-                yield index, line
+                children.add(name, source.lines)
+        yield from _lines_of(children, by_name, choice.follow, note)
+    finally:
+        children.kill()
 
-    def _read(self, process: subprocess.Popen[str], logs: FarLogs) -> Iterator[str]:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        noise: list[str] = []
-        errors = process.stderr
-        reader = threading.Thread(target=lambda: noise.extend(errors), daemon=True)
-        reader.start()
-        for line in process.stdout:
-            yield line.rstrip("\n")
-        code = process.wait()
-        reader.join(timeout=5)
-        if code and not self._is_closed:
-            words = [line.strip() for line in noise if line.strip()]
-            what = words[0].removeprefix("error: ") if words else f"exit status {code}"
-            node = f"node {logs.node}" if logs.node is not None else "this run"
-            self._note(f"the logs of {node} are on {logs.name}, and cannot be read there: {what}")
+
+def _lines_of(
+    children: Children, sources: dict[str, Source], follows: bool, note: Note
+) -> Iterator[str]:
+    """As they come where they are followed; else a host that hangs keeps nobody from the lines of
+    the others."""
+    kept: dict[str, list[str]] = {name: [] for name in sources}
+    noise: dict[str, list[str]] = {name: [] for name in sources}
+    while children.left:
+        line = children.next(None if follows else _QUIET_S)
+        if line is None:
+            names = ", ".join(sources[name].host or "this machine" for name in children.left)
+            note(f"not a word from {names} for {_QUIET_S:.0f} s: its logs may be cut short")
+            break
+        source = sources[line.child]
+        if line.kind == "err":
+            noise[line.child].append(line.text.strip())
+        elif line.kind == "out" and follows:
+            yield f"{source.prefix}{line.text}"
+        elif line.kind == "out":
+            kept[line.child].append(f"{source.prefix}{line.text}")
+        elif isinstance(line.error, UserError) and source.cluster:
+            note(f"{source.cluster}: {line.error.what}")
+        elif line.error is not None:
+            raise line.error
+        elif line.code:
+            words = [word for word in noise[line.child] if word]
+            what = words[0].removeprefix("error: ") if words else f"exit status {line.code}"
+            node = f"node {source.node}" if source.node is not None else "this run"
+            note(f"the logs of {node} are on {source.host}, and cannot be read there: {what}")
+    for lines in kept.values():
+        yield from lines

@@ -1,16 +1,20 @@
-"""`isles status`: runs as a table, one run as lines."""
+"""What commands print of runs: a table of all, one run as lines, its checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isles.facts.units import format_count, format_duration
-from isles.monitor.collect import RunReport
-from isles.monitor.nodes import NodeReport
+from isles.facts.units import format_bytes, format_count, format_duration
+from isles.monitor.status import NodeReport, RunReport
+from isles.run.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
+from isles.run.paths import RunDir
+from isles.run.state import script_of
 
 _COLOURS = {
     "queued": "cyan",
@@ -20,6 +24,37 @@ _COLOURS = {
     "failed": "red",
     "killed": "red",
 }
+
+
+class PipeConsole(Console):
+    """A console whose reader may leave; rich itself would end the program without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """The reader (head, less) has seen enough."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """For this command's stdout or stderr."""
+    made = PipeConsole(stderr=stderr, highlight=False)
+    # A pipe has no width: nothing is cut there.
+    return made if made.is_terminal else PipeConsole(stderr=stderr, highlight=False, width=240)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines as they are: without markup, and uncut."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, each column as wide as its widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def runs_table(reports: Sequence[RunReport]) -> Table:
@@ -57,12 +92,20 @@ def report_lines(report: RunReport) -> list[str]:
             else "-",
         ),
         ("left", format_duration(report.eta_s) if report.eta_s is not None else "-"),
-        ("saved", _saved_text(report)),
+        (
+            "saved",
+            f"step {report.checkpoint_step}, {_moment(report.checkpoint_at)}"
+            if report.checkpoint_step is not None
+            else "-",
+        ),
         ("started", _moment(report.begun_at)),
         ("where", _where_text(report)),
         ("nodes", f"{report.nodes} of {report.max_nodes}" if report.max_nodes else "-"),
         *(("", node_text(node)) for node in report.fleet),
-        ("restarts", _restarts_text(report)),
+        (
+            "restarts",
+            f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-",
+        ),
         *(("stuck", text) for text in report.stalls),
         ("check", report.checked or "-"),
         ("directory", f"{report.on}:{report.path}" if report.on else report.path),
@@ -120,12 +163,6 @@ def _state_text(report: RunReport) -> str:
     return f"{text}: {report.reason}" if report.reason not in ("", report.state) else text
 
 
-def _saved_text(report: RunReport) -> str:
-    if report.checkpoint_step is None:
-        return "-"
-    return f"step {report.checkpoint_step}, {_moment(report.checkpoint_at)}"
-
-
 def _where_text(report: RunReport) -> str:
     ranks = f"{report.world_size} x {report.device} on " if report.world_size else ""
     if report.job:
@@ -137,13 +174,44 @@ def _where_text(report: RunReport) -> str:
     return f"{ranks}{report.host}{by} (pid {report.pid}, attempt {report.attempt})"
 
 
-def _restarts_text(report: RunReport) -> str:
-    return f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-"
-
-
 def _moment(at: float | None) -> str:
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S") if at is not None else "-"
 
 
 def _number(value: float | None) -> str:
     return f"{value:.4f}" if value is not None else "-"
+
+
+def checkpoint_lines(run_dir: RunDir) -> list[str]:
+    """One line a checkpoint, oldest first."""
+    lines = [
+        f"step {info.step:<8} {_moment(info.created_at)}  {format_bytes(info.size_bytes):>10}  "
+        f"{info.path}"
+        for info in list_checkpoints(run_dir)
+    ]
+    return lines or [_none_yet(run_dir)]
+
+
+def verify_lines(run_dir: RunDir, step: int | None) -> Iterator[tuple[str, bool]]:
+    """Read checkpoints back, of a step or all; pairs of a line and whether it is good news.
+
+    Raises:
+        UserError: there is no checkpoint of that step.
+    """
+    if step is not None:
+        folders = [find_checkpoint(run_dir, step).path]
+    else:
+        folders = sorted(run_dir.checkpoints.glob("step-*"))
+    if not folders:
+        yield _none_yet(run_dir), True
+    for folder in folders:
+        faults = verify_checkpoint(folder)
+        yield f"{folder.name}: {'NOT whole' if faults else 'whole'}", not faults
+        yield from ((f"  {fault}", False) for fault in faults)
+
+
+def _none_yet(run_dir: RunDir) -> str:
+    script = script_of(run_dir)
+    if script is None:
+        return f"{run_dir.name} has no checkpoint yet"
+    return f"{run_dir.name} runs {script}, a script of your own, which keeps checkpoints by itself"

@@ -1,4 +1,4 @@
-"""Verbs on a run, here or on another machine: status, logs, stop, and what is typed after them."""
+"""Verbs on a run, here or on another machine: status, logs, stop, following it, and its hub."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -6,19 +6,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from isles.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from isles.run.paths import RunDir
-    from isles.run.remote import RemoteRun
-
-checkpoint = App(name="checkpoint", help="List, verify and export checkpoints.")
+    from isles.launch.base import StartOptions
+    from isles.monitor.follow import Follower
 
 Run = Annotated[
     str | None,
@@ -31,22 +28,95 @@ Cluster = Annotated[
     str | None, Parameter(help="Of a run on several clusters only this one; left out: all.")
 ]
 RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder of the run directories.")]
-Step = Annotated[int | None, Parameter(help="Checkpoint of this step; left out: the newest.")]
-OneStep = Annotated[int | None, Parameter(name="--step", help="Only this one; left out: all.")]
-_RUNS = Path("runs")
+RUNS = Path("runs")
+
+rendezvous_app = App(
+    name="rendezvous", help="Open the point where clusters of one run meet, and say how they join."
+)
+join_cluster_app = App(
+    name="join", help="Take part, with the GPUs of this site, in a run that others have begun."
+)
 
 
 def register(app: App) -> None:
     """Give the command its verbs on runs."""
-    app.command(checkpoint)
-    for verb in (status, logs, stop, generate):
+    for verb in (status, logs, stop):
         app.command(verb)
-    app.command(evaluate, name="eval")
     app.command(attend, show=False)
     app.command(report, show=False)
+    app.command(rendezvous_app)
+    app.command(join_cluster_app)
 
 
-def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = _RUNS) -> int:
+def start_and_follow(options: StartOptions, *, detach: bool = False, announce: bool = False) -> int:
+    """Start a run as it was asked for, and follow it to its end.
+
+    Args:
+        options: what is to be started.
+        detach: return as soon as it is.
+        announce: the same, and say which run it is; for isles on another machine.
+
+    Returns:
+        The exit code; of several clusters the worst.
+
+    Raises:
+        UserError: it cannot be started; nothing is left running then.
+    """
+    from isles.launch.base import Started
+    from isles.launch.remote.login import started_line
+    from isles.launch.start import start
+    from isles.monitor.signals import caught_signals
+    from isles.run.find import typed_name
+    from isles.run.state import script_of
+
+    with caught_signals() as signals:
+        started = start(options)
+        if isinstance(started, str):
+            say(started)
+            return ExitCode.OK
+        if not isinstance(started, Started):
+            from isles.monitor.multi_cluster import ClustersFollower, SeveralStart
+
+            several = SeveralStart(started, options)
+            texts = several.look()
+            if options.dry_run:
+                say(several.dry_run_text(texts))
+                return ExitCode.OK
+            name, what, them = typed_name(several.start()), "saves and stops all clusters", "them"
+        else:
+            if started.text:
+                say(started.text)
+            if announce:
+                say(started_line(started))
+            if started.text or announce:
+                return ExitCode.OK
+            is_script = started.remote is None and script_of(started.run_dir) is not None
+            what, them = "lets the script stop" if is_script else "saves and stops", "it"
+            name = started.remote.typed if started.remote else typed_name(started.run_dir)
+        if detach:
+            say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
+            return ExitCode.OK
+        say(f"Ctrl+C {what}; closing this terminal leaves {them} running")
+        # The ranks are on their way: what draws their progress is loaded beside them.
+        from isles.monitor.table import console
+
+        consoles = console(), console(stderr=True)
+        follower: Follower
+        if not isinstance(started, Started):
+            follower = ClustersFollower(several.run, several.choice.running, *consoles)
+        elif started.remote is not None:
+            from isles.monitor.remote import RemoteFollower
+
+            follower = RemoteFollower(started.remote, started.attempt.number, *consoles)
+        else:
+            from isles.monitor.follow import RunFollower
+
+            run_dir, attempt, process = started.run_dir, started.attempt, started.process
+            follower = RunFollower(run_dir, attempt, *consoles, process=process)
+        return follower.follow(signals)
+
+
+def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = RUNS) -> int:
     """Show how runs stand: all of them, or one in full, wherever they run.
 
     Args:
@@ -55,43 +125,34 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     """
     from json import dumps
 
-    from isles.monitor.everywhere import report_of, reports_of_all
-    from isles.monitor.meeting.state import (
-        find_meeting,
-        meeting_lines,
-        meeting_record,
-        running_meetings,
-    )
-    from isles.monitor.multi_cluster.report import several_lines, several_report, with_several
-    from isles.monitor.table import report_lines, runs_table
+    from isles.monitor.clusters import several_lines, several_report, with_several
+    from isles.monitor.hub import find_hub, hub_lines, hub_record, running_hubs
+    from isles.monitor.remote import report_of, reports_of_all
+    from isles.monitor.table import console, report_lines, runs_table
     from isles.run.find import find_any
     from isles.run.several import SeveralRun
 
-    if (meeting := find_meeting(run, output_dir)) is not None:
-        record = meeting_record(meeting)
-        _say(dumps(record, indent=1) if json else "\n".join(meeting_lines(meeting, record)))
-        return ExitCode.OK
-    if run is not None:
-        found = find_any(run, output_dir)
-        if isinstance(found, SeveralRun):
-            whole = several_report(found)
-            _say(dumps(whole.record(), indent=1) if json else "\n".join(several_lines(whole)))
+    if (hub := find_hub(run, output_dir)) is not None:
+        record = hub_record(hub)
+        say(dumps(record, indent=1) if json else "\n".join(hub_lines(hub, record)))
+    elif run is None:
+        reports = reports_of_all(output_dir)
+        if json:
+            say(dumps([entry.record() for entry in reports], indent=1))
             return ExitCode.OK
-        report = report_of(found, output_dir)
-        _say(dumps(report.record(), indent=1) if json else "\n".join(report_lines(report)))
-        return ExitCode.OK
-    reports, meetings = reports_of_all(output_dir), running_meetings(output_dir)
-    if json:
-        _say(dumps([entry.record() for entry in reports], indent=1))
-        return ExitCode.OK
-    if reports:
-        from isles.monitor.consoles import console
-
-        console().print(runs_table(with_several(reports, output_dir)))
-    elif not meetings:
-        _say(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
-    for state in meetings:
-        _say(f"{state.name} is a rendezvous, which runs: isles status {state.name}")
+        hubs = running_hubs(output_dir)
+        if reports:
+            console().print(runs_table(with_several(reports, output_dir)))
+        elif not hubs:
+            say(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
+        for state in hubs:
+            say(f"{state.name} is a rendezvous, which runs: isles status {state.name}")
+    elif isinstance(found := find_any(run, output_dir), SeveralRun):
+        whole = several_report(found)
+        say(dumps(whole.record(), indent=1) if json else "\n".join(several_lines(whole)))
+    else:
+        entry = report_of(found, output_dir)
+        say(dumps(entry.record(), indent=1) if json else "\n".join(report_lines(entry)))
     return ExitCode.OK
 
 
@@ -101,9 +162,9 @@ def report(*paths: Path) -> int:
     Args:
         paths: Run directories.
     """
-    from isles.monitor.everywhere import records_of
+    from isles.monitor.remote import records_of
 
-    _say(records_of(paths))
+    say(records_of(paths))
     return ExitCode.OK
 
 
@@ -119,7 +180,7 @@ def logs(
     by_node: bool = False,
     attempt: int | None = None,
     here: Annotated[bool, Parameter(show=False)] = False,
-    output_dir: RunsDir = _RUNS,
+    output_dir: RunsDir = RUNS,
 ) -> int:
     """Show what the ranks of a run printed, on all its nodes.
 
@@ -133,10 +194,8 @@ def logs(
         here: Only what this machine has; for isles on another one.
     """
     from isles.monitor.logs import LogChoice
-    from isles.monitor.multi_cluster.logs import several_lines
     from isles.monitor.stream import shown_lines
     from isles.run.find import find_any, find_cluster
-    from isles.run.several import SeveralRun
 
     if by_node and (follow or rank is not None):
         raise UserError(
@@ -146,12 +205,9 @@ def logs(
     if here and follow:
         _end_with_stdin()
     found = find_any(run, output_dir)
-    if isinstance(found, SeveralRun) and cluster is None:
-        lines_of_all = several_lines(found, choice, by_node=by_node, note=_note)
-    else:
-        one = find_cluster(run, output_dir, cluster)
-        lines_of_all = shown_lines(one, choice, by_node=by_node, note=_note)
-    for line in lines_of_all:
+    if cluster is not None:
+        found = find_cluster(run, output_dir, cluster)
+    for line in shown_lines(found, choice, by_node=by_node, note=note):
         sys.stdout.write(f"{line}\n")
         if follow:
             sys.stdout.flush()
@@ -166,7 +222,7 @@ def stop(
     now: bool = False,
     timeout: str = "10m",
     here: Annotated[bool, Parameter(show=False)] = False,
-    output_dir: RunsDir = _RUNS,
+    output_dir: RunsDir = RUNS,
 ) -> int:
     """Let a run save a checkpoint and stop, and wait until it has.
 
@@ -176,7 +232,9 @@ def stop(
         here: Kill its processes of this machine, and nothing else.
     """
     from isles.facts.units import parse_duration_s
-    from isles.monitor.meeting.state import find_meeting
+    from isles.monitor.hub import find_hub, stop_hub
+    from isles.monitor.multi_cluster import stop_several
+    from isles.monitor.remote import stop_remote
     from isles.monitor.stop import end_here, stop_run
     from isles.run.find import find_any, find_cluster
     from isles.run.remote import RemoteRun
@@ -186,23 +244,18 @@ def stop(
         timeout_s = parse_duration_s(timeout)
     except ValueError as error:
         raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
-    if (meeting := find_meeting(run, output_dir)) is not None:
-        from isles.monitor.meeting.state import stop_meeting
-
-        return stop_meeting(meeting, say=_say)
-    whole = find_any(run, output_dir)
-    if isinstance(whole, SeveralRun) and cluster is None:
-        from isles.monitor.multi_cluster.stop import stop_several
-
-        return stop_several(whole, now=now, timeout=timeout, say=_say, warn=_note)
-    found = find_cluster(run, output_dir, cluster)
+    if (hub := find_hub(run, output_dir)) is not None:
+        return stop_hub(hub, say=say)
+    found = find_any(run, output_dir)
+    if cluster is not None:
+        found = find_cluster(run, output_dir, cluster)
+    if isinstance(found, SeveralRun):
+        return stop_several(found, now=now, timeout=timeout, say=say, warn=note)
     if isinstance(found, RemoteRun):
-        from isles.monitor.stop_remote import stop_remote
-
-        return stop_remote(found, now=now, timeout=timeout, say=_say)
+        return stop_remote(found, now=now, timeout=timeout, say=say)
     if here:
-        return end_here(found, say=_say)
-    return stop_run(found, now=now, timeout_s=timeout_s, say=_say)
+        return end_here(found, say=say)
+    return stop_run(found, now=now, timeout_s=timeout_s, say=say)
 
 
 def attend(
@@ -212,7 +265,7 @@ def attend(
     attempt: int | None = None,
     orders: bool = False,
     begun: bool = False,
-    output_dir: RunsDir = _RUNS,
+    output_dir: RunsDir = RUNS,
 ) -> int:
     """Follow a run on the machine that has its directory, for isles on another one; or a run of
     another machine from here, as one cluster of several.
@@ -223,147 +276,130 @@ def attend(
         orders: Take interrupt and requeue, one a line, from stdin; its end leaves the run.
         begun: It has been followed before: show what is new.
     """
-    from isles.monitor.foreground import attend_here, attend_there
+    from isles.monitor.follow import RunFollower
+    from isles.monitor.logs import choose_attempt
+    from isles.monitor.remote import RemoteFollower
+    from isles.monitor.signals import caught_signals
+    from isles.monitor.table import console
     from isles.run.find import find_cluster
     from isles.run.remote import RemoteRun
 
     found = find_cluster(run, output_dir)
-    if isinstance(found, RemoteRun):
-        return attend_there(found, attempt or 1, is_begun=begun)
-    return attend_here(found, attempt, takes_orders=orders, is_begun=begun)
+    consoles = console(), console(stderr=True)
+    with caught_signals() as signals:
+        follower: Follower
+        if isinstance(found, RemoteRun):
+            follower = RemoteFollower(found, attempt or 1, *consoles, is_begun=begun)
+        else:
+            start = choose_attempt(found, attempt)
+            follower = RunFollower(found, start, *consoles, is_begun=begun)
+        if orders or isinstance(found, RemoteRun):
+            signals.read_words()
+        return follower.follow(signals)
 
 
-@checkpoint.command(name="list")
-def list_(run: Run = None, /, *, output_dir: RunsDir = _RUNS) -> int:
-    """List the checkpoints of a run."""
-    from isles.monitor.checkpoints import checkpoint_lines
-    from isles.run.remote import RemoteRun
-
-    found = _whose_weights(run, output_dir)
-    if isinstance(found, RemoteRun):
-        return _pass_on(found, ["checkpoint", "list"], [])
-    _say("\n".join(checkpoint_lines(found)))
-    return ExitCode.OK
-
-
-@checkpoint.command
-def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = _RUNS) -> int:
-    """Read checkpoints back and compare every byte with its recorded hash."""
-    from isles.monitor.checkpoints import verify_lines
-    from isles.run.remote import RemoteRun
-
-    found = _whose_weights(run, output_dir)
-    if isinstance(found, RemoteRun):
-        options = [f"--step={step}"] if step is not None else []
-        return _pass_on(found, ["checkpoint", "verify"], options)
-    is_whole = True
-    for line, is_good in verify_lines(found, step):
-        _say(line)
-        is_whole = is_whole and is_good
-    return ExitCode.OK if is_whole else ExitCode.TRAINING
-
-
-@checkpoint.command
-def export(
-    run: Run = None,
+@rendezvous_app.default
+def rendezvous(
+    run_file: Path,
     /,
-    *,
-    step: Step = None,
-    output: Path | None = None,
-    merge_adapter: bool = False,
-    push_to_hub: str | None = None,
-    output_dir: RunsDir = _RUNS,
+    *overrides: str,
+    public: str = "",
+    listen: str = "",
+    detach: bool = False,
+    new: bool = False,
 ) -> int:
-    """Write a Hugging Face folder that from_pretrained loads; of an adapter, that peft loads.
+    """Open the point where clusters of one run meet, print the line by which they join, and show
+    who comes and goes. Typed again it goes on where it was: same line, same memory.
 
     Args:
-        output: Where it is written, on the machine of the run; left out: RUN/model.
-        merge_adapter: Merge the adapter into its model, and write that.
-        push_to_hub: Upload it to this repository of the hub, owner/name; made private if it is
-            not there.
+        run_file: The run file, with outer: {kind: diloco}. Clusters elsewhere get from here what
+            all must have alike: model, data, training, outer.
+        overrides: Values that replace those in the file, such as outer.sync_every=100.
+        public: HOST:PORT that clusters dial: a name, a VPN's address, or a router's that passes it
+            on. Left out: outer.public of the run file, or clusters of this machine only.
+        listen: HOST:PORT of this machine, if it is not what --public says.
+        detach: Return as soon as it is open.
+        new: Begin with an empty memory and another line.
     """
-    options: dict[str, object] = {"step": step, "output": output, "push-to-hub": push_to_hub}
-    options["merge-adapter"] = merge_adapter
-    return _worker_verb("export", run, output_dir, options)
+    from isles.launch.meeting_run import start_meeting
+    from isles.monitor.hub import HubFollower, opening_lines
+    from isles.monitor.signals import caught_signals
+    from isles.monitor.table import console
+
+    with caught_signals() as signals:
+        meeting = start_meeting(run_file, overrides, public=public, listen=listen, is_anew=new)
+        say("\n".join(opening_lines(meeting, shows_line=sys.stdout.isatty())))
+        if detach:
+            return ExitCode.OK
+        how = "ends it; typed again it goes on" if meeting.is_new else "leaves it running"
+        say(f"Ctrl+C {how}; closing this terminal leaves it running\n")
+        return HubFollower(meeting, console(), console(stderr=True)).follow(signals)
 
 
-def generate(
-    run: Run = None,
+@join_cluster_app.default
+def join(
+    line: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
-    *,
-    prompt: str = "",
-    chat: bool = False,
-    max_new_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    step: Step = None,
-    output_dir: RunsDir = _RUNS,
+    *words: str,
+    name: str = "",
+    on: Literal["local", "ssh", "slurm", "pbs", "manual"] | None = None,
+    resume: str = "auto",
+    dry_run: bool = False,
+    detach: bool = False,
 ) -> int:
-    """Let the trained model continue a text, or answer a message.
+    """Train as one more cluster of a run, by the line that `isles rendezvous` has printed.
+
+    Model, data, training and outer are the run's own, and come from there. Typed again it goes on
+    where the last start ended.
 
     Args:
-        prompt: The text that it continues; left out: it begins by itself.
-        chat: The prompt is a message of the user, which the model answers by its chat template.
-        max_new_tokens: How many tokens at most.
-        temperature: 0 takes the likeliest token; higher is more varied.
-        top_p: Choose among the likeliest tokens that together have this probability.
-        seed: The same seed gives the same text.
+        line: A file with the join line; or - to read it from stdin; or the line itself, which the
+            shell's history keeps then.
+        words: A run file of this site, of which the section clusters is enough; and values such as
+            launcher.partition=gpu, nodes=4, gpus_per_node=8 of this site's cluster, or
+            data.sources.0.path=/scratch/text where the same data lies elsewhere.
+        name: Of this cluster. Left out: as the run file says, or the name of this machine.
+        on: How ranks are started. Left out: as the run file says, or on this machine.
+        resume: As in isles train.
+        dry_run: Show what would be started; start nothing.
+        detach: Return as soon as it is started.
     """
-    options = {
-        "prompt": prompt,
-        "chat": chat,
-        "max-new-tokens": max_new_tokens,
-        "temperature": temperature,
-        "top-p": top_p,
-        "seed": seed,
-        "step": step,
-    }
-    return _worker_verb("generate", run, output_dir, options)
+    from isles.launch.base import StartOptions
+    from isles.launch.join_cluster import Site, joining_run, read_join_line
+
+    found = read_join_line(line)
+    if line in sys.argv and "#" in line:
+        # Begin again without the secret among the arguments, which other users of this machine
+        # would see for as long as the run is followed.
+        reader, writer = os.pipe()
+        os.write(writer, f"{found.secret_text()}\n".encode())
+        os.close(writer)
+        os.dup2(reader, 0)
+        typed = ["-" if word == line else word for word in sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, "-m", "isles", *typed])
+
+    def warn(text: str) -> None:
+        note(f"warning: {text}")
+
+    files = [word for word in words[:1] if "=" not in word]
+    site = Site(Path(files[0]) if files else None, words[len(files) :], name, on or "")
+    loaded = joining_run(found, site, warn)
+    options = StartOptions(
+        loaded.path, (), resume, dry_run, say, warn, join=found.secret_text(), loaded=loaded
+    )
+    return start_and_follow(options, detach=detach)
 
 
-def evaluate(
-    run: Run = None,
-    /,
-    *,
-    step: Step = None,
-    samples: int | None = None,
-    output_dir: RunsDir = _RUNS,
-) -> int:
-    """Measure loss and perplexity on the validation data.
-
-    Args:
-        samples: How many validation sequences; left out: as in the run file.
-    """
-    return _worker_verb("eval", run, output_dir, {"step": step, "samples": samples})
+def say(line: str) -> None:
+    """Print a line on stdout."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
-def _worker_verb(
-    verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
-) -> int:
-    from isles.launch.verbs import option_words, run_verb
-    from isles.run.remote import RemoteRun
-
-    found = _whose_weights(run, output_dir)
-    if isinstance(found, RemoteRun):
-        words = ["checkpoint", verb] if verb == "export" else [verb]
-        return _pass_on(found, words, option_words(options))
-    return run_verb(verb, found, options)
-
-
-def _whose_weights(run: str | None, output_dir: Path) -> RunDir | RemoteRun:
-    """The run that is meant; of one on several clusters that of the cluster that is furthest."""
-    from isles.monitor.multi_cluster.state import furthest
-    from isles.run.find import find_any, find_cluster
-    from isles.run.several import SeveralRun
-
-    found = find_any(run, output_dir)
-    if not isinstance(found, SeveralRun):
-        return found
-    cluster = furthest(found)
-    if cluster is not None:
-        _note(f"the checkpoints of cluster {cluster}, which has taken in the most turns")
-    return find_cluster(str(found.path), output_dir, cluster)
+def note(line: str) -> None:
+    """Print a line on stderr."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _end_with_stdin() -> None:
@@ -374,19 +410,3 @@ def _end_with_stdin() -> None:
         os._exit(ExitCode.OK)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _pass_on(run: RemoteRun, verb: Sequence[str], options: Sequence[str]) -> int:
-    from isles.launch.remote.passing import pass_on
-
-    return pass_on(run, [*verb, run.path, *options])
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def _note(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -10,9 +10,9 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from isles.outer.base import UnsoundUpdateError, check_magnitude
 from isles.outer.codec import topk as codec_topk
 from isles.outer.codec.base import Codec, CodecKind, parse_codec
-from isles.outer.unsound import UnsoundUpdateError, check_magnitude
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,12 +1,14 @@
-"""The outer step of one cluster: its weights, whatever holds them, against its anchors."""
+"""The outer step of one cluster: its weights, whatever holds them, against its outer parameters."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +17,24 @@ from torch import Tensor
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.outer.average import average_size
-from isles.outer.base import Applied, Contribution, Mode, OuterSettings, Weights
+from isles.outer.base import (
+    Applied,
+    Contribution,
+    Mode,
+    OuterSettings,
+    UnsoundUpdateError,
+    Weights,
+)
 from isles.outer.carry import Carrier
 from isles.outer.diloco import FragmentShare, clip_scale, total_norm
 from isles.outer.layout import Fragment, Layout
-from isles.outer.state_file import check_state, state_head
-from isles.outer.unsound import UnsoundUpdateError
+
+_LONGEST_HEAD = 100 * 2**20
+_FIX = "let the cluster take it from another one, or from the rendezvous, once more"
 
 
 class Cluster:
-    """Anchors, momentum and errors, dealt over the ranks of a cluster. All ranks must make one.
+    """Outer parameters, momentum and errors, split over the ranks of a cluster. All must make one.
 
     No rank ever holds more than one whole parameter beside its own share of the outer state.
 
@@ -55,14 +65,14 @@ class Cluster:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """The weights as they are become the anchors. All ranks must call this.
+        """The weights as they are become the outer parameters. All ranks must call this.
 
         Clusters must begin with the same: compare `digest`. Under bf16 or fp16 DeepSpeed rounds the
         weights that it is given, so a cluster that differs takes the state of the first one.
         """
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
-            self._read(number, share.split(share.anchor))
+            self._read(number, share.split(share.outer_param))
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> None:
@@ -138,10 +148,10 @@ class Cluster:
 
         All ranks must call this. It touches neither the engine nor the GPU: under overlap and late
         inner steps may go on meanwhile, in another thread; until `give` nothing may be saved.
-        on_time, idle: the weights become the anchor, the same bits on all clusters. overlap: they
-        go the way from the contribution's weights to the anchor, or 1 - alpha of it, and keep what
-        was learnt since. late: they go the way from the old anchor to the new one, and keep all
-        that they have learnt since the former.
+        on_time, idle: the weights become the outer parameters, the same bits on all clusters.
+            overlap: they go the way from the contribution's weights to the outer parameters, or 1 -
+            alpha of it, and keep what was learnt since. late: they go the way from the old outer
+            parameters to the new one, and keep all that they have learnt since the former.
 
         Args:
             fragment: of the turn.
@@ -181,8 +191,8 @@ class Cluster:
         All ranks must call this, between two inner steps.
         """
         move = self._moves.pop(fragment)
-        anchor = self._shares[fragment].anchor
-        self._write(fragment, anchor if move is None else move, adds=move is not None)
+        outer_param = self._shares[fragment].outer_param
+        self._write(fragment, outer_param if move is None else move, adds=move is not None)
 
     def drop(self, fragment: int) -> None:
         """Forget a contribution that will be in no average: its steps stay in the next one."""
@@ -190,12 +200,12 @@ class Cluster:
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """The weights become the anchors: what was learnt since is dropped. All must call this."""
+        """Weights become the outer parameters; what was learnt since is dropped. All call this."""
         for number, share in enumerate(self._shares):
             share.drop_snapshot()
             if share.error is not None:
                 share.error.zero_()
-            self._write(number, share.anchor, adds=False)
+            self._write(number, share.outer_param, adds=False)
 
     @property
     def pending(self) -> list[int]:
@@ -203,7 +213,7 @@ class Cluster:
         return [i for i, share in enumerate(self._shares) if share.snapshot is not None]
 
     def digest(self, fragment: int) -> str:
-        """SHA-256 over the SHA-256 of the fragment's anchors, piece by piece. All must call this.
+        """SHA-256 over the pieces of a fragment's outer parameters. All ranks must call this.
 
         Equal on all clusters that have applied the same averages.
         """
@@ -231,7 +241,7 @@ class Cluster:
         state: dict[str, Tensor] = {}
         for share in self._shares:
             fields = {
-                "anchor": share.anchor,
+                "outer_param": share.outer_param,
                 "momentum": share.momentum,
                 "error": share.error,
                 "snapshot": share.snapshot,
@@ -251,7 +261,7 @@ class Cluster:
             tensor.copy_(state[name])
 
     def export_state(self, fragment: int, path: Path, *, version: int) -> tuple[int, str]:
-        """Write a fragment's anchors and momentum as safetensors on rank 0. All must call this.
+        """Write a fragment's outer state as safetensors on rank 0. All ranks must call this.
 
         Args:
             fragment: which one.
@@ -262,7 +272,9 @@ class Cluster:
             The file's size and SHA-256; the latter on rank 0 only.
         """
         share = self._shares[fragment]
-        parts = [share.anchor] if share.momentum is None else [share.anchor, share.momentum]
+        parts = (
+            [share.outer_param] if share.momentum is None else [share.outer_param, share.momentum]
+        )
         head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
         return self._carrier.gather(head, parts, path)
 
@@ -276,7 +288,7 @@ class Cluster:
             fragment: which one.
             path: the file on rank 0.
             keeps_steps: whether the weights keep what they have learnt since the last outer step;
-                otherwise they become the anchors, and nothing is owed.
+                otherwise they become the outer parameters, and nothing is owed.
             sha256: of the file; None: not looked at.
 
         Returns:
@@ -286,7 +298,7 @@ class Cluster:
             TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
         """
         share = self._shares[fragment]
-        fresh = [torch.empty_like(share.anchor)]
+        fresh = [torch.empty_like(share.outer_param)]
         if share.momentum is not None:
             fresh.append(torch.empty_like(share.momentum))
         found, fault = (0, 0), None
@@ -300,7 +312,7 @@ class Cluster:
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
             share.error.zero_()
-        self._write(fragment, move if keeps_steps else share.anchor, adds=keeps_steps)
+        self._write(fragment, move if keeps_steps else share.outer_param, adds=keeps_steps)
         return version
 
     def _num_parts(self, fragment: int, average: Path) -> int:
@@ -366,3 +378,79 @@ class Cluster:
     def _owners(self, fragment: Fragment) -> list[int]:
         size = self._world.world_size
         return [rank for rank in range(size) for _ in fragment.share(rank, size)]
+
+
+# A fragment's outer state is a safetensors file that any cluster can read: tensors
+# `outer_param.NAME` and `momentum.NAME`, whole, in fp32, in the order of the layout. It is written
+# and read as a stream: no rank has it whole.
+
+
+def state_head(layout: Layout, fragment: int, *, has_momentum: bool, version: int) -> bytes:
+    """What such a file begins with; after it come the tensors in the order of the layout.
+
+    Args:
+        layout: of the run.
+        fragment: which one.
+        has_momentum: whether the outer optimizer has any.
+        version: turns that have been applied.
+    """
+    entries = _tensors(layout, fragment, has_momentum)
+    known = {"layout": layout.digest, "fragment": str(fragment), "version": str(version)}
+    text = json.dumps({"__metadata__": known, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_state(
+    path: Path, layout: Layout, fragment: int, *, has_momentum: bool
+) -> tuple[int, int]:
+    """Look whether a file holds a fragment of this layout.
+
+    Returns:
+        Where its tensors begin, and the turns that have been applied.
+
+    Raises:
+        TrainingError: it does not.
+    """
+    try:
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > _LONGEST_HEAD:
+                raise ValueError(f"a head of {length} bytes")
+            found = json.loads(stream.read(length))
+        known: dict[str, Any] = found.pop("__metadata__")
+        version = int(known["version"])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise TrainingError(
+            f"{path.name} is no outer state: {error}", where=str(path), fix=_FIX
+        ) from error
+    wanted = _tensors(layout, fragment, has_momentum)
+    size = 8 + length + sum(4 * math.prod(entry["shape"]) for entry in wanted.values())
+    what = None
+    if known.get("layout") != layout.digest or known.get("fragment") != str(fragment):
+        what = (
+            f"is of layout {str(known.get('layout'))[:16]}..., fragment {known.get('fragment')}, "
+            f"not of {layout.digest[:16]}..., fragment {fragment}"
+        )
+    elif found != wanted:
+        what = "holds other tensors than this run has"
+    elif path.stat().st_size != size:
+        what = f"has {path.stat().st_size} bytes, not {size}"
+    if what is not None:
+        raise TrainingError(f"{path.name} {what}", where=str(path), fix=_FIX)
+    return 8 + length, version
+
+
+def _tensors(layout: Layout, fragment: int, has_momentum: bool) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    end = 0
+    for field in ("outer_param", "momentum") if has_momentum else ("outer_param",):
+        for name in layout.fragments[fragment].names:
+            shape = layout.shapes[name]
+            start, end = end, end + 4 * math.prod(shape)
+            entries[f"{field}.{name}"] = {
+                "dtype": "F32",
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+    return entries

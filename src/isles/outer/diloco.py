@@ -1,6 +1,7 @@
 """The outer optimizer on one rank's pieces of one fragment; knows of no engine and no network.
 
-Whatever all clusters must have in common, anchor and momentum, is computed with one operation at a
+Whatever all clusters must have in common, outer parameters and momentum, is computed with one
+operation at a
 time: a fused multiply-add rounds once where two operations round twice, and not every processor has
 it. Nor does any such number depend on the order in which a library adds up.
 """
@@ -16,16 +17,15 @@ import torch
 from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
-from isles.outer.base import Mode, OuterSettings
+from isles.outer.base import Mode, OuterSettings, UnsoundUpdateError
 from isles.outer.codec.base import Codec
 from isles.outer.layout import Piece
-from isles.outer.unsound import UnsoundUpdateError
 
 _LANES = 1 << 16
 
 
 class FragmentShare:
-    """Anchor, momentum, and what encoding has left out so far, in CPU memory.
+    """Outer parameters, momentum, and what encoding has left out so far, in CPU memory.
 
     Args:
         pieces: those that this rank keeps.
@@ -45,7 +45,7 @@ class FragmentShare:
         self._ends = [0, *itertools.accumulate(self.counts)]
         sizes = [codec.size(count) for count in self.counts]
         self._encoded_ends = [0, *itertools.accumulate(sizes)]
-        self.anchor = self._zeros()
+        self.outer_param = self._zeros()
         self.momentum = self._zeros() if settings.momentum else None
         self.error = self._zeros() if codec.feeds_back else None
         self.snapshot: Tensor | None = None
@@ -128,12 +128,13 @@ class FragmentShare:
             average: the bytes of this rank's pieces, one after the other.
             num_parts: over how many contributions it is.
             mode: how it finds the local weights.
-            alpha: overlap: which part of the way from the snapshot to the anchor is not gone.
+            alpha: overlap: which part of the way from the snapshot to the outer parameters is not
+                gone.
             scale: what the averaged pseudo-gradient is multiplied with, see `clip_scale`.
             is_warmup: average only, with learning rate 1 and no momentum.
 
         Returns:
-            What is to be added to the local weights; None: they become the anchor.
+            What is to be added to the local weights; None: they become the outer parameters.
         """
         is_in = mode in ("on_time", "overlap")
         assert not is_in or self.snapshot is not None, "an average without a contribution"
@@ -142,41 +143,42 @@ class FragmentShare:
         move = self._zeros() if mode == "late" else None
         rooms = self._rooms()
         for index, data in enumerate(self._cut(average, num_parts)):
-            anchor = self.piece(self.anchor, index)
+            outer_param = self.piece(self.outer_param, index)
             if is_in:
                 self._settle(index, rooms)
-            before = None if move is None else self.piece(move, index).copy_(anchor)
-            anchor.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))
+            before = None if move is None else self.piece(move, index).copy_(outer_param)
+            outer_param.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))
             if before is not None:
-                torch.sub(anchor, before, out=before)
+                torch.sub(outer_param, before, out=before)
         if mode == "overlap":
             assert self.snapshot is not None
             move = self.snapshot
-            torch.sub(self.anchor, move, out=move).mul_(1.0 - alpha)
+            torch.sub(self.outer_param, move, out=move).mul_(1.0 - alpha)
         self.drop_snapshot()
         return move
 
-    def adopt(self, anchor: Tensor, momentum: Tensor | None) -> Tensor:
+    def adopt(self, outer_param: Tensor, momentum: Tensor | None) -> Tensor:
         """Take over another cluster's state; a contribution under way is dropped.
 
         Args:
-            anchor, momentum: of this rank's pieces in a row.
+            outer_params, momentum: of this rank's pieces in a row.
 
         Returns:
-            What the anchor has moved by, to be added to weights whose steps are not to be lost.
+            What the outer parameters have moved by, to be added to weights whose steps must not be
+            lost.
         """
-        move = anchor - self.anchor
-        self.anchor.copy_(anchor)
+        move = outer_param - self.outer_param
+        self.outer_param.copy_(outer_param)
         if self.momentum is not None and momentum is not None:
             self.momentum.copy_(momentum)
         self.drop_snapshot()
         return move
 
     def hashes(self) -> list[bytes]:
-        """SHA-256 of each piece of the anchor."""
+        """SHA-256 of each piece of the outer parameters."""
         return [
-            hashlib.sha256(anchor.numpy().data.cast("B")).digest()
-            for anchor in self.split(self.anchor)
+            hashlib.sha256(outer_param.numpy().data.cast("B")).digest()
+            for outer_param in self.split(self.outer_param)
         ]
 
     def _encoded_piece(self, encoded: Tensor, index: int) -> Tensor:
@@ -191,7 +193,7 @@ class FragmentShare:
         """It, and as much room beside it."""
         assert self.snapshot is not None, "nothing to contribute: no snapshot was taken"
         update, spare = (room[: self.counts[index]] for room in rooms)
-        torch.sub(self.piece(self.anchor, index), self.piece(self.snapshot, index), out=update)
+        torch.sub(self.piece(self.outer_param, index), self.piece(self.snapshot, index), out=update)
         return update, spare
 
     def _owe(self, update: Tensor, spare: Tensor, index: int) -> None:
@@ -221,7 +223,7 @@ class FragmentShare:
         *,
         is_warmup: bool,
     ) -> Tensor:
-        """What the anchor is lowered by: torch.optim.SGD(nesterov=True), one rounding at a time.
+        """What is taken off the outer parameters: torch.optim.SGD(nesterov=True), in single steps.
 
         In the warmup that is the average itself, and the momentum stays as it is.
         """

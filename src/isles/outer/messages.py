@@ -1,7 +1,10 @@
-"""What clusters and the rendezvous say to each other: the bodies of requests and answers."""
+"""What clusters and the hub say to each other: bodies of requests and answers, chunks of files."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -9,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised when an older cluster could no longer talk with a newer rendezvous."""
 
 SAMPLE_TOKENS = "tokens of a sample"
@@ -56,11 +59,11 @@ class Join(Message):
     pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
     """Of each fragment its pieces: numbers of elements."""
     version: Count
-    """Turns applied to the anchors that it holds."""
+    """Turns applied to the outer parameters that it holds."""
     has: Count = 0
     """Turns that it has applied, or can apply with averages that it has kept: `version` or more."""
-    anchors: Annotated[list[Sha256], Field(max_length=4096)]
-    """Of each fragment the digest of its anchors."""
+    outer_params: Annotated[list[Sha256], Field(max_length=4096)]
+    """Of each fragment the digest of its outer parameters."""
     holding: Intervals = []
     """Samples that it has claimed before and still means to train on, or has trained on since its
     last committed contribution. Whatever else it has claimed is dealt to others."""
@@ -102,7 +105,7 @@ class Beat(Message):
     sent_bytes: Count = 0
     received_bytes: Count = 0
     pace: Count = 0
-    """Inner steps that this cluster would have in a round, for its link; 0: it has no wish."""
+    """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     exposed_s: Finite = 0.0
     """Seconds in which no inner step was made, because of outer ones; in this attempt."""
@@ -130,17 +133,15 @@ class BeatAnswer(Answer):
     members: list[str]
     """The living, by name."""
     order: Literal["", "pull", "reset"] = ""
-    """pull: your anchors are not the run's, pull the state. reset: go back to your anchors (your
-    local steps have been refused)."""
+    """pull: your outer parameters are not the run's, pull the state. reset: go back to your outer
+    parameters (your local steps have been refused)."""
     order_reason: str = ""
     ended: Count | None = None
     """All end with so many turns applied; None: one of them may still contribute."""
     donate: bool = False
     """A cluster needs the state, and this one is asked for it."""
     pace: Count = 0
-    """The largest of the living clusters' wishes; 0: nobody has one."""
-    upload_average: Count | None = None
-    """Engine gloo: somebody has missed this turn; upload its average if you have it."""
+    """The largest of the living clusters' paces; 0: nobody asks for one."""
 
 
 class Claim(Message):
@@ -177,8 +178,6 @@ class ContributionAnswer(Answer):
 
     is_measured: bool = True
     """False: the rendezvous is still looking at its numbers; say again that it is complete."""
-    repeated: Count = 0
-    """Samples in it that others had been dealt meanwhile: trained on twice, counted once."""
 
 
 class TurnAnswer(Answer):
@@ -201,13 +200,19 @@ class TurnAnswer(Answer):
     """Its average can be downloaded."""
 
 
+class HeldAnswer(Answer):
+    """Whether all clusters that live have the average of a turn."""
+
+    is_everywhere: bool
+
+
 class Applied(Message):
     """A cluster has applied an average."""
 
     id: Id
     turn: Count
-    anchors: Sha256
-    """Digest of the fragment's anchors thereafter."""
+    outer_params: Sha256
+    """Digest of the fragment's outer parameters thereafter."""
 
 
 class StateFile(Message):
@@ -219,11 +224,11 @@ class StateFile(Message):
 
 
 class StateOffer(Message):
-    """A donor is about to upload its anchors and outer state."""
+    """A donor is about to upload its outer parameters and outer state."""
 
     id: Id
     version: Count
-    anchors: Annotated[list[Sha256], Field(max_length=4096)]
+    outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
 
 
@@ -235,61 +240,8 @@ class StateAnswer(Answer):
     version: Count = 0
     donor: str = ""
     """Who gives it, or is asked for it; empty where nobody can."""
-    anchors: list[str] = []
+    outer_params: list[str] = []
     files: list[StateFile] = []
-
-
-class Ready(Message):
-    """Engine gloo: a cluster has its contribution to a turn, and waits for others."""
-
-    id: Id
-    tokens: Positive
-    steps: Count
-    samples: Intervals
-    norm: Finite
-    """Of the contribution, as the cluster has measured it."""
-
-
-class EpochAnswer(Answer):
-    """Engine gloo: how a turn stands for a cluster that is ready for it."""
-
-    state: Literal["waiting", "formed", "committed", "relayed"]
-    """relayed: upload the contribution, as with engine hub."""
-    epoch: Count = 0
-    """Formed: its number; never the same twice."""
-    rank: Count = 0
-    members: list[str] = []
-    """By rank."""
-    tokens: list[int] = []
-    """The weight of each rank's contribution."""
-    have_met: bool = False
-    """These have averaged before; else they look first whether they reach one another."""
-    why: str = ""
-    """For `relayed`: why."""
-    digest: str = ""
-    """Committed: of the average."""
-    due_in_s: float | None = None
-    waits_for: list[str] = []
-
-
-class Prepared(Message):
-    """Engine gloo: a cluster has the whole average."""
-
-    id: Id
-    turn: Count
-    digest: Sha256
-    size_bytes: Positive
-
-
-class Failed(Message):
-    """Engine gloo: a cluster could not average with the others of its epoch."""
-
-    id: Id
-    why: Annotated[str, StringConstraints(max_length=1000)]
-    culprit: Annotated[int, Field(ge=0)] | None = None
-    """The rank whose contribution holds what no encoder writes, or what is not finite."""
-    apart: Annotated[list[tuple[Count, Count]], Field(max_length=4096)] = []
-    """Pairs of ranks of which the first does not reach the second."""
 
 
 class LeaveRun(Message):
@@ -312,3 +264,30 @@ class ErrorBody(Answer):
     kind: str
     what: str
     fix: str = ""
+
+
+def num_chunks(size_bytes: int) -> int:
+    """How many chunks a file of this size has."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def chunk_size(size_bytes: int, index: int) -> int:
+    """Bytes of one chunk."""
+    return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
+
+
+def digest_of(chunks: Iterable[str]) -> str:
+    """The digest of a file: sha256 over the sha256 of its chunks, so that none is read twice."""
+    whole = hashlib.sha256()
+    for chunk in chunks:
+        whole.update(bytes.fromhex(chunk))
+    return whole.hexdigest()
+
+
+def hash_chunks(path: Path) -> list[str]:
+    """The sha256 of each chunk of a file."""
+    hashes = []
+    with path.open("rb") as stream:
+        while data := stream.read(CHUNK_BYTES):
+            hashes.append(hashlib.sha256(data).hexdigest())
+    return hashes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -261,6 +262,7 @@ def claim_of(attempt: Attempt, now: Clock = time.time) -> dict[str, Any]:
 def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, claim: Any) -> None:
     attempt.path.chmod(0o755)
     write_record(attempt.launch, {"attempt": attempt.number, **claim})
+    write_secret(attempt.token, secrets.token_hex(16))
     first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
     if text is not None and text != first:
         write_text_atomic(attempt.path / "run.yaml", text)

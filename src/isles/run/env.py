@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
-RESTART = "ISLES_RESTART"
-"""Set by job scripts alone."""
-
 NAMED = "ISLES_NAMED"
 """Where another machine shows what isles says here: what is typed there behind a run's name."""
 
@@ -32,7 +29,7 @@ class RankEnv:
         meeting: host and port of the store through which the ranks of several nodes find one
             another; None: `store` or env://.
         agent_store: host and port of the store that a torchrun typed by hand shares.
-        in_job: whether a job script of ours has started it, which decides what follows its end.
+        in_job: whether the run is in the job of a queue, which may be queued again after a stop.
     """
 
     rank: int
@@ -61,8 +58,6 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         attempt=int(environ.get(ATTEMPT, "0")),
         store=None,
         agent_store=shared,
-        restart=int(environ.get(RESTART, "0")),
-        in_job=RESTART in environ,
     )
 
 
@@ -129,6 +124,21 @@ def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return dict(environ)
 
 
+def job_node(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> int | None:
+    """The number of this node in its job; None: it is not one of them.
+
+    Args:
+        names: the hosts of the job, in their order.
+        environ: Slurm says the number; in a job of PBS it is told by the host's name.
+    """
+    number = environ.get("SLURM_NODEID")
+    if number is not None:
+        return int(number)
+    own = os.uname().nodename.partition(".")[0]
+    short = [name.partition(".")[0] for name in names]
+    return short.index(own) if own in short else None
+
+
 def rank_defaults(
     *, device: str, nproc: int, interface: str | None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -141,7 +151,7 @@ def rank_defaults(
         environ: what is set already.
     """
     added = {}
-    if device == "cpu":
+    if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and they fight for the cores.
         added["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
     if interface is not None:

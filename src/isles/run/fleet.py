@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from isles import __version__
@@ -43,9 +44,9 @@ class Fleet:
     """All nodes of one start; the same file on every node, written before anything runs there.
 
     Args:
-        launcher: ssh or manual; local where the nodes are processes of one machine.
-        nodes: in the order of their numbers; the first leads, and keeps the run directory.
-        port: where the first node's supervisor listens, for the others to meet.
+        launcher: of the run file; local: the nodes are processes of one machine.
+        nodes: in the order of their numbers; the coordinator is on the host of the first.
+        port: where the coordinator listens; 0: nowhere yet, or at none.
         min_nodes: the run goes on while so many are there.
         device: cpu or cuda.
         start_timeout_s: longest wait of the first node for the others.
@@ -68,6 +69,25 @@ class Fleet:
         return self.nodes[0]
 
     @property
+    def in_job(self) -> bool:
+        """Whether the agents are processes of a job of a queue, which may be queued again."""
+        return self.launcher in ("slurm", "pbs")
+
+    @property
+    def has_own_node(self) -> bool:
+        """Whether the coordinator is the agent of the first node as well."""
+        return not self.in_job and (self.launcher != "local" or len(self.nodes) == 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all nodes see the coordinator's run directory, without having looked."""
+        return self.in_job or self.launcher == "local"
+
+    def may_be_first(self, node: int) -> bool:
+        """Whether a node may be the first of those that train, at which the ranks meet."""
+        return node == 0 or not self.has_own_node
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the run goes on without some of its nodes."""
         return self.min_nodes < len(self.nodes)
@@ -76,6 +96,10 @@ class Fleet:
     def world_size(self) -> int:
         """Ranks on all nodes."""
         return sum(node.nproc for node in self.nodes)
+
+    def at_port(self, port: int) -> Fleet:
+        """The same, with the port at which the coordinator listens."""
+        return replace(self, port=port)
 
     def record(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -94,9 +118,9 @@ class Fleet:
         except (KeyError, TypeError) as error:
             raise ValueError(str(error)) from error
 
-    def write(self, attempt: Attempt) -> None:
-        """Leave it for the nodes."""
-        write_record(attempt.fleet, {"isles": __version__, **self.record()})
+    def write(self, attempt: Attempt, path: Path | None = None) -> None:
+        """Leave it for the nodes, in fleet.json or elsewhere."""
+        write_record(path or attempt.fleet, {"isles": __version__, **self.record()})
 
 
 def _known(kind: type[Fleet] | type[FleetNode], record: dict[str, Any]) -> dict[str, Any]:
@@ -104,13 +128,34 @@ def _known(kind: type[Fleet] | type[FleetNode], record: dict[str, Any]) -> dict[
     return {name: value for name, value in record.items() if name in names}
 
 
-def read_fleet(attempt: Attempt) -> Fleet | None:
-    """The nodes of an attempt; None where its launcher has none to settle.
+def known_fleet(attempt: Attempt, path: Path | None = None) -> Fleet:
+    """The nodes of an attempt, which are on record.
+
+    Raises:
+        UserError: they are not; or as `read_fleet`.
+    """
+    fleet = read_fleet(attempt, path)
+    if fleet is None:
+        raise UserError(
+            "the nodes of this start of the run are not on record",
+            where=str(path or attempt.fleet),
+            fix="`isles train` with its run file starts it",
+            id="start.refused",
+        )
+    return fleet
+
+
+def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
+    """The nodes of an attempt; None where none are on record.
+
+    Args:
+        attempt: a start of a run.
+        path: where they are, if not in fleet.json.
 
     Raises:
         UserError: a version of isles has written it that says other things of a fleet.
     """
-    record = read_record(attempt.fleet)
+    record = read_record(path or attempt.fleet)
     if record is None:
         return None
     try:

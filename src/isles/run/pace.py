@@ -1,6 +1,6 @@
 """How often the nodes of a run give a sign of life, and how long each end waits for one.
 
-The times are those of the supervisor and of the agents alike, so that both come to the same end: a
+The times are those of the coordinator and of the agents alike, so that both come to the same end: a
 node that the head takes for lost has ended its ranks by itself.
 """
 

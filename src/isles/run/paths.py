@@ -57,18 +57,18 @@ class Attempt:
         return self.path / "last-step"
 
     @property
-    def meeting(self) -> Path:
-        """Where the nodes of a run meet, where there may be more than one."""
-        return self.path / "meeting.json"
+    def token(self) -> Path:
+        """The secret by which agents and coordinator know one another, for this user only."""
+        return self.path / "token"
 
     @property
     def fleet(self) -> Path:
-        """The nodes of a start on several hosts, as its launcher has settled them."""
+        """The nodes of this start, as its launcher or its job has settled them."""
         return self.path / "fleet.json"
 
     @property
     def stop_request(self) -> Path:
-        """A wish to stop, from whoever can see this directory."""
+        """A stop request, from whoever can see this directory."""
         return self.path / "stop-request.json"
 
     @property
@@ -156,11 +156,6 @@ class RunDir:
         return self.path / f"reference-{part}.npz"
 
     @property
-    def stream(self) -> Path:
-        """What a run that streams its data needs to begin in the middle; a file for each source."""
-        return self.path / "stream"
-
-    @property
     def join_line(self) -> Path:
         """How this cluster reaches the others of its run: a secret, for this user only."""
         return self.path / "join"
@@ -201,7 +196,7 @@ class RunDir:
         return self.path / "logs" / "runs"
 
     def tracker_record(self, kind: str) -> Path:
-        """What a tracker such as wandb has been sent, and its own id of the run."""
+        """A tracker's own id of the run, such as wandb's."""
         return self.path / "track" / f"{kind}.json"
 
     def attempts(self) -> list[Attempt]:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
 import socket
+import sys
+import threading
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import psutil
@@ -58,3 +65,34 @@ class ProcessId:
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this signal to this process when its parent ends. Linux only.
+
+    "Parent" is the thread that has started this process, so it must live as long as the process.
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def die_with_agent() -> None:
+    """A rank whose agent was killed must not go on alone.
+
+    The agent is not the parent process, the fork server is, and that one lives as long as any rank
+    does; so a thread waits for the agent's end.
+    """
+    agent = multiprocessing.parent_process()
+    if agent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([agent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="agent-watch", daemon=True).start()
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork

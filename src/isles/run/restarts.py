@@ -12,7 +12,7 @@ from isles.run.manifest import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 
-Verdict = Literal["restart", "stop", "fail"]
+Decision = Literal["restart", "stop", "fail"]
 """restart: all ranks are started again. stop: a stop had been asked for. fail: the run ends."""
 
 
@@ -23,7 +23,7 @@ class Restart:
     Args:
         number: the restart that follows, or would: 1 is the first of this start of the run.
         at: seconds since the epoch.
-        verdict: what follows.
+        decision: what follows.
         culprit: the error record of whoever caused it; None where only nodes came or went.
         why: in a few words, such as `rank 1 on box was killed by SIGKILL`.
         reached: the last step that was done; None: none since the ranks were started.
@@ -37,7 +37,7 @@ class Restart:
 
     number: int
     at: float
-    verdict: Verdict
+    decision: Decision
     culprit: dict[str, Any] | None
     why: str
     reached: int | None
@@ -76,7 +76,7 @@ def read_restart(attempt: Attempt, number: int) -> Restart | None:
 
 
 def list_restarts(attempt: Attempt) -> list[Restart]:
-    """Every restart of an attempt, oldest first; the last may be none, see its verdict."""
+    """Every restart of an attempt, oldest first; the last may be none, see its decision."""
     found: list[Restart] = []
     while (restart := read_restart(attempt, len(found) + 1)) is not None:
         found.append(restart)
@@ -85,11 +85,11 @@ def list_restarts(attempt: Attempt) -> list[Restart]:
 
 def current_restart(attempt: Attempt) -> int:
     """How often the ranks of an attempt were started again."""
-    return sum(restart.verdict == "restart" for restart in list_restarts(attempt))
+    return sum(restart.decision == "restart" for restart in list_restarts(attempt))
 
 
 def write_restart(attempt: Attempt, restart: Restart) -> Restart:
-    """Put a verdict on record, unless another node was first; the one on record."""
+    """Put a decision on record, unless another node was first; the one on record."""
     staged = attempt.path / f".restart-{restart.number}.{os.getpid()}"
     write_record(staged, restart.record())
     try:
@@ -146,6 +146,14 @@ class LastStep:
     def close(self) -> None:
         """Nothing more will be noted."""
         os.close(self._handle)
+
+
+def noted_step(attempt: Attempt) -> int | None:
+    """The last step that was noted, since whichever restart; None where none was."""
+    try:
+        return int(attempt.last_step.read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def read_last_step(attempt: Attempt, restart: int) -> int | None:

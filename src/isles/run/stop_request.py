@@ -1,4 +1,4 @@
-"""A wish to stop a run, left in its directory by whoever can see it, on whatever machine."""
+"""A request to stop a run, left in its directory by whoever can see it, on whatever machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StopRequest:
 
 
 def request_stop(attempt: Attempt, kind: StopKind) -> None:
-    """Ask an attempt to stop; a stronger wish (now) replaces a weaker one, never the reverse."""
+    """Ask an attempt to stop; a stronger request (now) replaces a weaker one, never the reverse."""
     there = read_stop_request(attempt)
     if there is not None and there.kind == "now":
         return

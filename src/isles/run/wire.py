@@ -1,8 +1,15 @@
-"""Lines of JSON over one TCP connection, both ways: how the supervisor and the agents talk."""
+"""Lines of JSON over one TCP connection, both ways: how the coordinator and the agents talk.
+
+Each end proves that it knows the token of the attempt, which itself is never sent: the answer to a
+random challenge is its HMAC-SHA256 with the token as key.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import secrets
 import select
 import socket
 import threading
@@ -20,6 +27,21 @@ _WORDS = ("what", "where", "fix")
 
 GREETING_BYTES = 64 * 2**10
 """The longest first message of somebody who is not known yet."""
+
+
+def new_challenge() -> str:
+    """Random text for the other end to prove itself with."""
+    return secrets.token_hex(16)
+
+
+def proof(token: str, challenge: str, role: str) -> str:
+    """What shows that `role` (agent, coordinator) knows the token, without showing the token."""
+    return hmac.new(token.encode(), f"{role} {challenge}".encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(given: object, token: str, challenge: str, role: str) -> bool:
+    """Whether `given` is that proof; takes as long for a wrong one as for the right one."""
+    return hmac.compare_digest(str(given).encode(), proof(token, challenge, role).encode())
 
 
 class NotOurs(ValueError):
@@ -89,6 +111,14 @@ class Wire:
             raise NotOurs(f"not a message: {line[:80]!r}")
         return message
 
+    def has_message(self, timeout_s: float) -> bool:
+        """Whether something can be received, within this time; also the end of the connection."""
+        if self._read:
+            return True
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def hang_up(self) -> None:
         """End the connection; the thread that receives from it wakes up, and closes it."""
         with suppress(OSError):
@@ -101,7 +131,7 @@ class Wire:
 
 
 def refusal(told: Any) -> UserError:
-    """The error that a supervisor has sent to a node which it does not take in.
+    """The error that a coordinator has sent to a node which it does not take in.
 
     Raises:
         NotOurs: what came is none.

@@ -70,7 +70,7 @@ def _longest_list(model: nn.Module) -> list[nn.Module]:
 
 
 def _classes(model: nn.Module) -> str:
-    """The classes that occur most, by how often: blocks are among them."""
+    # The classes that occur most, by how often: blocks are among them.
     counts = Counter(type(module).__name__ for module in model.modules() if any(module.children()))
     counts.pop(type(model).__name__, None)
     return ", ".join(name for name, _ in counts.most_common(6)) or "no modules within modules"

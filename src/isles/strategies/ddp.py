@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
 from typing import Any, assert_never
 
 import torch
@@ -16,15 +15,14 @@ from isles.config.sections.strategy import DDPStrategyConfig
 from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.strategies.base import TorchEngine
 from isles.strategies.objective import CausalLM, MakeObjective
-from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
-from isles.strategies.whole import WholeWeights
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
-class DDPEngine:
+class DDPEngine(TorchEngine):
     """One process, or several that hold the same model. See `strategies.base.Engine`.
 
     Args:
@@ -50,16 +48,10 @@ class DDPEngine:
         comm_sample_every: int,
         make_objective: MakeObjective = CausalLM,
     ) -> None:
-        self.model = model
-        self._objective = make_objective(model)
-        self.replicas = (world.rank, world.world_size)
-        self._mesh = mesh
-        self._world = world
-        self._world_size = world.world_size
+        objective = make_objective(model)
+        stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
+        super().__init__(model, objective, stepper, mesh, world)
         self._must_learn_graph = config.static_graph and world.world_size > 1
-        self._device = world.device
-        self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
-        self._whole = WholeWeights(model, world.device)
         self._autocast = _AUTOCAST.get(precision)
         self._ddp: DistributedDataParallel | None = None
         self._forward: nn.Module = model
@@ -68,9 +60,8 @@ class DDPEngine:
             self._forward = self._ddp
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        """See Engine. Gradients travel only in the last micro-batch."""
         # DDP averages over ranks; the global sum over global tokens is wanted.
-        scale = self._world_size / loss_divisor
+        scale = self._world.world_size / loss_divisor
         if not self._must_learn_graph:
             return self._backward(batch, scale, syncs=is_last)
         # A static graph is learnt from the first backward pass, which must not be a quiet one.
@@ -82,29 +73,10 @@ class DDPEngine:
         return loss_sum
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
-        """See Engine."""
         return self._stepper.step(lr=lr, max_norm=max_norm, keep_gradients=self._ddp is not None)
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """See Engine."""
-        with torch.no_grad():
-            return self._loss_sum(self.model, batch)
-
-    def row_scores(self, batch: Batch) -> Tensor:
-        """See Engine."""
-        with torch.no_grad(), self._autocasting():
-            return self._objective.row_scores(self.model, localize(batch, self._mesh, self.model))
-
-    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """See Engine."""
-        return self._objective.take_figures(of_training=of_training)
-
-    def good_steps(self) -> int | None:
-        """See Engine."""
-        return self._stepper.good_steps()
-
     def communication_s(self) -> float | None:
-        """See Engine: the part of DDP's all-reduce that no computation hid."""
+        # The part of DDP's all-reduce that no computation hid.
         if self._ddp is None:
             return 0.0
         timed: Any = self._ddp
@@ -114,33 +86,6 @@ class DDPEngine:
         hidden = timing.get("backward_compute_comm_overlap_time", 0)
         return max(0, int(timing["backward_comm_time"]) - int(hidden)) / 1e9
 
-    def trainable(self) -> list[nn.Parameter]:
-        """See Engine."""
-        return self._stepper.parameters
-
-    def state_dict(self) -> dict[str, Any]:
-        """See Engine. Keys: model.NAME, optimizer.state.NAME.FIELD, scaler.scale."""
-        return self._stepper.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Engine."""
-        self._stepper.load_state_dict(state)
-
-    def trained_shapes(self) -> Mapping[str, torch.Size]:
-        """See Engine."""
-        return self._whole.shapes()
-
-    def whole_weight(self, name: str) -> Tensor:
-        """See Engine."""
-        return self._whole.get(name)
-
-    def set_whole_weight(self, name: str, value: Tensor) -> None:
-        """See Engine."""
-        self._whole.set(name, value)
-
-    def weights_set(self) -> None:
-        """See Engine: nothing follows from the weights."""
-
     def _backward(self, batch: Batch, scale: float, *, syncs: bool) -> Tensor:
         quiet = self._ddp is not None and not syncs
         with self._ddp.no_sync() if quiet and self._ddp else contextlib.nullcontext():
@@ -149,13 +94,9 @@ class DDPEngine:
             loss.backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach()
 
-    def _loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        with self._autocasting():
-            return self._objective.loss_sum(model, localize(batch, self._mesh, self.model))
-
     def _autocasting(self) -> torch.autocast:
         enabled = self._autocast is not None
-        return torch.autocast(self._device.type, dtype=self._autocast, enabled=enabled)
+        return torch.autocast(self._world.device.type, dtype=self._autocast, enabled=enabled)
 
 
 def _wrap(
@@ -190,7 +131,7 @@ def _wrap(
 
 
 def _compress(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket, sent in a narrower type; torch's own hook for bf16 refuses gloo."""
+    # The mean of a bucket, sent in a narrower type; torch's own hook for bf16 refuses gloo.
     gradients = bucket.buffer()
     narrow = gradients.div(dist.get_world_size()).to(dtype)
     work = dist.all_reduce(narrow, async_op=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +19,15 @@ from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.strategies.base import TorchEngine
 from isles.strategies.blocks import find_blocks
 from isles.strategies.objective import CausalLM, MakeObjective
-from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
-from isles.strategies.whole import WholeWeights
 
 _PARAM_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
-class FSDPEngine:
+class FSDPEngine(TorchEngine):
     """A model that is cut block by block, and gathered block by block to be used.
 
     Args:
@@ -54,91 +53,27 @@ class FSDPEngine:
         precision: str,
         make_objective: MakeObjective = CausalLM,
     ) -> None:
-        self.model = model
-        self.replicas = (world.rank, world.world_size)
-        self._mesh = mesh
         self._sharded = shard_model(model, config, mesh, world.device, precision=precision)
         allocate(model, config, world.device)
         materialize(model)
-        self._objective = make_objective(model)
-        self._stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
-        self._whole = WholeWeights(model, world.device)
+        objective = make_objective(model)
+        stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
+        super().__init__(model, objective, stepper, mesh, world)
         # FSDP2 averages over the ranks that share the data; the global sum is wanted.
         self._parts = mesh.dp_size * mesh.layout.cp
         self._reduces_each = reduces_each_micro_step(config)
-        self._is_first_tp = mesh.place.tp == 0
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        """See Engine."""
         set_sync(self._sharded, is_last=is_last, reduces_each=self._reduces_each)
-        loss_sum = self._loss_sum(batch)
+        loss_sum = self._loss_sum(self.model, batch)
         loss = loss_sum * (self._parts / loss_divisor)
         self._stepper.scaled(loss, loss_sum).backward()  # type: ignore[no-untyped-call]
-        return self._mine(loss_sum.detach())
-
-    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
-        """See Engine."""
-        return self._stepper.step(lr=lr, max_norm=max_norm)
-
-    def evaluate(self, batch: Batch) -> Tensor:
-        """See Engine."""
-        with torch.no_grad():
-            return self._mine(self._loss_sum(batch))
-
-    def row_scores(self, batch: Batch) -> Tensor:
-        """See Engine."""
-        with torch.no_grad():
-            return self._objective.row_scores(self.model, localize(batch, self._mesh, self.model))
-
-    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """See Engine."""
-        figures = self._objective.take_figures(of_training=of_training)
-        return {name: self._mine(value) for name, value in figures.items()}
-
-    def good_steps(self) -> int | None:
-        """See Engine."""
-        return self._stepper.good_steps()
-
-    def communication_s(self) -> float | None:
-        """See Engine: FSDP2 does not time it."""
-        return None
-
-    def trainable(self) -> list[nn.Parameter]:
-        """See Engine."""
-        return self._stepper.parameters
-
-    def state_dict(self) -> dict[str, Any]:
-        """See Engine."""
-        return self._stepper.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Engine."""
-        self._stepper.load_state_dict(state)
-
-    def trained_shapes(self) -> Mapping[str, torch.Size]:
-        """See Engine."""
-        return self._whole.shapes()
-
-    def whole_weight(self, name: str) -> Tensor:
-        """See Engine."""
-        return self._whole.get(name)
-
-    def set_whole_weight(self, name: str, value: Tensor) -> None:
-        """See Engine."""
-        self._whole.set(name, value)
+        return self._counted(loss_sum.detach())
 
     def weights_set(self) -> None:
-        """See Engine: what an evaluation has left gathered is of the old weights."""
+        # What an evaluation has left gathered is of the old weights.
         for module in self._sharded:
             module.reshard()
-
-    def _mine(self, loss_sum: Tensor) -> Tensor:
-        """Tensor parallel ranks all have the same loss; one of them counts it."""
-        return loss_sum if self._is_first_tp else torch.zeros_like(loss_sum)
-
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        part = localize(batch, self._mesh, self.model)
-        return self._objective.loss_sum(self.model, part)
 
 
 def shard_model(
@@ -171,7 +106,10 @@ def shard_model(
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": mesh.root[axes],
-        "mp_policy": _mixed_precision(config, precision),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_PARAM_DTYPE.get(precision),
+            reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32,
+        ),
         "offload_policy": offload,
     }
     reshards = reduces_each_micro_step(config)  # the same choice of memory over speed
@@ -210,23 +148,14 @@ def set_sync(sharded: Sequence[FSDPModule], *, is_last: bool, reduces_each: bool
     sharded[-1].set_is_last_backward(is_last)
 
 
-def _mixed_precision(config: FSDPStrategyConfig, precision: str) -> MixedPrecisionPolicy:
-    reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32
-    return MixedPrecisionPolicy(param_dtype=_PARAM_DTYPE.get(precision), reduce_dtype=reduce_dtype)
-
-
 def _ends(model: nn.Module) -> list[nn.Module]:
-    """Embedding and head, where they are large and each for itself."""
+    # Embedding and head, where they are large and each for itself.
     embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    ends = [m for m in (embedding, head) if m is not None and _has_weight(m)]
+    ends = [m for m in (embedding, head) if getattr(m, "weight", None) is not None]
     if len(ends) == 2 and ends[0].weight is ends[1].weight:
         return []  # tied: both belong to the root, which is gathered from first to last
     return ends
-
-
-def _has_weight(module: nn.Module) -> bool:
-    return getattr(module, "weight", None) is not None
 
 
 def _prefetch(blocks: Sequence[nn.Module], config: FSDPStrategyConfig) -> None:

@@ -127,8 +127,6 @@ class LossHead:
         places_N: Tensor | None,
         compute: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Run the model with `compute(hidden, targets)` in the place of its head."""
-
         def instead(hidden_BTH: Tensor) -> Tensor:
             hidden, targets = hidden_BTH.flatten(0, -2), targets_BT.flatten()
             if places_N is not None:
@@ -141,7 +139,6 @@ class LossHead:
         return result
 
     def _forward(self, hidden_BTH: Tensor) -> Tensor:
-        """The head's forward pass from now on."""
         if self._instead is not None:
             return self._instead(hidden_BTH)
         return F.linear(hidden_BTH, self._head.weight, self._head.bias)
@@ -155,7 +152,7 @@ class LossHead:
             self._instead = None
 
     def _can_chunk(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the head's output is the model's, found once by running it on two tokens."""
+        # Whether the head's output is the model's, found once by running it on two tokens.
         if self._is_last is None:
             self._is_last = self._is_last_step(inputs)
             if not self._is_last:
@@ -184,7 +181,7 @@ class LossHead:
 
 
 def _is_plain(head: Any) -> bool:
-    """A linear layer with weights of its own that are numbers: not cut into columns, not 4-bit."""
+    # A linear layer with weights of its own that are numbers: not cut into columns, not 4-bit.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     return not (isinstance(head.weight, DTensor) and "tp" in _axes(head.weight))
@@ -307,7 +304,7 @@ def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
 
 @functools.cache
 def _find_liger() -> Callable[[Tensor, nn.Linear, Tensor], Tensor] | None:
-    """Liger's kernel, which does the same in Triton, where it is installed and there is a GPU."""
+    # Liger's kernel, which does the same in Triton, where it is installed and there is a GPU.
     if not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None:
         return None
     found = version("liger-kernel")

@@ -5,8 +5,9 @@ B: rows. T: tokens in a row. P: pairs, half as many as rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,17 @@ from isles.strategies.head import LossHead
 from isles.strategies.sequence import Part
 
 
-class Objective(Protocol):
-    """The loss of one micro-batch."""
+class Objective(ABC):
+    """The loss of one micro-batch, bound to a model that is cut and filled.
 
+    Args:
+        model: the Hugging Face model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._head = LossHead(model)
+
+    @abstractmethod
     def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
         """The loss summed over what the method counts: a scalar in fp32, with gradients.
 
@@ -29,14 +38,14 @@ class Objective(Protocol):
             forward: the model that was bound, or what wraps it.
             part: what this rank computes of the micro-batch.
         """
-        ...
 
+    @torch.no_grad()
     def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
         """Log-probability of the targets of each row, [B] in fp32; without gradients.
 
         All ranks that share the model must call this.
         """
-        ...
+        return -self._head.token_losses(forward, part.inputs, part.targets_BT).sum(1)
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
         """Sums of what the method tells besides the loss, since they were taken last.
@@ -46,39 +55,22 @@ class Objective(Protocol):
         Args:
             of_training: of passes with gradients, or of those without.
         """
-        ...
+        del of_training
+        return {}
 
 
 MakeObjective = Callable[[nn.Module], Objective]
 """Binds a method to the model of an engine, once it is cut and filled."""
 
 
-class CausalLM:
-    """Predict the next token: cross-entropy, summed over the target tokens.
-
-    Args:
-        model: the Hugging Face model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._head = LossHead(model)
+class CausalLM(Objective):
+    """Predict the next token: cross-entropy, summed over the target tokens."""
 
     def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        """See Objective."""
         return self._head.loss_sum(forward, part.inputs, part.targets_BT, part.places_N)
 
-    @torch.no_grad()
-    def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        """See Objective."""
-        return -self._head.token_losses(forward, part.inputs, part.targets_BT).sum(1)
 
-    def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """See Objective: the loss says all."""
-        del of_training
-        return {}
-
-
-class DPO:
+class DPO(Objective):
     """Prefer the chosen answer to the rejected one: summed over pairs.
 
     Rows come in pairs, chosen and rejected, with the scores that the model gave them before it was
@@ -96,13 +88,12 @@ class DPO:
     FIGURES = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 
     def __init__(self, model: nn.Module, *, beta: float, label_smoothing: float = 0.0) -> None:
-        self._head = LossHead(model)
+        super().__init__(model)
         self._beta = beta
         self._smoothing = label_smoothing
         self._sums: dict[bool, Tensor | None] = {True: None, False: None}
 
     def loss_sum(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        """See Objective."""
         assert part.reference_B is not None, "pairs carry the reference's scores"
         losses_BT = self._head.token_losses(forward, part.inputs, part.targets_BT)
         # A reward, up to what cancels between the two answers to one prompt.
@@ -117,13 +108,7 @@ class DPO:
         self._add(torch.stack([(figure.detach() * counts_P).sum() for figure in figures]))
         return (loss_P * counts_P).sum()
 
-    @torch.no_grad()
-    def row_scores(self, forward: Callable[..., Any], part: Part) -> Tensor:
-        """See Objective."""
-        return -self._head.token_losses(forward, part.inputs, part.targets_BT).sum(1)
-
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """See Objective: over pairs."""
         sums, self._sums[of_training] = self._sums[of_training], None
         return {} if sums is None else dict(zip(self.FIGURES, sums, strict=True))
 

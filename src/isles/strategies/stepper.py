@@ -1,4 +1,4 @@
-"""The optimizer step that all engines on plain PyTorch share: norm, clipping, guard, state."""
+"""The optimizer step that all engines on plain PyTorch share: norm, clipping, guard, loss scale."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from isles.strategies.guard import StepGuard
-from isles.strategies.scaler import LossScaler
-
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 _PARTLY = StateDictOptions(strict=False)
 
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
+
+_START = 2.0**16
+_LEAST = 2.0**-14
+"""Below this the loss itself is lost in fp16; a scaler comes here when every step overflows."""
+
+_GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
 
 class Stepper:
@@ -90,7 +93,10 @@ class Stepper:
                 nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for optimizer in self._each_optimizer():
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                if isinstance(group["lr"], Tensor):  # compiled with the step, by torchao
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
             self._guard.step(optimizer, skip=overflow)
         if self._scaler is not None and overflow is not None:
             self._scaler.update(overflow)
@@ -101,7 +107,6 @@ class Stepper:
         return norm
 
     def good_steps(self) -> int | None:
-        """See Engine.good_steps."""
         return self._guard.good_steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +160,7 @@ class Stepper:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """What belongs into a checkpoint: all, or beside frozen weights what is trained."""
+    # What belongs into a checkpoint: all, or beside frozen weights what is trained.
     state = get_model_state_dict(module)
     if all(p.requires_grad for p in module.parameters()):
         return state
@@ -164,9 +169,99 @@ def _kept(module: nn.Module) -> dict[str, Any]:
 
 
 def _by_mesh(tensors: Sequence[Any]) -> list[list[Any]]:
-    """Tensors in groups that one operation may take together: of the same device mesh."""
+    # Groups of tensors that one operation may take together: of the same device mesh.
     groups: dict[DeviceMesh | None, list[Any]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         groups.setdefault(mesh, []).append(tensor)
     return list(groups.values())
+
+
+class StepGuard:
+    """Remembers on the device, without waiting for it, that something was not finite.
+
+    From then on no optimizer step changes anything, so the host may notice steps later and still
+    finds the weights of the last good step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._poison = torch.zeros((), device=device)
+        self._good = torch.zeros((), dtype=torch.int64, device=device)
+
+    def watch(self, value: Tensor) -> None:
+        """Note whether a loss or norm is finite."""
+        torch.maximum(self._poison, (~torch.isfinite(value.detach())).float(), out=self._poison)
+
+    def agree(self) -> None:
+        """Poisoned on one rank, poisoned on all. All ranks must call this.
+
+        Only where gradients that are not finite do not tell the others (a loss scaler drops them).
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._poison, op=dist.ReduceOp.MAX)
+
+    def spoil(self, loss: Tensor) -> Tensor:
+        """The loss, or NaN with gradients that are NaN once poisoned, so that DeepSpeed skips the
+        step."""
+        # A product: what torch.where leaves out gets a gradient of zero, which moves the weights.
+        return loss * torch.where(self._poison > 0, torch.nan, 1.0)
+
+    def step(self, optimizer: Optimizer, *, skip: Tensor | None = None) -> None:
+        """Step an optimizer unless poisoned, or unless `skip` is 1.0 for this step."""
+        stops = self._poison if skip is None else torch.maximum(self._poison, skip)
+        if optimizer.defaults.get("fused"):
+            # The fused kernels skip by this flag, as a loss scaler uses it, without a sync. Where
+            # parameters are offloaded, torch would read its copy there before it has arrived.
+            where = optimizer.param_groups[0]["params"][0].device
+            optimizer.found_inf = stops.to(where)  # type: ignore[attr-defined]
+            optimizer.step()
+        elif stops.item() == 0:
+            optimizer.step()
+
+    def count(self) -> None:
+        """One optimizer step is over."""
+        self._good += (self._poison == 0).long()
+
+    def good_steps(self) -> int | None:
+        """Good steps before the first bad one; None while all are good. Waits for the device."""
+        return int(self._good.item()) if self._poison.item() else None
+
+
+class LossScaler:
+    """One scale for all optimizers and ranks, decided by the global gradient norm.
+
+    Source: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with the constants of
+    torch.amp.GradScaler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scale = torch.full((), _START, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients are large enough for fp16."""
+        return loss * self._scale
+
+    def unscale(self, gradients: Sequence[Tensor], norm: Tensor) -> Tensor:
+        """Take the scale out of the gradients, in place, and out of their norm."""
+        inverse = 1.0 / self._scale
+        for gradient in gradients:
+            gradient.mul_(inverse.to(gradient.device))  # offloaded, it is on the CPU
+        return norm * inverse
+
+    def update(self, overflow: Tensor) -> None:
+        """Choose the next scale; `overflow`: 1.0 where this step's norm was not finite."""
+        torch._amp_update_scale_(self._scale, self._growth, overflow, _GROWTH, _BACKOFF, _INTERVAL)
+
+    def health(self) -> Tensor:
+        """Finite while the scale is of use, infinite once it has fallen to nothing."""
+        return 1.0 / (self._scale >= _LEAST).float()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`scale` (fp64) and `growth` (int32), on the CPU."""
+        return {"scale": self._scale.double().cpu(), "growth": self._growth.cpu()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` gave."""
+        self._scale.copy_(state["scale"])
+        self._growth.copy_(state["growth"])

@@ -82,8 +82,8 @@ def _style(kind: str, name: str, model: Any) -> ParallelStyle:
 
 
 def _adapted_styles(kind: str, name: str, model: Any) -> dict[str, ParallelStyle]:
-    """A layer with an adapter beside it: of the two small matrices, the one at the side that is cut
-    is cut in the same way."""
+    # A layer with an adapter beside it: of the two small matrices, the one at the side that is cut
+    # is cut in the same way.
     if kind in ("colwise", "colwise_gather_output"):
         cut = "lora_B"
     elif kind == "rowwise":
@@ -102,7 +102,7 @@ def _adapted_styles(kind: str, name: str, model: Any) -> dict[str, ParallelStyle
 
 
 def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The modules of a plan's name, where `*` is any number."""
+    # The modules of a plan's name, where `*` is any number.
     parts = pattern.split(".")
     return {
         name: module

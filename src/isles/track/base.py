@@ -1,15 +1,20 @@
-"""The seams for curves, and the rule that a tracker never stops training."""
+"""The seams for curves, and the rule that a tracker never stops or slows training."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from isles.track.background import Background
+from isles.run.records import write_record
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +25,11 @@ CLOSE_S = 30.0
 """Longest wait for all trackers together, once training is over."""
 _SAY_AFTER_S = 2.0
 
+MAX_ROWS = 10_000
+"""Rows that wait for a remote tracker at most; newer ones are left out, and counted."""
+_BATCH = 500
+_CREDENTIALS = re.compile(r"//[^/\s@]+@")
+
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
@@ -28,12 +38,14 @@ class RunFacts:
     Args:
         name: the run's name.
         folder: the run directory.
+        record: where a tracker keeps its own id of the run.
         config: every value of the run file by its dotted key, defaults filled in.
         about: versions, ranks, device, strategy.
     """
 
     name: str
     folder: Path
+    record: Path
     config: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -48,6 +60,116 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write what is still in memory."""
         ...
+
+
+class RemoteTracker(Protocol):
+    """Takes rows of numbers, and may take its time. One thread calls all of its methods."""
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Send rows, in order."""
+        ...
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        """Send what is left. `summary`: final figures; None: the run will go on."""
+        ...
+
+
+class Background:
+    """A remote tracker behind a thread, so that no step waits for it.
+
+    A row that it does not take is left out: metrics.jsonl has them all. The first failure is put
+    into the log; later rows try again.
+
+    Args:
+        name: for messages.
+        open_tracker: opens it, or opens it again; called in the thread.
+        say: takes a line for the user; called in the thread.
+        max_rows: rows that wait at most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_tracker: Callable[[], RemoteTracker],
+        *,
+        say: Callable[[str], object] = lambda _: None,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
+        self.name = name
+        self._open = open_tracker
+        self._say = say
+        self._rows: queue.Queue[Row | None] = queue.Queue(max_rows)
+        self._num_logged = self._num_sent = 0
+        self._has_failed = False
+        self._summary: dict[str, Any] | None = None
+        self._is_closing = threading.Event()
+        # A daemon: a server that never answers must not keep the process.
+        self._thread = threading.Thread(target=self._work, name=f"track-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, row: Row) -> None:
+        """Leave a row for the thread; returns at once."""
+        self._num_logged += 1
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            log.debug("%s is too slow: a row is left out", self.name)
+
+    def begin_close(self, summary: dict[str, Any] | None) -> None:
+        """No rows follow; returns at once."""
+        self._summary = summary
+        self._is_closing.set()
+        with contextlib.suppress(queue.Full):  # then the thread has no need to be woken
+            self._rows.put_nowait(None)
+
+    def wait(self, end: float) -> bool:
+        """Whether all is sent, or given up, before `end` (time.monotonic)."""
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def end_close(self, end: float) -> None:
+        """Wait for the thread until `end`, and say how many rows have not been sent."""
+        is_done = self.wait(end)
+        left = self._num_logged - self._num_sent
+        if not is_done or left:
+            silent = "" if is_done else " has not answered in time;"
+            self._say(
+                f"{self.name}:{silent} {left} recorded rows were not sent; metrics.jsonl has them"
+            )
+
+    def _work(self) -> None:
+        tracker: RemoteTracker | None = None
+        for rows in self._batches():
+            try:
+                tracker = tracker or self._open()
+                tracker.log(rows)
+                self._num_sent += len(rows)
+            except Exception as error:  # the thread's edge; a curve is not worth a run
+                tracker = None
+                self._failed(error)
+        if tracker is not None:
+            try:
+                tracker.close(self._summary)
+            except Exception as error:  # as above
+                self._failed(error)
+
+    def _batches(self) -> Iterator[list[Row]]:
+        yield []  # it is opened at once
+        while not (self._is_closing.is_set() and self._rows.empty()):
+            rows = [self._rows.get()]
+            while len(rows) < _BATCH and not self._rows.empty():
+                rows.append(self._rows.get())
+            yield [row for row in rows if row is not None]
+
+    def _failed(self, error: Exception) -> None:
+        text = redacted("".join(traceback.format_exception(error)).rstrip())
+        if self._has_failed:
+            log.debug("%s failed again\n%s", self.name, text)
+            return
+        self._has_failed = True
+        log.info("%s failed\n%s", self.name, text)
+        first = (redacted(str(error)).strip().splitlines() or [type(error).__name__])[0]
+        self._say(f"{self.name} failed; training goes on, and later rows try again: {first[:300]}")
 
 
 class Trackers:
@@ -106,3 +228,23 @@ class Trackers:
         log.info("%s failed", name, exc_info=error)
         self._say(f"{name} failed and is left out; training goes on: {error}")
         self._trackers.remove(tracker)
+
+
+def numbers(row: Row) -> list[tuple[str, float]]:
+    """The figures of a row by name."""
+    return [
+        (name, value)
+        for name, value in row.items()
+        if name not in ("kind", "step", "at") and isinstance(value, int | float)
+    ]
+
+
+def keep_id(run: RunFacts, **ids: str) -> None:
+    """Put a tracker's own id of the run on record, for the next start."""
+    run.record.parent.mkdir(exist_ok=True)
+    write_record(run.record, ids)
+
+
+def redacted(text: str) -> str:
+    """A message without the user names and passwords of the addresses in it."""
+    return _CREDENTIALS.sub("//...@", text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from isles.run.records import read_rows, write_text_atomic
+from isles.track.base import Row
 
 
 class JsonlTracker:
@@ -26,7 +26,7 @@ class JsonlTracker:
             write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._stream = path.open("a", encoding="utf-8")
 
-    def log(self, row: dict[str, Any]) -> None:
+    def log(self, row: Row) -> None:
         """Append one row; a reader sees it at once."""
         self._stream.write(json.dumps(row) + "\n")
         self._stream.flush()

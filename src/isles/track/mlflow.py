@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from isles.config.sections.track import MLflowConfig
-from isles.track.base import RunFacts
-from isles.track.sent import Sent
+from isles.config.sections.output import MLflowConfig
+from isles.run.records import read_record
+from isles.track.base import Row, RunFacts, keep_id, numbers
 
 _DEFAULT_EXPERIMENT = "isles"
-_KEY_TAG = "isles.run"
 _MAX_METRICS = 1000
 _MAX_PARAMS = 100
 _MAX_VALUE_CHARS = 500
@@ -24,48 +22,36 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-./ ]")
 class MLflowTracker:
     """One run at an MLflow server, which goes on under the same id after a restart.
 
+    `load_mlflow` must be called before.
+
     Args:
         config: address and experiment.
         run: what is shown besides the curves.
-        sent: this tracker's record.
-
-    `load_mlflow` must be called before.
     """
 
-    def __init__(self, config: MLflowConfig, run: RunFacts, sent: Sent) -> None:
+    def __init__(self, config: MLflowConfig, run: RunFacts) -> None:
         from mlflow import MlflowClient
 
-        self._sent = sent
         self._client: Any = MlflowClient(tracking_uri=config.tracking_uri)
-        self._id = sent.get("run_id") or self._find_or_create(config, run)
-        sent.keep(run_id=self._id)
-        # The server's word, not ours: a kill may come between its answer and our record.
-        sent.known_to(
-            train=self._last_step("train/learning_rate"), eval=self._last_step("eval/loss")
-        )
+        self._id: str | None = (read_record(run.record) or {}).get("run_id")
+        if self._id is None:
+            created = self._client.create_run(self._experiment(config), run_name=run.name)
+            self._id = str(created.info.run_id)
+            keep_id(run, run_id=self._id)
         self._client.update_run(self._id, status="RUNNING")
         self._describe(run)
 
-    def log(self, rows: Sequence[dict[str, Any]]) -> None:
+    def log(self, rows: Sequence[Row]) -> None:
         """Send rows, as many in one request as a server takes."""
         from mlflow.entities import Metric
 
-        metrics: list[Metric] = []
-        batch: list[dict[str, Any]] = []
-        for row in rows:
-            if self._sent.has(row):
-                continue
-            figures = [
-                Metric(f"{row['kind']}/{name}", float(value), int(row["at"] * 1000), row["step"])
-                for name, value in row.items()
-                if name not in ("kind", "step", "at") and isinstance(value, int | float)
-            ]
-            if len(metrics) + len(figures) > _MAX_METRICS:
-                self._send(metrics, batch)
-                metrics, batch = [], []
-            metrics += figures
-            batch.append(row)
-        self._send(metrics, batch)
+        metrics = [
+            Metric(f"{row['kind']}/{name}", float(value), int(row["at"] * 1000), row["step"])
+            for row in rows
+            for name, value in numbers(row)
+        ]
+        for first in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MAX_METRICS])
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Send the final figures, and say how the run stands."""
@@ -83,33 +69,6 @@ class MLflowTracker:
         self._client.log_batch(self._id, metrics=figures)
         self._client.set_terminated(self._id, status="FINISHED")
 
-    def _last_step(self, metric: str) -> int:
-        """The last step of a metric that every row of its kind has; -1: none."""
-        history = self._client.get_metric_history(self._id, metric)
-        return max((point.step for point in history), default=-1)
-
-    def _send(self, metrics: list[Any], rows: list[dict[str, Any]]) -> None:
-        if rows:
-            self._client.log_batch(self._id, metrics=metrics)
-            self._sent.add(*rows)
-
-    def _find_or_create(self, config: MLflowConfig, run: RunFacts) -> str:
-        """The server's id of this run.
-
-        A key of ours is on record before the run is made, and found again by it: a start that is
-        killed in between, or an answer that is lost, must not fork the curve.
-        """
-        key = self._sent.get("key")
-        if key is None:
-            key = secrets.token_hex(8)
-            self._sent.keep(key=key)
-        experiment = self._experiment(config)
-        found = self._client.search_runs([experiment], f"tags.`{_KEY_TAG}` = '{key}'")
-        if found:
-            return str(found[0].info.run_id)
-        created = self._client.create_run(experiment, run_name=run.name, tags={_KEY_TAG: key})
-        return str(created.info.run_id)
-
     def _experiment(self, config: MLflowConfig) -> str:
         from mlflow import environment_variables
 
@@ -119,8 +78,8 @@ class MLflowTracker:
         return str(known.experiment_id if known else self._client.create_experiment(name))
 
     def _describe(self, run: RunFacts) -> None:
-        """The run file as parameters. MLflow keeps a parameter's first value for good; one that a
-        restart has changed is shown as a tag beside it."""
+        # The run file as parameters. MLflow keeps a parameter's first value for good; one that a
+        # restart has changed is shown as a tag beside it.
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._id).data.params
@@ -139,7 +98,7 @@ class MLflowTracker:
 
 
 def load_mlflow() -> None:
-    """Import MLflow; with short waits instead of minutes, since `Background` tries again."""
+    """Import MLflow; with short waits instead of minutes, since later rows try again."""
     # MLflow has no other place for these; a user's own values win.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isles.track.base import Row, numbers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +26,7 @@ class TensorBoardTracker:
         self._purge_step = resumed_step + 1 if has_begun else None
         self._writer: SummaryWriter | None = None
 
-    def log(self, row: dict[str, Any]) -> None:
+    def log(self, row: Row) -> None:
         """Write the numbers of one row."""
         if self._writer is None:
             # Imported with the first row: it costs a second that the first step need not wait for.
@@ -33,9 +35,8 @@ class TensorBoardTracker:
             for folder in (self._folder.parent, self._folder):
                 folder.mkdir(exist_ok=True)  # the writer would make the run directory again, too
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        for name, value in row.items():
-            if name not in ("kind", "step", "at") and isinstance(value, int | float):
-                self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"], row["at"])
+        for name, value in numbers(row):
+            self._writer.add_scalar(f"{row['kind']}/{name}", value, row["step"], row["at"])
         self._writer.flush()
 
     def close(self) -> None:

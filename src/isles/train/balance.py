@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from isles.balance.balancer import Balancer
+from isles.balance.curve import Curve, slowest
 from isles.balance.history import Dealt, Device, History, equal_devices
 from isles.balance.revise import choose, pooled
 from isles.balance.shares import rank_shares, rank_sizes
 from isles.checkpoint.store import disk_fault
-from isles.config.curve import Curve, slowest
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
-from isles.config.split import RowSplit, even_split, shared_split
 from isles.dist.mesh import Mesh
+from isles.dist.split import RowSplit, even_split, shared_split
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.run.manifest import CheckpointInfo
@@ -133,7 +133,7 @@ class _Chooser:
         return balancer
 
     def _history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Dealt]:
-        """What was decided before and still holds, or a new beginning."""
+        # What was decided before and still holds, or a new beginning.
         manifest = self._resume_from.manifest if self._resume_from else {}
         before = self._world.main_first(
             lambda: History.load(run_dir.balance, manifest.get("balance"))
@@ -153,7 +153,6 @@ class _Chooser:
         return history, dealt
 
     def _dealt(self, step: int) -> Dealt:
-        """A split that is chosen now."""
         balance, dp_size = self._config.balance, self._mesh.dp_size
         foresees = self._is_cuda and None in self._caps
         foresees = foresees and (isinstance(balance, dict) or not self._can_try())
@@ -183,7 +182,7 @@ class _Chooser:
         return Dealt(step, split, even_size, kind, tuple(self._devices), tuple(curves), is_timed)
 
     def _fits(self, dealt: Dealt) -> bool:
-        """Whether all that a split rests on is still so."""
+        # Whether all that a split rests on is still so.
         return (
             dealt.devices == tuple(self._devices)
             and dealt.strategy == self._strategy.kind
@@ -196,7 +195,7 @@ class _Chooser:
         )
 
     def _curves(self) -> tuple[Sequence[Curve], bool]:
-        """Measured on all ranks at once, one for each data-parallel rank; whether all settled."""
+        # Measured on all ranks at once, one for each data-parallel rank; whether all settled.
         cap = self._caps[self._mesh.dp_rank]
         found, is_settled = measure_curve(
             self._model, self._config, self._strategy, self._mesh, self._world, cap
@@ -217,7 +216,7 @@ class _Chooser:
         return curves, all(all_settled)
 
     def _even_size(self, curves: Sequence[Curve] | None) -> int:
-        """Micro-batch size of all ranks where rows are dealt evenly, and in evaluation."""
+        # Micro-batch size of all ranks where rows are dealt evenly, and in evaluation.
         rows = -(-self._rows // self._mesh.dp_size)
         caps = [cap for cap in self._caps if cap is not None]
         if len(caps) == len(self._caps):
@@ -231,14 +230,12 @@ class _Chooser:
         return min([size, *caps])
 
     def _can_try(self) -> bool:
-        """Whether a rank can try sizes on the real model by itself; else they are foreseen.
-
-        It must hold all of it, and attend without the ranks that share its sequences.
-        """
+        # Whether a rank can try sizes on the real model by itself; else they are foreseen.
+        # It must hold all of it, and attend without the ranks that share its sequences.
         return holds_whole_model(self._strategy) and self._mesh.layout.cp == 1
 
     def _limits(self, even_size: int) -> list[int]:
-        """Most rows of a micro-batch where nothing was measured."""
+        # Most rows of a micro-batch where nothing was measured.
         return [cap or (even_size if self._is_cuda else CPU_MICRO_BATCH_SIZE) for cap in self._caps]
 
     def _dp_shares(self, balance: dict[str, float]) -> list[float]:
@@ -249,7 +246,7 @@ class _Chooser:
         return shares
 
     def _given_sizes(self) -> list[int | None]:
-        """The run file's micro-batch size for each data-parallel rank; None: to be found."""
+        # The run file's micro-batch size for each data-parallel rank; None: to be found.
         given = self._config.training.micro_batch_size
         if isinstance(given, int):
             return [given] * self._mesh.dp_size
@@ -271,13 +268,13 @@ def _write(history: History, file: Path) -> None:
 
 
 def _proportional(limit: int) -> Curve:
-    """Of a rank whose speed is not known: time goes with the rows. Only ratios mean something."""
+    # Of a rank whose speed is not known: time goes with the rows. Only ratios mean something.
     rows = sorted({1, limit})
     return Curve(tuple(rows), tuple(size + _PER_MICRO_BATCH for size in rows), limit)
 
 
 def _device_name(world: World) -> str:
-    """The GPU's model, or the processor's with the number of its threads."""
+    # The GPU's model, or the processor's with the number of its threads.
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     name = platform.processor() or platform.machine()

@@ -20,17 +20,16 @@ from isles.checkpoint.store import load_tensors
 from isles.checkpoint.travel import Travel
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
+from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps
-from isles.config.shape import check_shape
 from isles.data.build import build_datasets
 from isles.data.dataset import Dataset
 from isles.data.loader import Loader
-from isles.data.stream.source import StreamStart
 from isles.data.tokens.tokenizer import OTHER_TOKENIZER, check_vocabulary
-from isles.dist.disks import Disks
+from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
-from isles.dist.place import on_every_rank
+from isles.dist.nodes import on_every_rank
 from isles.dist.world import World
 from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
@@ -40,14 +39,18 @@ from isles.run.env import cache_home
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
-from isles.train.adapter import agree_on_base
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.hosts import check_model_folder
 from isles.train.metrics import Speed, StepMeter
-from isles.train.model import count_parameters, empty_model, flops_per_token, whole_model
+from isles.train.model import (
+    agree_on_base,
+    count_parameters,
+    empty_model,
+    flops_per_token,
+    whole_model,
+)
 from isles.train.optimizer import make_optimizers
 from isles.train.outer.build import Between, join_clusters, make_between
-from isles.train.outer.samples import OwnSamples
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder
@@ -112,7 +115,13 @@ def build(
         recorder=recorder,
         tokenizer=tokenizer,
         engine=engine,
-        loader=_make_loader(training, built, world, samples),
+        loader=Loader(
+            training,
+            split=balancer.split,
+            dp_rank=mesh.dp_rank,
+            device=world.device,
+            numbering=samples,
+        ),
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
@@ -126,7 +135,7 @@ def build(
         base=base,
     )
     if between is not None:
-        parts.outer = join_clusters(parts, between, lambda: signals.wish)
+        parts.outer = join_clusters(parts, between, lambda: signals.stop_code)
     return parts
 
 
@@ -138,7 +147,7 @@ def _make_data(
     resume_from: CheckpointInfo | None,
     disks: Disks,
 ) -> tuple[Any, Dataset, Dataset | None]:
-    """Tokenizer, training and validation data. All ranks must call this."""
+    # Tokenizer, training and validation data. All ranks must call this.
     recorder.phase("preparing data")
     # First: its errors say more than a tokenizer's.
     check_model_folder(config.model, world)
@@ -156,14 +165,11 @@ def _make_data(
         Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
         seed=config.seed,
         vocab_size=vocab_size,
-        is_preparer=world.local_rank == 0,
         progress=lambda text: recorder.phase("preparing data", text),
         world=world,
         pairs=config.training.method == "dpo",
         fixed_length=needs_fixed_length(config),
-        stream=StreamStart(
-            run_dir.stream, 0 if resume_from is None else int(resume_from.manifest["samples"])
-        ),
+        stream_state=None if resume_from is None else resume_from.manifest.get("stream"),
     )
     _compare_data(training, world)
     if resume_from is not None:
@@ -180,7 +186,7 @@ def _make_data(
 
 
 def _compare_data(training: Dataset, world: World) -> None:
-    """Every rank must have the same samples. All ranks must call this."""
+    # Every rank must have the same samples. All ranks must call this.
     found = world.gather((world.host, training.content))
     odd = [
         f"{rank} on {host}" for rank, (host, content) in enumerate(found) if content != found[0][1]
@@ -196,7 +202,7 @@ def _compare_data(training: Dataset, world: World) -> None:
 
 
 def _check_shape(config: RunConfig, shape: dict[str, Any]) -> None:
-    """What could not be told before the start, where the model's config was not on that machine."""
+    # What could not be told before the start, where the model's config was not on that machine.
     if violations := check_shape(config, shape):
         raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in violations])
 
@@ -233,22 +239,10 @@ def _make_engine(
     return _Built(strategy, mesh, balancer, engine, flops)
 
 
-def _make_loader(
-    training: Dataset, built: _Built, world: World, samples: OwnSamples | None
-) -> Loader:
-    return Loader(
-        training,
-        split=built.balancer.split,
-        dp_rank=built.mesh.dp_rank,
-        device=world.device,
-        numbering=samples,
-    )
-
-
 def _make_model(
     config: RunConfig, strategy: Strategy, mesh: Mesh, world: World, tokenizer: Any
 ) -> nn.Module:
-    """The model, whole on this rank's device, or empty where it will be cut."""
+    # The model, whole on this rank's device, or empty where it will be cut.
     if is_sharded(strategy):
         model = empty_model(config, tokenizer)
         check_blocks(model, strategy)
@@ -275,7 +269,7 @@ def _make_model(
 
 
 def _rank_seed(seed: int, rank: int) -> int:
-    """Seed of a rank's dropout; different on every rank."""
+    # Seed of a rank's dropout; different on every rank.
     return seed + 1_000_003 * (rank + 1)
 
 
@@ -299,7 +293,7 @@ def _make_agreement(
 
 
 def _check_data(training: Dataset, checkpoint: CheckpointInfo) -> None:
-    """The cursor of a checkpoint means something only for the same samples."""
+    # The cursor of a checkpoint means something only for the same samples.
     before = checkpoint.manifest.get("data")
     if before is not None and before != training.content:
         raise DataError(
@@ -320,7 +314,7 @@ def _take_over(
     recorder: Recorder,
     between: Between | None,
 ) -> Progress:
-    """The state of a checkpoint, or that of a run's beginning. All ranks must call this."""
+    # The state of a checkpoint, or that of a run's beginning. All ranks must call this.
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if checkpoint is None:
         return Progress.fresh()
@@ -333,7 +327,7 @@ def _take_over(
         moved = f"{format_bytes(done)} of {format_bytes(total)}"
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
-    with travel.brought(checkpoint, state | outer, say) as folder:
+    with travel.brought(checkpoint, say) as folder:
         load_tensors(state | outer, folder)
         engine.load_state_dict(state)
         is_restored = restore_rng(
@@ -353,7 +347,7 @@ def _take_over(
 
 
 def _git_commit() -> str | None:
-    """The commit of the folder that the run was started in, if it is under git."""
+    # The commit of the folder that the run was started in, if it is under git.
     try:
         result = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False

@@ -17,12 +17,12 @@ from isles.errors import UserError, more_lines
 from isles.run.begin import begin_run, new_attempt, write_launch
 from isles.run.env import RankEnv
 from isles.run.find import numbered_runs
+from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.restarts import has_saved, newest_step, read_last_step
 from isles.train.hosts import own_run_dir
-from isles.train.verdict import trouble, write_failure
 from isles.train.worker import run_rank
 
 
@@ -85,7 +85,7 @@ def _agree_on_run(
 
     run_dir, attempt, resume_from = world.main_first(begin)
     run_dir, attempt = own_run_dir(run_dir, attempt, world)
-    # Only now: relative to this rank's folder, and whole for the side process and its sockets.
+    # Only now: relative to this rank's folder, and whole for what has sockets there.
     run_dir = RunDir(run_dir.path.absolute())
     return run_dir, run_dir.attempt(attempt.number), resume_from
 
@@ -116,7 +116,7 @@ def _after_restart(resolved: Resolved, agents: list[dict[str, Any]]) -> str | No
     if outcome is None:
         # Else a rank 0 that ran on another host would be taken for running still.
         fix = "torchrun has started them again"
-        write_failure(attempt, trouble("its ranks were lost", fix, id="rank.died"))
+        end_failed(attempt, agent_error("its ranks were lost", fix, id="rank.died"))
     reached, saved = read_last_step(attempt, 0), newest_step(run_dir)
     at = f" at step {reached}" if reached is not None else ""
     sys.stderr.write(f"the ranks were lost{at}, and torchrun has started them again\n")

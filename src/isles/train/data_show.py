@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -25,7 +24,6 @@ from isles.config.sections.run import RunConfig
 from isles.data.show import Figures, Shown, figures_of, shown_document, shown_documents
 from isles.data.sources.find import open_source
 from isles.data.sources.rows import Tally
-from isles.data.stream.rows import row_stream
 from isles.data.tokens.encode import Encoder, encode_rows
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
@@ -33,7 +31,7 @@ from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError, more_lines
 from isles.run.env import cache_home
 from isles.run.paths import RunDir
-from isles.train.quiet import hush_libraries
+from isles.train.quiet import log_to_stderr
 from isles.train.tokenizer import write_tokenizer
 
 _OPEN, _CLOSE = "⟦", "⟧"
@@ -46,7 +44,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=3)
     options = parser.parse_args()
-    _quiet()
+    log_to_stderr(level=logging.WARNING, form="warning: %(message)s")
     run_dir = RunDir(options.folder)
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -102,9 +100,9 @@ def _prepared(source: SourceConfig, encoder: Encoder, config: RunConfig) -> Toke
 def _of_stream(
     source: SourceConfig, encoder: Encoder, config: RunConfig, num_samples: int
 ) -> Iterator[Shown]:
-    """The first documents of a source that nobody has read to its end."""
-    stream = row_stream(source, encoder.columns)
-    rows = (row for chunk in stream.chunks(None) for row in chunk.rows)
+    # The first documents of a source that nobody has read to its end.
+    stream = open_source(source, streams=True)
+    rows = stream.rows(encoder.columns)
     each = 2 if encoder.kind == "preference" else 1
     tally = Tally(stream.describe(), config.data.max_bad_fraction)
     batches = encode_rows(islice(rows, 20 * num_samples), encoder, tally)
@@ -159,7 +157,6 @@ def _print(document: Shown, console: Console) -> None:
 
 
 def _table(figures: Mapping[str, Figures]) -> Table:
-    """Sources side by side."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for name in figures:
@@ -193,16 +190,6 @@ def _lines(figures: Figures) -> dict[str, str]:
 
 def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
-
-
-def _quiet() -> None:
-    from transformers.utils import logging as transformers_logging
-
-    warnings.simplefilter("ignore")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", stream=sys.stderr)
-    hush_libraries()
 
 
 if __name__ == "__main__":

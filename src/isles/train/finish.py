@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model in Hugging Face format, a summary, a picture."""
+"""What a finished run leaves: the model or the adapter as a folder, a summary, a picture."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from isles.checkpoint.adapter import export_adapter, export_merged, read_trained
+from isles.checkpoint.card import ExportKind, card_text
 from isles.checkpoint.export import export_checkpoint, export_model
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
-from isles.config.sections.checkpoint import CheckpointConfig
+from isles.config.sections.output import CheckpointConfig
+from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.errors import UserError
-from isles.models.build import converts_weights
-from isles.run.manifest import find_checkpoint
+from isles.models.build import converts_weights, load_model_config
+from isles.run.manifest import CheckpointInfo, find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows, write_record
-from isles.train.adapter import export_adapted
-from isles.train.card import card_text
-from isles.train.model import empty_model
+from isles.train.model import base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
-from isles.train.plot import plot_loss
 from isles.train.strategy import is_sharded
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,6 @@ log = logging.getLogger(__name__)
 
 def finish(parts: Parts) -> None:
     """Export, summary and picture. Rank 0 writes; the others have nothing left to do."""
-    parts.checkpoints.forget_parts()
     if not parts.world.is_main:
         return
     run_dir, progress = parts.run_dir, parts.progress
@@ -54,7 +55,7 @@ def finish(parts: Parts) -> None:
     }
     parts.recorder.finished(summary)
     write_record(run_dir.summary, summary | ({"hub": pushed} if pushed else {}))
-    plot_loss(rows, run_dir.name, run_dir.loss_plot)
+    _plot_loss(rows, run_dir.name, run_dir.loss_plot)
 
 
 def export_step(
@@ -103,6 +104,61 @@ def export_step(
     )
 
 
+def export_adapted(
+    run_dir: RunDir,
+    resolved: Resolved,
+    tokenizer: Any,
+    checkpoint: CheckpointInfo,
+    folder: Path,
+    *,
+    merge: bool,
+    repo: str | None = None,
+) -> None:
+    """Export a checkpoint of a run with an adapter, in one process.
+
+    Args:
+        run_dir: whose checkpoint.
+        resolved: its run file.
+        tokenizer: of the run; None where it had none.
+        checkpoint: which one.
+        folder: the result.
+        merge: a whole model, not the adapter alone; it must fit into this machine's memory.
+        repo: where it will lie on the hub, for the model card; None: as the run file says.
+
+    Raises:
+        UserError, TrainingError: see `export_adapter` and `export_merged`.
+    """
+    config = with_base(resolved.config, checkpoint)
+    kind: ExportKind = "model" if merge else "adapter"
+    card = card_text(run_dir, resolved, checkpoint, tokenizer, kind=kind, repo=repo)
+    if merge:
+        model = _unquantized(config, tokenizer)
+        read_trained(model, checkpoint.path)
+        size = max_shard_bytes(config.checkpoint)
+        export_merged(model, tokenizer, folder, max_shard_bytes=size, card=card)
+        return
+    export_adapter(
+        checkpoint.path,
+        empty_model(config, tokenizer),
+        tokenizer,
+        folder,
+        base=base_of(config)["name"],
+        card=card,
+    )
+
+
+def _unquantized(config: RunConfig, tokenizer: Any) -> Any:
+    # On the CPU; a model that is trained in 4 bits in its own type.
+    device = torch.device("cpu")
+    if config.adapter.type == "qlora":
+        own = load_model_config(config.model).dtype or torch.float32
+        log.info("merging into the model as it was before it was quantised, in %s", own)
+        plain = config.adapter.model_copy(update={"type": "lora"})
+        config = config.model_copy(update={"adapter": plain})
+        return whole_model(config, tokenizer, device, frozen=own)
+    return whole_model(config, tokenizer, device)
+
+
 def max_shard_bytes(config: CheckpointConfig) -> int:
     """The largest file of weights in an export."""
     return int(config.max_shard_gb * 10**9)
@@ -127,8 +183,7 @@ def _export(parts: Parts) -> None:
 
 
 def _push(parts: Parts) -> dict[str, str] | None:
-    """Upload the export, if that was asked for. The run has its result already: a hub that does not
-    take it is not the run's failure."""
+    # The run has its result already: a hub that does not take it is not the run's failure.
     repo = parts.config.checkpoint.push_to_hub
     if repo is None:
         return None
@@ -143,3 +198,22 @@ def _push(parts: Parts) -> dict[str, str] | None:
         )
         return {"repo": repo, "error": error.what}
     return {"repo": repo, "url": url}
+
+
+def _plot_loss(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, label, style in (("train", "training", "-"), ("eval", "validation", "o-")):
+        points = [(r["step"], r["loss"]) for r in rows if r["kind"] == kind and r["loss"]]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

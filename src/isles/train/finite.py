@@ -48,7 +48,7 @@ def check_finite(parts: Parts) -> None:
 
 
 def _spans(numbers: list[int]) -> str:
-    """`24 to 35`, or several of these."""
+    # `24 to 35`, or several of these.
     texts = []
     for start, stop in joined([(number, number + 1) for number in numbers]):
         texts.append(f"{start} to {stop - 1}")
@@ -56,7 +56,7 @@ def _spans(numbers: list[int]) -> str:
 
 
 def _find_culprits(parts: Parts) -> list[str]:
-    """One line for each rank with a loss that is not finite, from the last good weights."""
+    # One line for each rank with a loss that is not finite, from the last good weights.
     data = parts.loader.step(parts.progress.samples)
     rows = [
         (sample, batch.sample(row))

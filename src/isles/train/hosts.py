@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from isles.config.sections.model import ModelConfig
-from isles.dist.disks import find_disks
-from isles.dist.parcels import raise_first
-from isles.dist.place import place_of
+from isles.dist.files import find_disks
+from isles.dist.nodes import place_of, raise_first
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.facts.models import shape_names

@@ -174,7 +174,7 @@ class StepMeter:
         return time.perf_counter()
 
     def _memory(self) -> float:
-        """Peak bytes: allocated on the GPU, or of the whole process on a CPU."""
+        # Peak bytes: allocated on the GPU, or of the whole process on a CPU.
         if self._cuda:
             return float(torch.cuda.max_memory_allocated(self._world.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

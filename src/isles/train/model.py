@@ -1,7 +1,8 @@
-"""The model of a run file: empty, or whole on a device."""
+"""The model of a run file: empty, or whole on a device; and the base model of an adapter."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +10,16 @@ from torch import nn
 
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import Precision
+from isles.dist.world import World
+from isles.errors import UserError
 from isles.facts.flops import train_flops_per_token
 from isles.models.adapter import frozen_dtype
 from isles.models.build import build_empty_model, build_model
+from isles.models.fill import base_fingerprint
+from isles.run.manifest import CheckpointInfo
+
+Base = dict[str, str]
+"""What a checkpoint's manifest says of the frozen model: `name` and `fingerprint`."""
 
 
 def weights_dtype(precision: Precision) -> torch.dtype:
@@ -91,12 +99,90 @@ def flops_per_token(model: Any, seq_length: int) -> float:
     )
 
 
+def agree_on_base(
+    config: RunConfig, world: World, resume_from: CheckpointInfo | None
+) -> Base | None:
+    """The base model of a run with an adapter. All ranks must call this.
+
+    Args:
+        config: the run file.
+        world: all ranks.
+        resume_from: the checkpoint that the run goes on from; None: it begins.
+
+    Returns:
+        None for a run without an adapter.
+
+    Raises:
+        UserError: its files cannot be read, or are not the same on every machine, or the checkpoint
+            was taken with another model.
+    """
+    if config.adapter.type == "none":
+        return None
+    mine = base_of(config) if world.local_rank == 0 else None
+    found = [(host, base) for host, base in world.gather((world.host, mine)) if base is not None]
+    first_host, first = found[0]
+    for host, base in found:
+        if base["fingerprint"] != first["fingerprint"]:
+            raise UserError(
+                f"{config.model.name_or_path} is another model on {host} than on {first_host}",
+                where=f"model.name_or_path on host {host}",
+                fix="give every machine the same files",
+            )
+    if resume_from is not None:
+        check_base(first, resume_from)
+    return first
+
+
+def base_of(config: RunConfig) -> Base:
+    """The base model of a run with an adapter, as it lies here."""
+    name = config.model.name_or_path
+    folder = Path(name).expanduser()
+    return {
+        "name": str(folder.absolute()) if folder.exists() else name,
+        "fingerprint": base_fingerprint(config.model),
+    }
+
+
+def with_base(config: RunConfig, checkpoint: CheckpointInfo) -> RunConfig:
+    """The run file of an adapter with its base model found, and checked, from any folder.
+
+    Raises:
+        UserError: its files are not there, or cannot be read, or are not those that the checkpoint
+            was taken with.
+    """
+    name = config.model.name_or_path
+    recorded = (checkpoint.manifest.get("base") or {}).get("name", name)
+    if not Path(name).expanduser().exists() and Path(recorded).exists():
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"name_or_path": recorded})}
+        )
+    check_base(base_of(config), checkpoint)
+    return config
+
+
+def check_base(base: Base, checkpoint: CheckpointInfo) -> None:
+    """An adapter means something only beside the weights that it was trained with.
+
+    Raises:
+        UserError: the checkpoint was taken with others.
+    """
+    before = checkpoint.manifest.get("base")
+    if before is None or before["fingerprint"] == base["fingerprint"]:
+        return
+    named = "" if before["name"] == base["name"] else f", which was {before['name']}"
+    raise UserError(
+        f"the weights of {base['name']} are not those that this adapter was trained beside{named}",
+        where=str(checkpoint.path),
+        fix="put the model back that the run began with, or start a new run with `--resume no`",
+    )
+
+
 def _numel(parameter: nn.Parameter) -> int:
     quantized: Any = getattr(parameter, "quant_state", None)
     return parameter.numel() if quantized is None else int(quantized.shape.numel())
 
 
 def _vocab_size(config: RunConfig, tokenizer: Any) -> int | None:
-    """A tokenizer that was trained for the run decides how many tokens the model knows."""
+    # A tokenizer that was trained for the run decides how many tokens the model knows.
     trained = tokenizer is not None and config.tokenizer.train_vocab_size is not None
     return len(tokenizer) if trained else None

@@ -176,6 +176,7 @@ class Parts:
             "seed": self.config.seed,
             "data": self.data_content,
             "samples_per_epoch": self.samples_per_epoch,
+            "stream": self.loader.stream_state(),
             "base": self.base,
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from isles.run.process import die_with_parent
 
 
 def preload() -> None:
@@ -25,7 +24,8 @@ def preload() -> None:
     # A signal to the whole process group is for the ranks, which save; this server must live.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    _die_with_agent()
+    # By itself it looks for the end of the agent only after its imports.
+    die_with_parent()
     with contextlib.suppress(Exception), _without("torchao"):
         from isles.config.resolve import load_resolved
         from isles.run.env import RUN_DIR
@@ -44,15 +44,6 @@ def preload() -> None:
         if not resolved.config.model.trust_remote_code:
             config = load_model_config(resolved.config.model)
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
-
-
-def _die_with_agent() -> None:
-    """End this server with the agent that has started it, also in the middle of its imports.
-
-    By itself it looks for the agent's end only afterwards. Linux only.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _require(package: str) -> None:

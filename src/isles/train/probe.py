@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isles.balance.cache import curve_file, keep_curve, read_curve
-from isles.balance.calibrate import Probe, calibrate
-from isles.config.curve import Curve
+from isles.balance.calibrate import Probe, calibrate, curve_file, keep_curve, read_curve
+from isles.balance.curve import Curve
 from isles.config.layout import Strategy
-from isles.config.sections.isolation import isolates_any
+from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import Batch, cu_seqlens
@@ -161,7 +160,7 @@ def _measure_gpu(
     strategy: Strategy,
     mesh: Mesh,
 ) -> tuple[Curve | None, bool]:
-    """As it was measured in an earlier run, or now."""
+    # As it was measured in an earlier run, or now.
     device, shape = probe.device, cast(Any, model).config
     free, total = torch.cuda.mem_get_info(device)
     usable = min(total * _MEMORY_SHARE, free + torch.cuda.memory_reserved(device))
@@ -231,7 +230,7 @@ def state_bytes(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: M
 
 
 def _doubling(most: int) -> list[int]:
-    """1, 2, 4 … and the last one."""
+    # 1, 2, 4 … and the last one.
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return [*sizes, most]
 
@@ -239,7 +238,7 @@ def _doubling(most: int) -> list[int]:
 def _largest_that_fits(
     model: nn.Module, config: RunConfig, sizes: list[int], device: torch.device
 ) -> int:
-    """Try sizes upwards; stop where the next is foreseen to overflow, or does."""
+    # Try sizes upwards; stop where the next is foreseen to overflow, or does.
     total = torch.cuda.get_device_properties(device).total_memory
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(p.numel() * p.element_size() for p in trained)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
+
+_NOISY = ("torch", "transformers", "datasets", "httpx", "httpx2", "isles.data")
 
 
 def hush_libraries() -> None:
@@ -15,6 +19,19 @@ def hush_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # DeepSpeed sets the level of its own logger as it is imported; a filter stays.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
+
+
+def log_to_stderr(*, level: int = logging.INFO, form: str = "%(message)s") -> None:
+    """The log of a verb whose result goes to stdout: nothing that a library says on its way."""
+    from transformers.utils import logging as transformers_logging
+
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=level, format=form, stream=sys.stderr)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    hush_libraries()
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -109,7 +109,7 @@ class Recorder:
             self._last_step.close()
 
     def _beat(self) -> None:
-        """A sign of life, also while the main thread is busy with one long thing."""
+        # A sign of life, also while the main thread is busy with one long thing.
         while not self._is_closed.wait(self._beat_s):
             if time.time() - self._written_at >= self._beat_s:
                 self._write(is_beat=True)
@@ -130,5 +130,5 @@ class Recorder:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity."""
+    # JSON knows neither NaN nor infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -97,7 +97,7 @@ class Reference:
         dataset.reference = scores
 
     def _score(self, dataset: Dataset, missing: Any, scores: Any, path: Path) -> None:
-        """Fill in what is missing, a few batches on every rank at a time."""
+        # Fill in what is missing, a few batches on every rank at a time.
         kept_at = time.monotonic()
         at_once = self._mesh.dp_size * self._size * _BATCHES_AT_ONCE
         self._engine.model.eval()
@@ -116,7 +116,7 @@ class Reference:
         self._write(dataset, scores, path)
 
     def _score_together(self, dataset: Dataset, numbers: Any) -> Any:
-        """Scores of these samples, [len(numbers), 2], on every rank."""
+        # Scores of these samples, [len(numbers), 2], on every rank.
         share = -(-len(numbers) // self._mesh.dp_size)
         mine = slice(self._mesh.dp_rank * share, (self._mesh.dp_rank + 1) * share)
         found = torch.zeros((share * self._mesh.dp_size, 2), dtype=torch.float64)
@@ -167,7 +167,7 @@ def give_scores(dataset: Dataset, num_samples: int, path: Path) -> None:
 
 
 def _known(dataset: Dataset, path: Path) -> Any:
-    """What an earlier start has scored of the same data, [num_samples, 2]; NaN elsewhere."""
+    # What an earlier start has scored of the same data, [num_samples, 2]; NaN elsewhere.
     unknown = np.full((dataset.num_samples, 2), np.nan, dtype=np.float32)
     if not path.is_file():
         return unknown
@@ -180,7 +180,7 @@ def _known(dataset: Dataset, path: Path) -> Any:
 
 
 def _wanted(dataset: Dataset, num_samples: int | None) -> Any:
-    """Numbers of the samples that the first global indices lead to, each once."""
+    # Numbers of the samples that the first global indices lead to, each once.
     total = dataset.num_samples
     if num_samples is None or num_samples >= total:
         return np.arange(total)

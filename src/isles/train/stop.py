@@ -84,7 +84,7 @@ class StopSignals:
             threading.Thread(target=self._look, args=(attempt,), daemon=True).start()
 
     @property
-    def wish(self) -> int:
+    def stop_code(self) -> int:
         """What this rank wants at the end of the step: an exit code, NOW, or 0."""
         return NOW if self._is_now else self.requested
 
@@ -154,7 +154,7 @@ class Decision:
 class Agreement:
     """Makes every rank stop, or save by the clock, at the same step.
 
-    The ranks' wishes travel beside the step's computation, so no step waits for them.
+    The ranks' requests travel beside the step's computation, so no step waits for them.
 
     Args:
         world: the ranks of the cluster.
@@ -179,26 +179,26 @@ class Agreement:
         self._time_code = TIME_IS_UP if time_ends_run else int(ExitCode.REQUEUE)
         self._save_every_s = save_every_s
         self._saved_at = time.monotonic()
-        self._wishes = torch.zeros(3, dtype=torch.int32)
+        self._requests = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def ask(self, *, outer: bool = False) -> None:
-        """Send this rank's wishes; called at a step's start. All ranks must call this.
+        """Send this rank's requests; called at a step's start. All ranks must call this.
 
         Args:
             outer: see `Decision`.
         """
-        stop, save = self._signals.wish, 0
+        stop, save = self._signals.stop_code, 0
         if self._world.is_main:
             now = time.monotonic()
             if self._stop_at is not None and now >= self._stop_at:
                 stop = max(stop, self._time_code)
             if self._save_every_s is not None and now - self._saved_at >= self._save_every_s:
                 save = 1
-        self._wishes[0], self._wishes[1], self._wishes[2] = stop, save, int(outer)
+        self._requests[0], self._requests[1], self._requests[2] = stop, save, int(outer)
         if self._world.world_size > 1:
             self._work = dist.all_reduce(
-                self._wishes, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
+                self._requests, op=dist.ReduceOp.MAX, group=self._world.control, async_op=True
             )
 
     def decide(self) -> Decision:
@@ -210,10 +210,10 @@ class Agreement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if int(self._wishes[0]) >= NOW:
+        if int(self._requests[0]) >= NOW:
             raise StopBeforeTraining(ExitCode.INTERRUPTED, "stopped at once, without saving")
         return Decision(
-            stop=int(self._wishes[0]), save=bool(self._wishes[1]), outer=bool(self._wishes[2])
+            stop=int(self._requests[0]), save=bool(self._requests[1]), outer=bool(self._requests[2])
         )
 
     def saved(self) -> None:

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isles.config.auto import Machine, choose_strategy, ddp_bytes, describe
-from isles.config.interop.rules import check_accumulation
-from isles.config.interop.settings import deepspeed_settings, settled_stage
+from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, settled_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
@@ -93,10 +92,8 @@ def settle_mesh(strategy: Strategy, world: World) -> Mesh:
 
 
 def _ranks_per_node(world: World) -> int:
-    """Ranks of a node; of unequal ones the most successive ranks that always lie on one.
-
-    The same on every rank, which would else make other groups than its peers, and hang.
-    """
+    # Ranks of a node; of unequal ones the most successive ranks that always lie on one.
+    # The same on every rank, which would else make other groups than its peers, and hang.
     return math.gcd(*world.gather(world.local_world_size))
 
 
@@ -173,6 +170,7 @@ def make_engine(
         config: the run file.
     """
     objective = make_objective(config.training)
+    precision = config.training.precision
     match strategy:
         case AutoStrategy():
             raise AssertionError("settle_strategy has chosen another")
@@ -180,13 +178,12 @@ def make_engine(
             from isles.strategies.deepspeed.engine import DeepSpeedEngine
 
             check_accumulation(config, strategy, world.world_size)
-            settings = deepspeed_settings(config, strategy)
             return DeepSpeedEngine(
                 model,
                 materialize,
                 make_optimizers,
                 world,
-                settings=settings,
+                settings=deepspeed_settings(config, strategy),
                 make_objective=objective,
             )
         case DDPStrategyConfig() if not is_sharded(strategy):
@@ -198,13 +195,35 @@ def make_engine(
                 strategy,
                 mesh,
                 world,
-                precision=config.training.precision,
+                precision=precision,
                 comm_sample_every=config.training.logging_steps,
                 make_objective=objective,
             )
+        case DDPStrategyConfig() | FSDPStrategyConfig() if strategy.pp_size > 1:
+            from isles.strategies.pipeline.engine import PipelineEngine
+
+            return PipelineEngine(
+                model,
+                materialize,
+                make_optimizers,
+                as_fsdp(strategy),
+                mesh,
+                world,
+                precision=precision,
+                parallelize=functools.partial(_cut_matrices, mesh=mesh),
+            )
         case DDPStrategyConfig() | FSDPStrategyConfig():
-            return _make_sharded_engine(
-                as_fsdp(strategy), model, materialize, make_optimizers, mesh, world, config
+            from isles.strategies.fsdp import FSDPEngine
+
+            return FSDPEngine(
+                _cut_matrices(model, mesh),
+                materialize,
+                make_optimizers,
+                as_fsdp(strategy),
+                mesh,
+                world,
+                precision=precision,
+                make_objective=objective,
             )
         case _:
             assert_never(strategy)
@@ -221,43 +240,6 @@ def make_objective(training: TrainingConfig) -> MakeObjective:
             )
         case _:
             assert_never(training.method)
-
-
-def _make_sharded_engine(
-    strategy: FSDPStrategyConfig,
-    model: nn.Module,
-    materialize: Callable[[nn.Module], None],
-    make_optimizers: MakeOptimizers,
-    mesh: Mesh,
-    world: World,
-    config: RunConfig,
-) -> Engine:
-    precision = config.training.precision
-    if strategy.pp_size > 1:
-        from isles.strategies.pipeline.engine import PipelineEngine
-
-        return PipelineEngine(
-            model,
-            materialize,
-            make_optimizers,
-            strategy,
-            mesh,
-            world,
-            precision=precision,
-            parallelize=functools.partial(_cut_matrices, mesh=mesh),
-        )
-    from isles.strategies.fsdp import FSDPEngine
-
-    return FSDPEngine(
-        _cut_matrices(model, mesh),
-        materialize,
-        make_optimizers,
-        strategy,
-        mesh,
-        world,
-        precision=precision,
-        make_objective=make_objective(config.training),
-    )
 
 
 def check_blocks(model: nn.Module, strategy: Strategy) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from isles.config.files import CHATML
 from isles.config.sections.run import RunConfig
 from isles.data.build import documents_for_tokenizer
-from isles.data.chat.choice import stop_at_turns, use_template
+from isles.data.chat.template import stop_at_turns, use_template
 from isles.data.tokens.encode import TEMPLATED
+from isles.data.tokens.prepare import rank_with_data
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
-from isles.data.tokens.transfer import rank_with_data
-from isles.dist.disks import Disks, spread_folder
+from isles.dist.files import Disks, broadcast_folder
 from isles.dist.world import World
 from isles.run.paths import RunDir
 
@@ -36,7 +36,9 @@ def make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Disk
         write_tokenizer(config, run_dir.tokenizer)
 
     world.main_first(write, group=world.work, rank=rank)
-    spread_folder(run_dir.tokenizer, rank, world, disks)
+    keeper = disks.keeper(world.rank)
+    needs = world.rank == keeper != disks.keeper(rank)
+    broadcast_folder(run_dir.tokenizer, world, src=rank, needs=needs)
     return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
 
 

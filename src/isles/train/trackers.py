@@ -1,18 +1,18 @@
-"""The trackers of a run: rank 0 opens them, and takes up the curves of earlier starts."""
+"""The trackers of a run, which rank 0 opens."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 
 import isles
 from isles.checkpoint.hub import check_push
 from isles.config.resolve import Resolved, leaves
-from isles.config.sections.track import (
+from isles.config.sections.output import (
     JsonlConfig,
     MLflowConfig,
     TensorBoardConfig,
@@ -22,14 +22,11 @@ from isles.config.sections.track import (
 from isles.dist.world import World
 from isles.errors import UserError
 from isles.run.manifest import list_checkpoints
+from isles.run.packages import require_packages
 from isles.run.paths import RunDir
-from isles.run.records import read_rows
-from isles.run.trackers import require_trackers
-from isles.track.background import Background, RemoteTracker
-from isles.track.base import RunFacts, Tracker, Trackers
+from isles.track.base import Background, RemoteTracker, RunFacts, Tracker, Trackers
 from isles.track.jsonl import JsonlTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
-from isles.track.sent import Sent
 from isles.track.tensorboard import TensorBoardTracker
 from isles.track.wandb import WandbTracker, settle_mode
 from isles.train.record import Recorder
@@ -47,7 +44,7 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
 
     def check() -> None:
         config = resolved.config
-        require_trackers(config)
+        require_packages(config)
         for section in tracker_sections(config.track):
             if isinstance(section, WandbConfig):
                 _check_key(section, run_dir)
@@ -81,7 +78,7 @@ def make_trackers(
             case TensorBoardConfig():
                 local.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
             case WandbConfig() | MLflowConfig():
-                opened = _open(section, resolved, run_dir, recorder, world, step)
+                opened = _open(section, resolved, run_dir, recorder, world)
                 remote += [opened] if opened is not None else []
             case _:
                 assert_never(section)
@@ -113,11 +110,9 @@ def _open(
     run_dir: RunDir,
     recorder: Recorder,
     world: World,
-    step: int,
 ) -> Background | None:
-    """A tracker behind its thread; None where its package is broken."""
-    facts = _facts(resolved, run_dir, world)
-    sent = Sent(run_dir.tracker_record(section.kind))
+    # None where its package is broken.
+    facts = _facts(resolved, run_dir, section.kind, world)
     open_tracker: Callable[[], RemoteTracker]
     try:
         match section:
@@ -125,26 +120,20 @@ def _open(
                 mode, note = settle_mode(section, run_dir.path)
                 if note:
                     recorder.note(note)
-                open_tracker = functools.partial(WandbTracker, section, facts, sent, mode=mode)
+                open_tracker = functools.partial(WandbTracker, section, facts, mode=mode)
             case MLflowConfig():
                 load_mlflow()
-                open_tracker = functools.partial(MLflowTracker, section, facts, sent)
+                open_tracker = functools.partial(MLflowTracker, section, facts)
             case _:
                 assert_never(section)
     except Exception as error:  # a curve is not worth a run; the traceback says why
         log.info("%s failed", section.kind, exc_info=True)
         recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
         return None
-
-    def backlog() -> list[dict[str, Any]]:
-        """What earlier starts have recorded and could not send."""
-        rows = read_rows(run_dir.metrics)
-        return [row for row in rows if row["step"] <= step and not sent.has(row)]
-
-    return Background(section.kind, open_tracker, backlog=backlog, say=recorder.note)
+    return Background(section.kind, open_tracker, say=recorder.note)
 
 
-def _facts(resolved: Resolved, run_dir: RunDir, world: World) -> RunFacts:
+def _facts(resolved: Resolved, run_dir: RunDir, kind: str, world: World) -> RunFacts:
     import transformers
 
     config = resolved.config
@@ -158,4 +147,5 @@ def _facts(resolved: Resolved, run_dir: RunDir, world: World) -> RunFacts:
         "host": world.host,
         "run_dir": str(run_dir.path),
     }
-    return RunFacts(run_dir.name, run_dir.path, dict(leaves(config)), about)
+    record = run_dir.tracker_record(kind)
+    return RunFacts(run_dir.name, run_dir.path, record, dict(leaves(config)), about)

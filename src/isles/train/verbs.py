@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from isles.checkpoint.adapter import read_trained
+from isles.checkpoint.card import card_text
 from isles.checkpoint.export import export_model
 from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.store import load_tensors
 from isles.config.resolve import Resolved, load_resolved
-from isles.config.sections.checkpoint import HubId
+from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import Precision
 from isles.data.build import build_datasets
@@ -37,12 +37,10 @@ from isles.run.env import RankEnv, cache_home
 from isles.run.manifest import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.run.paths import RunDir
 from isles.strategies.ddp import DDPEngine
-from isles.train.adapter import with_base
-from isles.train.card import card_text
 from isles.train.evaluate import evaluate
 from isles.train.finish import export_step, max_shard_bytes
-from isles.train.model import empty_model, whole_model
-from isles.train.quiet import hush_libraries
+from isles.train.model import empty_model, whole_model, with_base
+from isles.train.quiet import log_to_stderr
 from isles.train.reference import give_scores
 from isles.train.strategy import make_objective, settle_mesh
 
@@ -50,7 +48,7 @@ from isles.train.strategy import make_objective, settle_mesh
 def main() -> int:
     """Run one verb; returns the exit code."""
     options = _parse()
-    _quiet()
+    log_to_stderr()
     run_dir = RunDir(options.run_dir)
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:
@@ -212,7 +210,6 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
             seed=config.seed,
             vocab_size=int(model.config.vocab_size),
-            is_preparer=True,
             progress=lambda text: logging.getLogger(__name__).info("%s", text),
             pairs=config.training.method == "dpo",
         )
@@ -264,7 +261,7 @@ def _evaluation_text(figures: dict[str, float]) -> str:
 
 
 def _computing(precision: Precision, device: torch.device, *, has_adapter: bool) -> torch.autocast:
-    """A frozen model of 16 bits and its adapter of 32 meet as they did in training."""
+    # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
     dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)
     return torch.autocast(device.type, dtype=dtype, enabled=has_adapter and dtype is not None)
 
@@ -282,7 +279,7 @@ def _alone(kind: str) -> Iterator[World]:
 def _load(
     run_dir: RunDir, resolved: Resolved, step: int | None, device: torch.device
 ) -> tuple[Any, int]:
-    """The model with a checkpoint's weights, and the checkpoint's step."""
+    # The model with a checkpoint's weights, and the checkpoint's step.
     checkpoint = _sound_checkpoint(run_dir, step)
     config = resolved.config
     tokenizer = _tokenizer(run_dir, resolved)
@@ -316,18 +313,6 @@ def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:
         return None
     trusted = resolved.config.model.trust_remote_code
     return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=trusted)
-
-
-def _quiet() -> None:
-    from transformers.utils import logging as transformers_logging
-
-    warnings.simplefilter("ignore")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("torch", "transformers", "datasets", "httpx", "httpx2", "isles.data"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    hush_libraries()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import contextlib
 import faulthandler
 import logging
 import os
-import socket
 import sys
-import time
 import traceback
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -18,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from isles.checkpoint.manager import latest_good
 from isles.checkpoint.travel import Travel, refuse_other_run
 from isles.config.resolve import Resolved, digest, load_resolved
-from isles.dist.disks import find_disks
+from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
 from isles.errors import (
     CommunicationError,
@@ -29,6 +28,7 @@ from isles.errors import (
 )
 from isles.run.env import RankEnv
 from isles.run.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
+from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import write_record
@@ -37,7 +37,6 @@ from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang.watchdog import watching
-from isles.train.job import ending_record
 from isles.train.loop import train
 from isles.train.outer.step import go_on_ending
 from isles.train.parts import Parts
@@ -142,11 +141,13 @@ def _train(
         recorder.close()
         return code
     else:
-        reason = _why_stopped(code)
+        asked = code is ExitCode.INTERRUPTED
+        reason = "interrupted" if asked else "asked to stop, or time was up"
+        reason += "; everything is saved"
     recorder.phase("finished" if code is ExitCode.OK else "stopped", reason)
     recorder.close()
     if world.is_main:
-        state = "finished" if code is ExitCode.OK else "stopped"
+        state: Literal["finished", "stopped"] = "finished" if code is ExitCode.OK else "stopped"
         _write_outcome(attempt, env, state, code, step=parts.progress.step, reason=reason)
     log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
     return code
@@ -160,11 +161,6 @@ def _loop(parts: Parts) -> ExitCode:
         raise
     parts.close(is_over=True)
     return code
-
-
-def _why_stopped(code: ExitCode) -> str:
-    asked = "interrupted" if code is ExitCode.INTERRUPTED else "asked to stop, or time was up"
-    return f"{asked}; everything is saved"
 
 
 def _find_checkpoint(
@@ -186,7 +182,7 @@ def _find_checkpoint(
 
 
 def _compare_configs(resolved: Resolved, world: World) -> None:
-    """Every rank must have read the same run. All ranks must call this."""
+    # Every rank must have read the same run. All ranks must call this.
     mine = (world.rank, world.host, digest(resolved.config), torch.__version__)
     for rank, host, other, version in world.gather(mine):
         if other != mine[2]:
@@ -206,7 +202,7 @@ def _compare_configs(resolved: Resolved, world: World) -> None:
 
 
 def _start_logging(env: RankEnv) -> None:
-    """INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack."""
+    # INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack.
     faulthandler.enable()
     level = logging.INFO if env.rank == 0 else logging.WARNING
     form = f"%(asctime)s %(levelname)s [rank {env.rank}] %(name)s: %(message)s"
@@ -230,42 +226,35 @@ def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
     """Put an error on record for whoever looks for the culprit; returns the exit code."""
     error = deleted(attempt) or error  # what fails then is a consequence
     named = _as_user_error(error)
-    host = socket.gethostname()
     is_communication = is_communication_error(error)
     exit_code = int(named.exit_code if named else ExitCode.TRAINING)
     text = "".join(traceback.format_exception(error))
-    record = {
-        "rank": env.rank,
-        "host": host,
-        "at": time.time(),
-        "kind": type(error).__name__,
-        "what": named.what if named else f"{type(error).__name__}: {error}",
-        "where": (named.where if named else "") or f"rank {env.rank} on {host}",
-        "fix": named.fix if named else "",
-        "id": named.id if named else "",
-        "exit_code": exit_code,
-        "is_communication": is_communication,
-        "will_recur": named is not None and not is_communication,
-        "restart": env.restart,
-        "traceback": None if isinstance(error, UserError) else text,
-    }
+    record = error_record(
+        named.what if named else f"{type(error).__name__}: {error}",
+        id=named.id if named else "",
+        kind=type(error).__name__,
+        code=ExitCode(exit_code),
+        fix=named.fix if named else "",
+        where=named.where if named else "",
+        rank=env.rank,
+        is_communication=is_communication,
+        will_recur=named is not None and not is_communication,
+        restart=env.restart,
+        traceback=None if isinstance(error, UserError) else text,
+    )
     with contextlib.suppress(OSError):  # a full disk: the log below still says it
         write_record(attempt.rank_error(env.rank, env.restart), record)
-    if env.attempt == 0 and not (is_communication and attempt.outcome.exists()):
-        # No agent of ours looks for the culprit; the first to fail by itself names itself.
-        outcome = {"state": "failed", "exit_code": exit_code, "step": None}
-        outcome |= {"reason": record["what"], "at": record["at"], "error": record}
-        with contextlib.suppress(OSError):
-            write_record(attempt.outcome, outcome)
+        if env.attempt == 0:  # no agent looks for the root cause
+            end_without_agent(attempt, record)
     if isinstance(error, UserError):
         log.error("%s", error)
     else:
-        log.error("rank %d on %s failed\n%s", env.rank, host, text)
+        log.error("rank %d on %s failed\n%s", env.rank, record["host"], text)
     return exit_code
 
 
 def _as_user_error(error: Exception) -> UserError | None:
-    """What an error of a library means to the user, where that is known."""
+    # What an error of a library means to the user, where that is known.
     if isinstance(error, UserError):
         return error
     no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
@@ -289,16 +278,17 @@ def _as_user_error(error: Exception) -> UserError | None:
 
 
 def _write_outcome(
-    attempt: Attempt, env: RankEnv, state: str, code: ExitCode, *, step: int | None, reason: str
+    attempt: Attempt,
+    env: RankEnv,
+    state: Literal["finished", "stopped"],
+    code: ExitCode,
+    *,
+    step: int | None,
+    reason: str,
 ) -> None:
-    write_record(
-        ending_record(attempt, env, code),
-        {
-            "state": state,
-            "exit_code": int(code),
-            "step": step,
-            "reason": reason,
-            "at": time.time(),
-            "error": None,
-        },
-    )
+    if env.in_job and code == ExitCode.REQUEUE:
+        # The job may be queued again: until its coordinator has decided, the run has no outcome.
+        record = {"exit_code": int(code), "step": step, "reason": reason}
+        write_record(attempt.stopped, record)
+    else:
+        end(attempt, state, code, reason, step=step)

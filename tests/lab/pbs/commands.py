@@ -172,8 +172,8 @@ def _attributes(job: jobs.Job) -> list[tuple[str, object]]:
     return found
 
 
-def _mark(command: str, words: list[str], wish: str) -> None:
-    """qdel and qrerun: leave a wish for the server."""
+def _mark(command: str, words: list[str], request: str) -> None:
+    """qdel and qrerun: leave a request for the server."""
     code = 0
     for job_id in (word for word in words if not word.startswith("-")):
         with jobs.locked():
@@ -188,7 +188,7 @@ def _mark(command: str, words: list[str], wish: str) -> None:
                 job.state, job.exit_status = jobs.end_state(), 271
                 jobs.save(job)
             else:
-                job.wish = wish
+                job.request = request
                 jobs.save(job)
     sys.exit(code)
 

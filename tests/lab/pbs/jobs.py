@@ -57,7 +57,7 @@ class Job:
     run_count: int = 0
     hosts: list[str] = field(default_factory=list)
     begun_at: float = 0.0
-    wish: str = ""
+    request: str = ""
 
     @property
     def id(self) -> str:

@@ -131,10 +131,10 @@ class _Run:
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for the script; end it when its time is up, or when somebody wants it."""
         while child.poll() is None:
-            wish = (jobs.load(self.job.id) or self.job).wish
+            request = (jobs.load(self.job.id) or self.job).request
             age_s = time.time() - self.job.begun_at
             is_late = 0 < self.job.walltime_s < age_s
-            if not wish and not is_late:
+            if not request and not is_late:
                 time.sleep(_LOOK_S)
                 continue
             if is_late:
@@ -154,8 +154,8 @@ class _Run:
 
     def _conclude(self, code: int) -> None:
         self.job = jobs.load(self.job.id) or self.job
-        if self.job.wish == "rerun" and self.job.is_rerunnable:
-            jobs.change(self.job, state="Q", hosts=[], wish="")
+        if self.job.request == "rerun" and self.job.is_rerunnable:
+            jobs.change(self.job, state="Q", hosts=[], request="")
             return
         with suppress(OSError):
             text = self.output.read_bytes()

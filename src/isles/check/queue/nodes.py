@@ -1,13 +1,27 @@
-"""Nodes of a queue, whatever scheduler names them: how many can be had, and why not the others."""
+"""What Slurm or PBS says of the place that a job asks for: nodes, GPUs, time, account."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from isles.check.finding import Finding, Level
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
+from isles.errors import PreflightError
+from isles.facts.units import format_duration, parse_duration_s
+from isles.launch.pbs.job import Pbs
+from isles.launch.slurm.job import Slurm
+from isles.launch.ssh.shell import Result, Shell
 
 _NAMED = 6
+
+_SLURM_OUT = ("down", "drain", "drng", "fail", "maint", "unk", "inval", "no_respond", "power_down")
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_GPUS = re.compile(r"gpu(?::[^:,(]+)?:(\d+)")
+
+_PBS_OUT = ("down", "offline", "unknown", "stale", "provisioning", "maintenance")
+_ATTRIBUTE = re.compile(r"^\s+([\w.]+) = (.*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,89 +43,256 @@ class QueueNode:
     gpus: int | None = None
 
 
-def judge_nodes(
-    where: str, what: str, nodes: Sequence[QueueNode], wanted: int, mend: str
-) -> Finding:
-    """Whether as many nodes are up as a run needs.
+def queue_findings(
+    cluster: ClusterConfig, launcher: SlurmLauncherConfig | PbsLauncherConfig, shell: Shell
+) -> list[Finding]:
+    """Ask the scheduler of a cluster.
 
     Args:
-        where: the machine that was asked.
-        what: the partition or queue, in words.
-        nodes: all of it.
-        wanted: nodes of the run.
-        mend: what an administrator types for nodes that are out, with {nodes}.
+        cluster: of the run file.
+        launcher: its launcher.
+        shell: where the scheduler's commands are.
     """
+    if isinstance(launcher, SlurmLauncherConfig):
+        name, possessive = "Slurm", "Slurm's"
+        asked = _slurm(cluster, launcher, Slurm(launcher.bin_path, shell))
+    else:
+        name, possessive = "PBS", "PBS'"
+        asked = _pbs(cluster, launcher, Pbs(launcher.bin_path, shell))
+    findings: list[Finding] = []
+    try:
+        findings.extend(asked)
+    except PreflightError as error:
+        fix = f"on a login node: clusters[0].launcher.login; or name the folder of {possessive} "
+        fix += "commands: clusters[0].launcher.bin_path"
+        text = f"{name} cannot be asked: {error.what}"
+        findings.append(Finding("queue.commands", "error", shell.name, text, fix=fix))
+    return findings
+
+
+def _answers(name: str, where: str, done: Result, fix: str) -> Finding:
+    if done.returncode == 0:
+        return Finding("queue.commands", "ok", where, f"{name} answers")
+    text = f"{name} does not answer: {(done.stderr or done.stdout).strip()}"
+    code = f"exit code {done.returncode}"
+    return Finding("queue.commands", "error", where, text, code, fix=fix)
+
+
+def _room(
+    where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterConfig, mend: str
+) -> Finding:
+    wanted = cluster.max_nodes
     bad = [node for node in nodes if not node.is_up]
     num_up = len(nodes) - len(bad)
-    level: Level = "ok" if not bad else "warning" if num_up >= wanted else "error"
+    text, fix = f"{num_up} of {len(nodes)} nodes of {what} can be had", ""
+    level: Level = "warning" if bad else "ok"
     if num_up < wanted:
-        level = "error"
-    named = ", ".join(
-        f"{node.name} is {node.state}" + (f" ({node.reason})" if node.reason else "")
-        for node in bad[:_NAMED]
-    )
-    more = f", and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    text = f"{num_up} of {len(nodes)} nodes of {what} can be had" + (
-        f", and the run needs {wanted}" if level == "error" else ""
-    )
-    return Finding(
-        "queue.nodes",
-        level,
-        where,
-        text + (f": {named}{more}" if bad else ""),
-        measured=f"{num_up} up",
-        limit=str(wanted),
-        fix=""
-        if level == "ok"
-        else "if they should be up, ask the administrator: "
-        + mend.format(nodes=",".join(node.name for node in bad[:_NAMED]))
-        if bad
-        else "use fewer nodes, or another partition",
-    )
+        level, fix = "error", "use fewer nodes, or another partition"
+        text += f", and the run needs {wanted}"
+    if bad:
+        named = [
+            f"{node.name} is {node.state}" + (f" ({node.reason})" if node.reason else "")
+            for node in bad[:_NAMED]
+        ]
+        more = f", and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        text += f": {', '.join(named)}{more}"
+        fix = "if they should be up, ask the administrator: "
+        fix += mend.format(nodes=",".join(node.name for node in bad[:_NAMED]))
+    return Finding("queue.nodes", level, where, text, f"{num_up} up", str(wanted), fix)
 
 
-def judge_gres(
-    where: str, what: str, nodes: Sequence[QueueNode], wanted_nodes: int, gpus: int
-) -> Finding:
-    """Whether enough nodes that are up have as many GPUs as a run wants of each."""
-    up = [node for node in nodes if node.is_up]
-    fit = [node for node in up if (node.gpus or 0) >= gpus]
-    most = max((node.gpus or 0 for node in up), default=0)
-    if len(fit) >= wanted_nodes:
-        text = f"{len(fit)} nodes of {what} have {gpus} GPUs or more"
+def _gres(where: str, what: str, nodes: Sequence[QueueNode], cluster: ClusterConfig) -> Finding:
+    gpus = cluster.gpus_per_node if isinstance(cluster.gpus_per_node, int) else 1
+    have = [node.gpus or 0 for node in nodes if node.is_up]
+    fit = sum(count >= gpus for count in have)
+    most = max(have, default=0)
+    if fit >= cluster.max_nodes:
+        text = f"{fit} nodes of {what} have {gpus} GPUs or more"
         return Finding("queue.gres", "ok", where, text, str(most), str(gpus))
-    return Finding(
-        "queue.gres",
-        "error",
-        where,
-        f"{len(fit)} nodes of {what} have the {gpus} GPUs that the run wants of each of its "
-        f"{wanted_nodes} nodes; the most that one has is {most}",
-        measured=str(most),
-        limit=str(gpus),
-        fix=f"use gpus_per_node: {most} and more nodes, or another partition"
-        if most
-        else "name a partition that has GPUs; or train on CPUs: clusters[0].device: cpu",
-    )
+    text = f"{fit} nodes of {what} have the {gpus} GPUs that the run wants of each of its "
+    text += f"{cluster.max_nodes} nodes; the most that one has is {most}"
+    fix = "name a partition that has GPUs; or train on CPUs: clusters[0].device: cpu"
+    if most:
+        fix = f"use gpus_per_node: {most} and more nodes, or another partition"
+    return Finding("queue.gres", "error", where, text, str(most), str(gpus), fix)
 
 
-def judge_time(where: str, what: str, wanted_s: float | None, most_s: float | None) -> Finding:
-    """Whether the time limit of the job is allowed."""
-    from isles.facts.units import format_duration
-
+def _time(where: str, what: str, wanted_s: float | None, most_s: float | None) -> Finding:
     most = format_duration(most_s) if most_s is not None else "no limit"
     if wanted_s is None:
         text = f"no time is asked for; {what} allows {most}"
         return Finding("queue.time", "ok", where, text, "default", most)
+    wanted = format_duration(wanted_s)
     if most_s is None or wanted_s <= most_s:
-        asked = format_duration(wanted_s)
-        return Finding("queue.time", "ok", where, f"{asked} of {most}", asked, most)
-    return Finding(
-        "queue.time",
-        "error",
-        where,
-        f"the run asks for {format_duration(wanted_s)}, and {what} allows {most}",
-        measured=format_duration(wanted_s),
-        limit=most,
-        fix=f"set clusters[0].launcher.time to {most.replace(' ', '')} or less; with requeue the "
-        "run goes on in the next job",
-    )
+        return Finding("queue.time", "ok", where, f"{wanted} of {most}", wanted, most)
+    text = f"the run asks for {wanted}, and {what} allows {most}"
+    fix = f"set clusters[0].launcher.time to {most.replace(' ', '')} or less; with requeue the "
+    fix += "run goes on in the next job"
+    return Finding("queue.time", "error", where, text, wanted, most, fix)
+
+
+def _slurm(
+    cluster: ClusterConfig, launcher: SlurmLauncherConfig, slurm: Slurm
+) -> Iterator[Finding]:
+    where = slurm.shell.name
+    asked = slurm.run("scontrol", "-o", "show", "partition")
+    fix = "is slurmctld up? scontrol ping; elsewhere: clusters[0].launcher.login"
+    yield _answers("Slurm", where, asked, fix)
+    if asked.returncode:
+        return
+    partitions = [dict(_FIELD.findall(line)) for line in asked.stdout.splitlines() if line]
+    names = ", ".join(own["PartitionName"] for own in partitions)
+    if launcher.partition is None:
+        found = next((own for own in partitions if own.get("Default") == "YES"), None)
+        text = "this Slurm has no default partition, and the run file names none"
+    else:
+        wanted = launcher.partition.split(",")
+        found = next((own for own in partitions if own["PartitionName"] in wanted), None)
+        text = f"there is no partition {launcher.partition}"
+    if found is None:
+        fix = f"set clusters[0].launcher.partition to one of: {names}"
+        yield Finding("queue.partition", "error", where, text, "absent", names, fix)
+        return
+    name, state = found["PartitionName"], found.get("State", "UP")
+    what, fix = f"the partition {name}", ""
+    level: Level = "ok"
+    if state != "UP":
+        level = "error"
+        fix = f"use another: {names}; or ask the administrator: scontrol update "
+        fix += f"PartitionName={name} State=UP"
+    yield Finding("queue.partition", level, where, f"{what} is {state}", state, "UP", fix)
+    nodes = _slurm_nodes(slurm, launcher, name)
+    yield _room(where, what, nodes, cluster, "scontrol update NodeName={nodes} State=RESUME")
+    if cluster.device != "cpu" and launcher.gres != "none":
+        yield _gres(where, what, nodes, cluster)
+    try:
+        most_s = parse_duration_s(found.get("MaxTime", ""))
+    except ValueError:
+        most_s = None  # UNLIMITED
+    yield _time(where, what, launcher.time, most_s)
+    yield from _account(slurm, launcher, found.get("AllowAccounts", "ALL"))
+
+
+def _slurm_nodes(slurm: Slurm, launcher: SlurmLauncherConfig, partition: str) -> list[QueueNode]:
+    constraint = launcher.constraint or ""
+    # Whether a node fits what is not a single word is Slurm's to judge.
+    is_word = constraint.replace("-", "_").isidentifier()
+    nodes = []
+    asked = slurm.run("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%f|%E")
+    for line in asked.stdout.splitlines():
+        name, state, gres, features, reason = [*line.split("|", 4), "", "", "", ""][:5]
+        if is_word and constraint not in features.split(","):
+            continue
+        is_up = not any(word in state.lower() for word in _SLURM_OUT) and not state.endswith("*")
+        gpus = sum(int(count) for count in _GPUS.findall(gres))
+        nodes.append(
+            QueueNode(name, state, is_up, "" if reason.lower() == "none" else reason, gpus)
+        )
+    return nodes
+
+
+def _account(slurm: Slurm, launcher: SlurmLauncherConfig, allowed: str) -> Iterator[Finding]:
+    # As far as Slurm tells: without slurmdbd it knows of none.
+    where, account, qos = slurm.shell.name, launcher.account, launcher.qos
+    if account and allowed != "ALL" and account not in allowed.split(","):
+        yield _refused(where, "account", account, allowed.split(","))
+        return
+    if account is None and qos is None:
+        return
+    user = slurm.shell.run(["id", "-un"], timeout_s=20).stdout.strip()
+    rows: list[list[str]] = []
+    try:
+        asked = slurm.run("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account,qos")
+        rows = [line.split("|") for line in asked.stdout.splitlines()]
+    except PreflightError:
+        pass  # it is not installed
+    accounts = sorted({row[0] for row in rows})
+    own = [row for row in rows if account in (None, row[0])]
+    named = ",".join(row[1] for row in own if len(row) > 1)
+    services = sorted({name for name in named.split(",") if name})
+    if not rows:
+        text = "Slurm does not say which accounts there are; sbatch will"
+        yield Finding("queue.account", "ok", where, text, "not said")
+    elif account and account not in accounts:
+        yield _refused(where, "account", account, accounts)
+    elif qos and qos not in services:
+        yield _refused(where, "qos", qos, services)
+    else:
+        text = f"account {account or 'by default'}, qos {qos or 'by default'}"
+        yield Finding("queue.account", "ok", where, text, "valid")
+
+
+def _refused(where: str, what: str, given: str, there: list[str]) -> Finding:
+    text, known = f"you have no {what} {given} there", ", ".join(there)
+    fix = f"set clusters[0].launcher.{what} to one of: {known}"
+    return Finding("queue.account", "error", where, text, given, known, fix)
+
+
+def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Iterator[Finding]:
+    where = pbs.shell.name
+    asked, listed = pbs.run("qstat", "-Qf"), pbs.run("pbsnodes", "-a")
+    fix = "is the server up? qstat -B; on another machine: clusters[0].launcher.login"
+    yield _answers("PBS", where, asked, fix)
+    if asked.returncode:
+        return
+    queues = _blocks(asked.stdout, "Queue:")
+    name = launcher.queue or _default_queue(pbs)
+    yield _queue(where, name, queues)
+    attributes = queues.get(name or "")
+    if attributes is None:
+        return
+    nodes = [_pbs_node(node, own) for node, own in _blocks(listed.stdout).items()]
+    if nodes:
+        yield _room(where, "PBS", nodes, cluster, "pbsnodes -r {nodes}")
+    if cluster.device != "cpu" and any(node.gpus is not None for node in nodes):
+        yield _gres(where, "PBS", nodes, cluster)
+    most = attributes.get("resources_max.walltime")
+    most_s = parse_duration_s(most) if most else None
+    yield _time(where, f"the queue {name}", launcher.time, most_s)
+
+
+def _default_queue(pbs: Pbs) -> str | None:
+    servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
+    return servers[0].get("default_queue") if servers else None
+
+
+def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]) -> Finding:
+    names = ", ".join(queues)
+    one = f"one of: {names}" if names else "a queue that you may use; `qstat -Q` names none"
+    fix = f"set clusters[0].launcher.queue to {one}"
+    if name is None:
+        text = "PBS names no default queue, and the run file names none"
+        return Finding("queue.partition", "warning", where, text, "none", fix=fix)
+    if name not in queues:
+        text = f"there is no queue {name}"
+        return Finding("queue.partition", "error", where, text, "absent", names, fix)
+    words, wanted = ("enabled", "started"), "enabled, started"
+    closed = [word for word in words if queues[name].get(word, "True").lower() == "false"]
+    if not closed:
+        text = f"the queue {name} is open"
+        return Finding("queue.partition", "ok", where, text, "open", wanted)
+    level: Level = "error" if "enabled" in closed else "warning"
+    text = f"the queue {name} is not {' and not '.join(closed)}"
+    measured = ", ".join(f"not {word}" for word in closed)
+    fix = f"use another: {names}; or ask the administrator: qenable {name}, qstart {name}"
+    return Finding("queue.partition", level, where, text, measured, wanted, fix)
+
+
+def _blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
+    """Blocks of `key = value` lines, by the unindented line that heads each."""
+    blocks: dict[str, dict[str, str]] = {}
+    current: dict[str, str] = {}
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            current = blocks.setdefault(line.removeprefix(sign).strip(), {})
+        elif match := _ATTRIBUTE.match(line):
+            current[match[1]] = match[2].strip()
+    return blocks
+
+
+def _pbs_node(name: str, own: Mapping[str, str]) -> QueueNode:
+    state = own.get("state", "free")
+    is_up = not any(word in state for word in _PBS_OUT)
+    gpus = own.get("resources_available.ngpus", own.get("gpus", ""))
+    reason = own.get("comment", own.get("note", ""))
+    return QueueNode(name, state, is_up, reason, int(gpus) if gpus.isdigit() else None)

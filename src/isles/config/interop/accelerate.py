@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isles.config.interop.read import Json
+from isles.config.interop.deepspeed import Json
 from isles.config.load import Loaded
 from isles.config.sections.strategy import FSDPStrategyConfig
 from isles.errors import ConfigError

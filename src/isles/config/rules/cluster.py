@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from isles.config.issue import Violation
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.environment import EnvironmentConfig
-from isles.config.sections.launcher import (
+from isles.config.issues import Issue
+from isles.config.sections.cluster import (
+    ClusterConfig,
+    EnvironmentConfig,
     LocalLauncherConfig,
     ManualLauncherConfig,
     QueueSection,
@@ -20,7 +20,7 @@ from isles.config.sections.run import RunConfig
 _SECRET = re.compile(r"(?i)(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)$")
 
 
-def cluster_rules(config: RunConfig) -> Iterator[Violation]:
+def cluster_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule inside a cluster that is broken."""
     for index, cluster in enumerate(config.clusters):
         key = f"clusters.{index}"
@@ -29,10 +29,10 @@ def cluster_rules(config: RunConfig) -> Iterator[Violation]:
         yield from _queue_rules(cluster, key)
 
 
-def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Violation]:
+def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
     if cluster.nodes != "auto" and cluster.hosts and cluster.max_nodes != len(cluster.hosts):
         num = len(cluster.hosts)
-        yield Violation(
+        yield Issue(
             (f"{key}.nodes", f"{key}.launcher.hosts"),
             f"nodes {cluster.nodes} does not fit a list of {num} hosts",
             f"delete it, or use {num}, or MIN:{num}",
@@ -40,29 +40,29 @@ def _host_rules(cluster: ClusterConfig, key: str) -> Iterator[Violation]:
     counts = Counter(host.ssh for host in cluster.hosts)
     counts.update(h.address for h in cluster.hosts if h.address not in (None, h.ssh))
     for name in (name for name, count in counts.items() if count > 1):
-        yield Violation(
+        yield Issue(
             (f"{key}.launcher.hosts",),
             f"the host {name} is there twice",
             "name each host once; gpus says how many ranks it has",
         )
 
 
-def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Violation]:
+def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
     environment = cluster.environment
     if environment.venv is not None and environment.conda is not None:
-        yield Violation(
+        yield Issue(
             (f"{key}.environment.conda", f"{key}.environment.venv"),
             f"both venv {environment.venv} and conda {environment.conda} name the Python",
             "keep one of them",
         )
     if environment.python is not None and environment.python.startswith("~"):
-        yield Violation(
+        yield Issue(
             (f"{key}.environment.python",),
             f"python {environment.python} is run as it is written, and ~ is no folder",
             "write its whole path, or name the folder of its environment as venv",
         )
     for name in filter(_SECRET.search, environment.variables):
-        yield Violation(
+        yield Issue(
             (f"{key}.environment.variables",),
             f"{name} looks like a secret, and this file is copied into records and command lines",
             "export it before `isles train` on this machine; elsewhere let a line of "
@@ -70,45 +70,39 @@ def _environment_rules(cluster: ClusterConfig, key: str) -> Iterator[Violation]:
         )
     is_here = isinstance(cluster.launcher, LocalLauncherConfig)
     if is_here and environment != EnvironmentConfig(variables=environment.variables):
-        yield Violation(
+        yield Issue(
             (f"{key}.environment",),
             "the ranks of this machine run in the Python of this command",
             "activate what they need before `isles train`; environment is for other machines",
         )
     if cluster.workdir is not None and is_here:
-        yield Violation(
+        yield Issue(
             (f"{key}.workdir",),
             f"workdir {cluster.workdir} is for other machines",
             "call isles in that folder",
         )
     if cluster.sync is not None and not isinstance(cluster.launcher, SshLauncherConfig):
-        yield Violation(
+        yield Issue(
             (f"{key}.sync",),
             f"sync copies files to hosts over ssh, and the launcher is {cluster.launcher.kind}",
             "delete it",
         )
 
 
-def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Violation]:
+def _queue_rules(cluster: ClusterConfig, key: str) -> Iterator[Issue]:
     launcher = cluster.launcher
-    if isinstance(launcher, QueueSection):
-        if launcher.time is not None and launcher.save_before >= launcher.time:
-            yield Violation(
-                (f"{key}.launcher.save_before", f"{key}.launcher.time"),
-                f"save_before {launcher.save_before:.0f}s leaves nothing of a time limit of "
-                f"{launcher.time:.0f}s",
-                "use a shorter save_before or a longer time",
-            )
-        if cluster.min_nodes != cluster.max_nodes:
-            yield Violation(
-                (f"{key}.nodes",),
-                f"a job has a fixed number of nodes, and nodes is {cluster.nodes}",
-                f"use {cluster.max_nodes}",
-            )
+    time = launcher.time if isinstance(launcher, QueueSection) else None
+    if isinstance(launcher, QueueSection) and time is not None and launcher.save_before >= time:
+        yield Issue(
+            (f"{key}.launcher.save_before", f"{key}.launcher.time"),
+            f"save_before {launcher.save_before:.0f}s leaves nothing of a time limit of "
+            f"{time:.0f}s",
+            "use a shorter save_before or a longer time",
+        )
     if cluster.gpus_per_node == "auto" and isinstance(
         launcher, QueueSection | ManualLauncherConfig
     ):
-        yield Violation(
+        yield Issue(
             (f"{key}.gpus_per_node", f"{key}.launcher", f"{key}"),
             f"the GPUs of a {launcher.kind} node cannot be counted from here",
             "add gpus_per_node: the ranks on each node",

@@ -1,53 +1,56 @@
-"""The rules between the keys that say what is read, as what, and with which tokenizer."""
+"""The rules of `data` and `tokenizer`: sources, columns, packing, streams, chat templates."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
 
-from isles.config.issue import Violation
-from isles.config.sections.data import COLUMNS, SourceConfig
+from isles.config.issues import Issue, no_effect
+from isles.config.sections.data import COLUMNS, SourceConfig, isolates_any
 from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import MeshSection
 from isles.facts.models import shape_names
 
+_JOINED = "data.packing: false (a row for each document) or data.isolate_documents: false"
 
-def data_rules(config: RunConfig) -> Iterator[Violation]:
-    """Every rule about sources and tokenizers that is broken."""
+
+def data_rules(config: RunConfig) -> Iterator[Issue]:
+    """Every rule of what is read, and how it becomes samples, that is broken."""
     for index, source in enumerate(config.data.sources):
         yield from _source_rules(f"data.sources.{index}", source)
     yield from _mixture_rules(config)
     yield from _tokenizer_rules(config)
-    yield from _template_rules(config)
+    yield from _packing_rules(config)
+    yield from _isolation_rules(config)
+    yield from _preference_rules(config)
+    yield from _streaming_rules(config)
 
 
-def _source_rules(at: str, source: SourceConfig) -> Iterator[Violation]:
+def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
     if source.type == "fake":
         for key in source.model_fields_set - {"type"}:
             if getattr(source, key) != type(source).model_fields[key].default:
-                yield Violation((f"{at}.{key}",), f"a fake source has no {key}", "delete this line")
+                yield Issue((f"{at}.{key}",), f"a fake source has no {key}", "delete this line")
         return
     if source.path is None:
-        yield Violation(
+        yield Issue(
             (at,),
             "this source has no path",
             "add path: a file, a glob, a folder, a hub id, python-docs or python-stdlib",
         )
     if source.type != "text" and source.text_column != "text":
-        yield Violation(
+        yield Issue(
             (f"{at}.text_column",),
             f"text_column means nothing to a source of type {source.type}",
             f"delete it; columns names the columns of {source.type} data",
         )
-    if source.train_on != "assistant" and source.type not in ("chat", "instruct"):
-        yield Violation(
-            (f"{at}.train_on", f"{at}.type"),
-            f"train_on {source.train_on} means nothing to a source of type {source.type}",
-            "delete it",
-        )
+    if source.type not in ("chat", "instruct"):
+        to = f"a source of type {source.type}"
+        yield from no_effect(source, f"{at}.train_on", to, "", f"{at}.type")
     yield from _column_rules(at, source)
 
 
-def _column_rules(at: str, source: SourceConfig) -> Iterator[Violation]:
+def _column_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
     known = COLUMNS.get(source.type, ())
     for key in source.columns:
         if key in known:
@@ -64,7 +67,7 @@ def _column_rules(at: str, source: SourceConfig) -> Iterator[Violation]:
             fix = f"write {source.columns[key]}: {key} (the name here, then the name in the data)"
         else:
             fix = f"use one of: {', '.join(known)}"
-        yield Violation(
+        yield Issue(
             (f"{at}.columns.{key}", f"{at}.columns"),
             f"data of type {source.type} has no {key}",
             fix,
@@ -72,77 +75,154 @@ def _column_rules(at: str, source: SourceConfig) -> Iterator[Violation]:
     question = {"instruction", "input", "output"} & set(source.columns)
     answer = {"prompt", "completion"} & set(source.columns)
     if source.type == "instruct" and question and answer:
-        yield Violation(
+        yield Issue(
             (f"{at}.columns",),
             f"columns has {min(question)} and {min(answer)}, which belong to two forms of data",
             "keep instruction, input and output, or prompt and completion",
         )
 
 
-def _mixture_rules(config: RunConfig) -> Iterator[Violation]:
+def _mixture_rules(config: RunConfig) -> Iterator[Issue]:
     sources = config.data.sources
     fakes = [index for index, source in enumerate(sources) if source.type == "fake"]
     if fakes and len(fakes) < len(sources):
-        yield Violation(
+        yield Issue(
             (f"data.sources.{fakes[0]}.type",),
             "a fake source stands among real ones",
             "keep the fake source alone, or delete it",
         )
     unweighted = [index for index, source in enumerate(sources) if source.weight is None]
     if unweighted and len(unweighted) < len(sources):
-        yield Violation(
+        yield Issue(
             (f"data.sources.{unweighted[0]}",),
             f"source {unweighted[0] + 1} has no weight and others have",
             "give every source a weight, or none",
         )
 
 
-def _tokenizer_rules(config: RunConfig) -> Iterator[Violation]:
+def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
     name, vocab = config.tokenizer.name_or_path, config.tokenizer.train_vocab_size
     model = config.model
     kinds = {source.type for source in config.data.sources}
     train_key, name_key = "tokenizer.train_vocab_size", "tokenizer.name_or_path"
     if name is not None and vocab is not None:
-        yield Violation(
+        yield Issue(
             (train_key, name_key),
             f"name_or_path {name} and train_vocab_size {vocab} are two tokenizers",
             "keep one of them",
         )
     if vocab is not None and model.init == "pretrained":
-        yield Violation(
+        yield Issue(
             (train_key, "model.init"),
             f"the embeddings of {model.name_or_path} belong to another tokenizer",
             "delete train_vocab_size, or use init: scratch",
         )
     if vocab is not None and kinds == {"fake"}:
-        yield Violation(
+        yield Issue(
             (train_key, "data.sources"),
             "there is no text to train a tokenizer on: the source is fake",
             "delete train_vocab_size; fake token ids need no tokenizer",
         )
     if vocab is not None and "tokens" in kinds:
         index = [source.type for source in config.data.sources].index("tokens")
-        yield Violation(
+        yield Issue(
             (train_key, f"data.sources.{index}.type"),
             "the token ids of the data belong to another tokenizer than one that is trained here",
             "name that tokenizer in tokenizer.name_or_path, and delete train_vocab_size",
         )
     has_own = model.name_or_path not in shape_names() and not model.name_or_path.endswith(".json")
     if name is None and vocab is None and kinds != {"fake"} and not has_own:
-        yield Violation(
+        yield Issue(
             ("tokenizer", "model.name_or_path", train_key, name_key),
             f"{model.name_or_path} comes without a tokenizer",
             "add tokenizer: {name_or_path: ...}, the one that the token ids belong to"
             if kinds == {"tokens"}
             else "add tokenizer: {train_vocab_size: 8192}, or tokenizer: {name_or_path: ...}",
         )
-
-
-def _template_rules(config: RunConfig) -> Iterator[Violation]:
-    template = config.tokenizer.chat_template
-    if template is not None and all(source.type == "fake" for source in config.data.sources):
-        yield Violation(
+    if config.tokenizer.chat_template is not None and kinds == {"fake"}:
+        yield Issue(
             ("tokenizer.chat_template", "data.sources"),
             "there are no messages for a chat template: the source is fake",
             "delete chat_template",
+        )
+
+
+def _packing_rules(config: RunConfig) -> Iterator[Issue]:
+    data = config.data
+    kinds = sorted({source.type for source in data.sources})
+    if data.isolate_documents and not data.packing:
+        to = "packing false: every row is one document"
+        key, use = "data.isolate_documents", "use packing: true"
+        yield from no_effect(data, key, to, use, "data.packing")
+    if not set(kinds) - {"text", "fake"}:
+        to = f"{' and '.join(kinds)}: long text is cut into samples"
+        yield from no_effect(data, "data.too_long", to, "", "data.sources")
+
+
+def _isolation_rules(config: RunConfig) -> Iterator[Issue]:
+    strategy = config.strategy
+    if not isolates_any(config.data) or not isinstance(strategy, MeshSection):
+        return
+    keys = ("data.isolate_documents", "data.packing", "strategy.pp_size")
+    if strategy.pp_size > 1 and strategy.cp_size > 1:
+        yield Issue(
+            (*keys, "strategy.cp_size"),
+            f"stages of a pipeline (pp_size {strategy.pp_size}) are told of documents by their "
+            f"tokens' positions alone, and cp_size {strategy.cp_size} leaves each rank with a part "
+            "of these",
+            f"use {_JOINED}, or set cp_size: 1 or pp_size: 1",
+        )
+    if strategy.pp_size > 1 and config.model.attn_implementation == "flash_attention_2":
+        yield Issue(
+            (*keys, "model.attn_implementation"),
+            "flash_attention_2 must be told where each document ends, and the stages of a pipeline "
+            f"(pp_size {strategy.pp_size}) get only the positions of tokens",
+            f"use attn_implementation: sdpa, {_JOINED}",
+        )
+
+
+def _preference_rules(config: RunConfig) -> Iterator[Issue]:
+    """dpo compares answers in pairs, and nothing else reads pairs."""
+    is_dpo = config.training.method == "dpo"
+    for index, source in enumerate(config.data.sources):
+        at = f"data.sources.{index}.type"
+        if source.type == "preference" and not is_dpo:
+            yield Issue(
+                ("training.method", at, f"data.sources.{index}"),
+                f"method {config.training.method} does not read a preference source",
+                "use method: dpo, or a source of another type",
+            )
+        elif is_dpo and source.type not in ("preference", "fake"):
+            yield Issue(
+                (at, f"data.sources.{index}", "training.method"),
+                f"dpo compares two answers to a prompt, and a {source.type} source has one",
+                "use type: preference, or training.method: causal_lm",
+            )
+
+
+def _streaming_rules(config: RunConfig) -> Iterator[Issue]:
+    """What an endless stream, which no one has counted, does not go with."""
+    data, epochs = config.data, config.training.num_train_epochs
+    if not data.streaming:
+        return
+    if all(source.type == "fake" for source in data.sources):
+        yield Issue(
+            ("data.streaming", "data.sources.0.type"),
+            "fake data is made up as it is needed: there is nothing to stream",
+            "delete streaming: true",
+        )
+        return
+    if epochs is not None:
+        yield Issue(
+            ("training.num_train_epochs", "data.streaming"),
+            f"num_train_epochs {epochs:g} cannot be told in steps: data that streams is not "
+            "counted before",
+            "use max_steps or max_time",
+        )
+    if len(data.sources) > 1 and any(source.weight is None for source in data.sources):
+        yield Issue(
+            ("data.sources", "data.streaming"),
+            f"how much of each of {len(data.sources)} sources is read cannot follow from their "
+            "sizes: data that streams is not counted before",
+            "give every source a weight; weight: 1 for each reads them in equal shares",
         )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from isles.config.issue import Violation
-from isles.config.rules.strategy import strategy_rules
-from isles.config.sections.outer import CodecConfig, DiLoCoConfig, WaitConfig
+from isles.config.issues import Issue, no_effect
+from isles.config.sections.outer import DiLoCoConfig, WaitConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
 
@@ -15,7 +13,7 @@ _DELETE = "delete it"
 _MOST_TOPK_MOMENTUM = 0.7
 
 
-def outer_rules(config: RunConfig) -> Iterator[Violation]:
+def outer_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule about several clusters, and about their averaging, that is broken."""
     yield from _clusters(config)
     if config.diloco is not None and config.training.script is None:
@@ -27,59 +25,41 @@ def outer_rules(config: RunConfig) -> Iterator[Violation]:
         yield from _not_together(config)
 
 
-def own_strategy_rules(config: RunConfig) -> Iterator[Violation]:
-    """The rules about the strategy for each cluster that has one of its own."""
-    for index, cluster in enumerate(config.clusters):
-        if cluster.strategy is None:
-            continue
-        own = f"clusters.{index}.strategy"
-        for violation in strategy_rules(config.model_copy(update={"strategy": cluster.strategy})):
-            keys = tuple(
-                own + key.removeprefix("strategy") if _is_strategy(key) else key
-                for key in violation.keys
-            )
-            yield replace(violation, keys=keys)
-
-
-def _is_strategy(key: str) -> bool:
-    return key == "strategy" or key.startswith("strategy.")
-
-
-def _clusters(config: RunConfig) -> Iterator[Violation]:
+def _clusters(config: RunConfig) -> Iterator[Issue]:
     names = [cluster.name for cluster in config.clusters]
     for index, name in enumerate(names):
         if names.index(name) < index:
-            yield Violation(
+            yield Issue(
                 (f"clusters.{index}.name", f"clusters.{index}", "clusters"),
                 f"clusters.{names.index(name)} is called {name}, too",
                 "give each cluster a name of its own",
             )
         for key in ("strategy", "balance"):
             if config.training.script is not None and getattr(config.clusters[index], key):
-                yield Violation(
+                yield Issue(
                     (f"clusters.{index}.{key}",),
                     f"{key} means nothing beside training.script, which reads no run file",
                     _DELETE,
                 )
     if len(config.clusters) > 1 and config.training.script is not None:
-        yield Violation(
+        yield Issue(
             ("clusters", "training.script"),
             f"a script runs on one cluster, and there are {len(config.clusters)}",
             "keep one cluster, or several nodes in one",
         )
     elif len(config.clusters) > 1 and config.diloco is None:
-        yield Violation(
+        yield Issue(
             ("outer.kind", "outer", "clusters"),
             f"{len(config.clusters)} clusters, and nothing that makes them one run",
             "add outer: {kind: diloco}; machines on one fast network belong into one cluster",
         )
 
 
-def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
+def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     every, steps = outer.sync_every, config.training.max_steps
     if not isinstance(every, int):
         if isinstance(outer.wait, WaitConfig):
-            yield Violation(
+            yield Issue(
                 ("outer.wait", "outer.sync_every"),
                 "a cluster that contributes early takes the step's number from the schedule, which "
                 "sync_every auto leaves open",
@@ -87,7 +67,7 @@ def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
             )
         return
     if steps is not None and every > steps:
-        yield Violation(
+        yield Issue(
             ("outer.sync_every", "training.max_steps", "outer"),
             f"sync_every {every} is more than max_steps {steps}: the clusters would average once, "
             "at the end",
@@ -96,39 +76,39 @@ def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
     yield from _turns_fit(outer, "sync_every", every)
 
 
-def _turns_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Violation]:
+def _turns_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issue]:
     """Whether a round of so many steps has room for its turns."""
     if outer.fragments > every:
-        yield Violation(
+        yield Issue(
             ("outer.fragments", f"outer.{key}"),
             f"{outer.fragments} fragments cannot have a turn each in {key} {every} steps",
             f"use at most {every} fragments",
         )
     elif outer.delay >= every / outer.fragments:
         apart = every / outer.fragments
-        yield Violation(
+        yield Issue(
             ("outer.delay", f"outer.{key}"),
             f"delay {outer.delay} lasts until the next turn, {apart:g} steps later",
             f"use less than {apart:g}, or a longer {key}",
         )
 
 
-def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
+def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     """Rounds that only average, at first."""
     short, every, steps = outer.warmup_sync_every, outer.sync_every, config.training.max_steps
     if not outer.warmup_rounds:
         if short is not None:
             what = f"warmup_sync_every {short} means nothing without warmup_rounds"
-            yield Violation(("outer.warmup_sync_every",), what, f"{_DELETE}, or add warmup_rounds")
+            yield Issue(("outer.warmup_sync_every",), what, f"{_DELETE}, or add warmup_rounds")
         return
     if not isinstance(every, int):
         if short is not None:
             what = f"warmup_sync_every {short}, and sync_every auto measures how long rounds may be"
             fix = f"{_DELETE}, or give sync_every a number"
-            yield Violation(("outer.warmup_sync_every", "outer.sync_every"), what, fix)
+            yield Issue(("outer.warmup_sync_every", "outer.sync_every"), what, fix)
         return
     if short is not None and short > every:
-        yield Violation(
+        yield Issue(
             ("outer.warmup_sync_every", "outer.sync_every"),
             f"warmup_sync_every {short} is more than sync_every {every}: the first rounds are the "
             "ones that should be short",
@@ -137,7 +117,7 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
     elif short is not None:
         yield from _turns_fit(outer, "warmup_sync_every", short)
     if steps is not None and (ends := outer.warmup_rounds * (short or every)) >= steps:
-        yield Violation(
+        yield Issue(
             ("outer.warmup_rounds", "training.max_steps", "outer"),
             f"warmup_rounds {outer.warmup_rounds} last until step {ends}, and max_steps is "
             f"{steps}: the outer optimizer would never be used",
@@ -145,38 +125,38 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Violation]:
         )
     if (outer.lr, outer.momentum) == (1.0, 0.0) and short in (None, every):
         what = "warmup_rounds mean nothing to lr 1 and momentum 0, which only average as well"
-        yield Violation(("outer.warmup_rounds",), what, _DELETE)
+        yield Issue(("outer.warmup_rounds",), what, _DELETE)
 
 
-def _waits(outer: DiLoCoConfig) -> Iterator[Violation]:
+def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
     wait = outer.wait
     if not isinstance(wait, WaitConfig):
         return
     if (wait.time_boxed is None) == (wait.quorum is None):
         both = "both time_boxed and quorum say" if wait.quorum else "neither time_boxed nor quorum"
         says = both if wait.quorum else f"{both} says"
-        yield Violation(
+        yield Issue(
             ("outer.wait.quorum", "outer.wait"),
             f"{says} when a turn is closed",
             "write wait: all, or {time_boxed: 60s}, or {quorum: 2, grace: 30s}",
         )
     elif wait.quorum is None and wait.grace != WaitConfig.model_fields["grace"].default:
-        yield Violation(
+        yield Issue(
             ("outer.wait.grace",), "grace means nothing without quorum", f"{_DELETE}, or add quorum"
         )
     if wait.quorum is not None and wait.quorum < outer.min_clusters:
-        yield Violation(
+        yield Issue(
             ("outer.wait.quorum", "outer.min_clusters"),
             f"quorum {wait.quorum} is less than min_clusters {outer.min_clusters}",
             "raise the one or lower the other",
         )
 
 
-def _momentum(outer: DiLoCoConfig) -> Iterator[Violation]:
+def _momentum(outer: DiLoCoConfig) -> Iterator[Issue]:
     """SparseLoCo (arXiv:2508.15706) has the kept errors in place of a momentum; with some, but
     less than usual, short runs learn better (`benchmarks/diloco_quality.py`)."""
     if outer.codec_config.kind == "topk" and outer.momentum > _MOST_TOPK_MOMENTUM:
-        yield Violation(
+        yield Issue(
             ("outer.momentum", "outer.codec"),
             f"momentum {outer.momentum:g} goes badly with codec topk, which sends a number only "
             "once it has grown: it would be stepped along again and again until it is sent anew",
@@ -184,36 +164,32 @@ def _momentum(outer: DiLoCoConfig) -> Iterator[Violation]:
         )
 
 
-def _idle_keys(outer: DiLoCoConfig) -> Iterator[Violation]:
+def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
     """Keys with a value that changes nothing."""
-    density = CodecConfig.model_fields["density"].default
-    codec = outer.codec_config
-    if codec.kind != "topk" and codec.density != density:
-        what = f"density {codec.density:g} means nothing to codec {codec.kind}"
-        yield Violation(("outer.codec.density",), what, f"{_DELETE}, or use kind: topk")
-    if outer.delay == 0 and outer.alpha != DiLoCoConfig.model_fields["alpha"].default:
-        what = f"alpha {outer.alpha:g} means nothing to delay 0: nothing is learnt meanwhile"
-        yield Violation(("outer.alpha",), what, f"{_DELETE}, or use a delay")
+    codec, engine = outer.codec_config, outer.engine
+    if codec.kind != "topk":
+        key, to = "outer.codec.density", f"codec {codec.kind}"
+        yield from no_effect(codec, key, to, "use kind: topk")
+    if outer.delay == 0:
+        to = "delay 0: nothing is learnt meanwhile"
+        yield from no_effect(outer, "outer.alpha", to, "use a delay")
     default = DiLoCoConfig.model_fields["max_sync_overhead"].default
     if outer.sync_every != "auto" and outer.max_sync_overhead != default:
         what = f"max_sync_overhead means nothing to sync_every {outer.sync_every}"
-        yield Violation(("outer.max_sync_overhead",), what, f"{_DELETE}, or use sync_every: auto")
-    if outer.interface is not None and outer.engine != "gloo":
-        what = f"interface {outer.interface} means nothing to engine {outer.engine}"
-        yield Violation(("outer.interface",), what, f"{_DELETE}, or use engine: gloo")
-    if outer.hivemind is not None and outer.engine != "hivemind":
-        what = f"hivemind means nothing to engine {outer.engine}"
-        yield Violation(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")
+        yield Issue(("outer.max_sync_overhead",), what, f"{_DELETE}, or use sync_every: auto")
+    if outer.hivemind is not None and engine != "hivemind":
+        what = f"hivemind means nothing to engine {engine}"
+        yield Issue(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")
     for key in ("rendezvous", "public"):
-        if outer.engine == "hivemind" and (given := getattr(outer, key)) is not None:
-            yield Violation(
+        if engine == "hivemind" and (given := getattr(outer, key)) is not None:
+            yield Issue(
                 (f"outer.{key}",),
                 f"{key} {given} means nothing to engine hivemind, which has no rendezvous of its "
                 "own",
                 f"{_DELETE}; clusters find one another by outer.hivemind.initial_peers",
             )
     if outer.public is not None and outer.rendezvous is not None:
-        yield Violation(
+        yield Issue(
             ("outer.public",),
             f"public {outer.public} is of a rendezvous that is started with the run, and there is "
             f"one already: {outer.rendezvous}",
@@ -221,7 +197,7 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Violation]:
         )
 
 
-def _not_together(config: RunConfig) -> Iterator[Violation]:
+def _not_together(config: RunConfig) -> Iterator[Issue]:
     """What several clusters cannot do together, with the reason."""
     strategies = [("strategy", config.strategy)] + [
         (f"clusters.{index}.strategy", cluster.strategy)
@@ -230,21 +206,21 @@ def _not_together(config: RunConfig) -> Iterator[Violation]:
     ]
     for key, strategy in strategies:
         if isinstance(strategy, MeshSection) and strategy.pp_size > 1:
-            yield Violation(
+            yield Issue(
                 (f"{key}.pp_size", key),
                 f"pp_size {strategy.pp_size} does not go together with outer steps, for which "
                 "every rank of a cluster must reach every weight",
                 "use fsdp, which needs no pipeline to hold a large model, or tp_size",
             )
     if config.data.streaming:
-        yield Violation(
+        yield Issue(
             ("data.streaming",),
             "a stream is read forwards only, and the samples of a cluster that has gone are dealt "
             "again to others, which are past them",
             "use data.streaming: false: the data is prepared once on each cluster",
         )
     if config.training.num_train_epochs is not None:
-        yield Violation(
+        yield Issue(
             ("training.num_train_epochs",),
             "the clusters share the samples, and how many steps of each make an epoch depends on "
             "which of them are there",

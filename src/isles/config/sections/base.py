@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from isles.facts.units import parse_duration_s
 
@@ -50,3 +57,12 @@ DurationS = Annotated[
     ),
 ]
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""
+
+Text = Annotated[
+    str,
+    Field(min_length=1, pattern=r"^[^\n\r\x00]*$", json_schema_extra={"x-isles-type": "one-line"}),
+]
+"""One line of text."""
+
+Name = Annotated[str, Field(min_length=1)]
+"""Text that is not empty."""

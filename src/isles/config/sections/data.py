@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import Section
-
-Name = Annotated[str, Field(min_length=1)]
+from isles.config.sections.base import Name, Section
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "chat": ("messages", "role", "content", "tools", "system"),
@@ -94,3 +92,20 @@ class DataConfig(Section):
 
     cache_dir: Annotated[str, Field(min_length=1)] | None = None
     """Where prepared tokens are kept. null: ~/.cache/isles (or $XDG_CACHE_HOME/isles)."""
+
+
+def isolates(data: DataConfig, source: SourceConfig) -> bool:
+    """Whether documents of a source that share a sample are kept apart.
+
+    Pairs of preferences and fake samples are never packed.
+    """
+    if not data.packing or source.type in ("fake", "preference"):
+        return False
+    if data.isolate_documents is not None:
+        return data.isolate_documents
+    return source.type != "text"
+
+
+def isolates_any(data: DataConfig) -> bool:
+    """Whether packed documents of any source are kept apart."""
+    return any(isolates(data, source) for source in data.sources)

@@ -1,12 +1,14 @@
-"""The sections `model` and `tokenizer`."""
+"""The sections `model`, `tokenizer` and `adapter`."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import Section
+from isles.config.sections.base import Name, Section
+from isles.errors import MissingDependencyError
 
 
 class ModelConfig(Section):
@@ -38,3 +40,57 @@ class TokenizerConfig(Section):
 
     train_vocab_size: Annotated[int, Field(ge=260, le=1_000_000)] | None = None
     """Train a byte-level BPE of this many tokens on the data, and keep it with the run."""
+
+
+class AdapterConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685), by peft, beside a frozen model."""
+
+    type: Literal["none", "lora", "qlora"] = "none"
+    """none: every weight is trained. lora: the model is frozen, and small matrices beside its own
+    are trained. qlora (arXiv:2305.14314): as lora, and the frozen matrices are held in 4 bits by
+    bitsandbytes, whole on every rank. What is frozen is held in 16 bits unless
+    training.precision is 32-true."""
+
+    r: Annotated[int, Field(ge=1, le=65_536)] = 16
+    """Rank of the small matrices."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What they compute is scaled by alpha / r (with rslora: by alpha / sqrt(r))."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on what goes into them."""
+
+    target_modules: (
+        Literal["all-linear"] | Annotated[tuple[Name, ...], Field(min_length=1, strict=False)]
+    ) = "all-linear"
+    """Matrices that get an adapter, by the ends of their names such as [q_proj, v_proj].
+    all-linear: every one but the head."""
+
+    modules_to_save: Annotated[tuple[Name, ...], Field(strict=False)] = ()
+    """Modules that are trained and saved whole besides, such as [embed_tokens, lm_head]."""
+
+    use_rslora: bool = False
+    """Rank-stabilised scale (arXiv:2312.03732)."""
+
+    use_dora: bool = False
+    """Weight-decomposed adapters: magnitude and direction apart (arXiv:2402.09353)."""
+
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """qlora: the 4-bit type."""
+
+    bnb_4bit_use_double_quant: bool = True
+    """qlora: quantise the quantisation constants too, about 0.4 bits a weight less."""
+
+
+def missing_package(adapter: AdapterConfig) -> MissingDependencyError | None:
+    """The error to raise where a package that is needed is not installed; imports nothing."""
+    needed = {"none": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}[adapter.type]
+    extra = {"peft": "train", "bitsandbytes": "qlora"}
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            return MissingDependencyError(
+                f"adapter.type {adapter.type} needs the package {package}, which is not installed",
+                where="adapter.type",
+                fix=f"pip install 'isles[{extra[package]}]'",
+            )
+    return None

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
-from isles.config.sections.base import DurationS, Section
-from isles.config.sections.environment import Text
+from isles.config.sections.base import DurationS, Section, Text
 from isles.facts.units import parse_bytes
 
 CodecName = Literal["none", "bf16", "int8", "int4", "topk"]
@@ -166,17 +165,12 @@ class DiLoCoConfig(Section):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     """delay: how much of the way to the average is not gone, when it comes."""
 
-    engine: Literal["hub", "gloo", "hivemind"] = "hub"
-    """hub: all through the rendezvous, clusters only dial out (NAT, slow links). gloo: directly
-    between clusters that can reach one another (LAN, VPN). hivemind: over libp2p, without a
-    rendezvous of their own; see docs/hivemind.md."""
+    engine: Literal["hub", "hivemind"] = "hub"
+    """hub: through the rendezvous, to which clusters only dial out. hivemind: the rendezvous is in
+    one of the clusters, found and reached over libp2p; see docs/hivemind.md."""
 
     hivemind: HivemindConfig | None = None
     """engine hivemind: addresses."""
-
-    interface: Text | None = None
-    """gloo: network interface by which the other clusters reach this one, such as tailscale0.
-    null: the one by which it reaches the rendezvous."""
 
     wait: Literal["all"] | WaitConfig = "all"
     """Whom a turn waits for: all clusters that live, or {time_boxed: 60s}, or
@@ -222,7 +216,7 @@ class DiLoCoConfig(Section):
 
     @property
     def rendezvous_settings(self) -> dict[str, str | int | float]:
-        """What the rendezvous of the run is told (`isles.outer.hub.settings`)."""
+        """What the rendezvous of the run is told (`isles.outer.hub.rules.Settings`)."""
         found: dict[str, str | int | float] = {
             "wait": "all",
             "min_clusters": self.min_clusters,

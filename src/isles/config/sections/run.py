@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from isles.config.sections.adapter import AdapterConfig
-from isles.config.sections.balance import BalanceConfig
 from isles.config.sections.base import Section
-from isles.config.sections.checkpoint import CheckpointConfig
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.data import DataConfig
-from isles.config.sections.model import ModelConfig, TokenizerConfig
+from isles.config.sections.cluster import BalanceConfig, ClusterConfig
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.model import AdapterConfig, ModelConfig, TokenizerConfig
 from isles.config.sections.outer import DiLoCoConfig, NoOuter, OuterConfig
-from isles.config.sections.script import USED, USED_IN_TRAINING, fill_absent
+from isles.config.sections.output import CheckpointConfig, TrackerConfig, TrackerName
 from isles.config.sections.strategy import AutoStrategy, StrategyConfig
-from isles.config.sections.track import TrackerConfig, TrackerName
-from isles.config.sections.training import TrainingConfig
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.config.sections.training import TrainingConfig, WatchdogConfig
+
+NO_MODEL = ModelConfig(name_or_path="llama-2m", init="scratch")
+"""Stands where a script's run file has no model; nothing reads it."""
+
+NO_DATA = DataConfig(sources=(SourceConfig(type="fake"),))
+"""Stands where a script's run file has no data; nothing reads it."""
+
+USED = ("name", "output_dir", "training", "watchdog", "clusters")
+"""The keys of a run file that a script's run uses; and of checkpoint, its timeout."""
+
+USED_IN_TRAINING = ("script", "script_args")
 
 
 class RunConfig(Section):
@@ -79,7 +86,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_absent(cls, data: object) -> object:
-        return fill_absent(data)
+        """The data, with a stand-in for the model and the data that a script does not need."""
+        if not isinstance(data, Mapping):
+            return data
+        training = data.get("training")
+        if not isinstance(training, Mapping) or not isinstance(training.get("script"), str):
+            return data
+        return {"model": NO_MODEL, "data": NO_DATA, **data}
 
     @property
     def diloco(self) -> DiLoCoConfig | None:

@@ -1,4 +1,4 @@
-"""The section `training`; the length of a run and the learning rate of each step."""
+"""The sections `training` and `watchdog`; the length of a run, the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isles.config.sections.base import DurationS, Section
-from isles.config.sections.environment import Text
+from isles.config.sections.base import DurationS, Section, Text
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -122,6 +121,25 @@ class TrainingConfig(Section):
 
     eval_samples: PositiveInt | None = 512
     """Validation sequences per evaluation, always the same ones. null: all of them."""
+
+
+class WatchdogConfig(Section):
+    """Notices a step that takes far longer than usual, says which rank is behind and where it
+    stands, and keeps the stacks of all ranks under the run directory."""
+
+    slow_factor: Annotated[float, Field(ge=2, le=10_000)] = 10.0
+    """A step is taken for stuck when it lasts so many times as long as the usual one."""
+
+    min_time: Annotated[DurationS, Field(ge=1)] = 60.0
+    """And no sooner than this."""
+
+    max_silence: DurationS | None = 1800.0
+    """A script of your own that has reported no step and printed nothing on any rank for so long is
+    taken for stuck; null: never. Only with training.script."""
+
+    action: Literal["report", "stop"] = "report"
+    """report: say so and go on waiting, until clusters.comm_timeout. stop: end the run, or start
+    its ranks again while clusters.max_restarts allows."""
 
 
 def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> int | None:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from isles.data.chat.messages import Message, check_answers, read_messages
-from isles.data.sources.items import Chat, Continuation, Pair
+from isles.data.chat.messages import (
+    Chat,
+    Continuation,
+    Message,
+    Pair,
+    check_answers,
+    read_messages,
+)
 from isles.data.sources.rows import Row, checked_text, missing_column, show
 from isles.errors import DataError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isles.data.chat.messages import Message
+from isles.data.chat.messages import Chat, Message
 from isles.data.chat.template import (
     Span,
     Template,
@@ -15,7 +15,6 @@ from isles.data.chat.template import (
     no_template,
     unused_mark,
 )
-from isles.data.sources.items import Chat
 from isles.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,19 +1,66 @@
-"""Messages with roles, out of the forms in which data has them."""
+"""What rows hold once they are read, and messages with roles out of the forms that data has."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from isles.data.sources.rows import checked_text, show, wrong_type
-from isles.data.sources.tables import from_json_text
+from isles.data.sources.rows import checked_text, from_json_text, show, wrong_type
 from isles.errors import DataError
 
 Message = dict[str, Any]
 """`role` and `content`, and what else the chat template may read: tool_calls, name and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation that the chat template renders.
+
+    Args:
+        messages: with the roles and keys of chat templates.
+        tools: JSON schemas of the tools that may be called; None: none.
+        first: number of the first message whose answers may be trained on.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A text and how it goes on, for tokenizers without a chat template."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Token ids as the data has them.
+
+    Args:
+        ids: of one document.
+        trained: for each whether it is a target.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to the same, of which one is preferred."""
+
+    chosen: Chat | Continuation
+    rejected: Chat | Continuation
+
+
+Item = str | Chat | Continuation | Ids | Pair
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -208,3 +255,23 @@ def check_answers(messages: Sequence[Message], name: str, where: str, first: int
             raise DataError(
                 f"{name}[{index}]: the assistant says nothing", where=where, fix="remove that row"
             )
+
+
+def texts_of(item: Item) -> list[str]:
+    """All that is said in an item, for training a tokenizer."""
+    match item:
+        case str():
+            return [item]
+        case Chat():
+            return [text for message in item.messages if (text := message["content"])]
+        case Continuation():
+            return [item.prompt, item.answer]
+        case Pair():
+            return texts_of(item.chosen) + texts_of(item.rejected)
+        case Ids():
+            return []
+
+
+def size_of(item: Item) -> int:
+    """About how many characters an item has, for batches of even size."""
+    return len(item.ids) if isinstance(item, Ids) else sum(map(len, texts_of(item)))

@@ -1,20 +1,21 @@
-"""Rows out of Hugging Face datasets: from the hub, or saved to a folder."""
+"""Rows out of Hugging Face datasets: saved to a folder, downloaded, or read over the network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from isles.data.sources.opening import near_names
-from isles.data.sources.rows import Columns, Row, Rows
+from isles.data.sources.read import CHUNK_ROWS, near_names
+from isles.data.sources.rows import Chunk, ChunkStart, Columns, Row, Source
 from isles.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetSource:
+class DatasetSource(Source):
     """One split of a dataset that the `datasets` library has opened.
 
     Args:
@@ -26,47 +27,95 @@ class DatasetSource:
     dataset: Any  # the datasets library ships no types that mypy can follow
 
     def describe(self) -> str:
-        """The name for messages."""
         return self.name
 
     def identity(self) -> dict[str, Any]:
         """The library's fingerprint, and the files beneath it."""
+        return {"dataset": self.name, **self.content()}
+
+    def content(self) -> dict[str, Any]:
         files = [Path(entry["filename"]) for entry in self.dataset.cache_files]
         return {
-            "dataset": self.name,
             "fingerprint": self.dataset._fingerprint,
             "rows": len(self.dataset),
             "files": [[file.name, file.stat().st_size] for file in files],
         }
 
-    def rows(self, columns: Columns, first: int = 0) -> Rows:
-        """The rows; only the columns that are wanted are read.
-
-        Args:
-            columns: of whoever reads the rows.
-            first: number of the first row, for messages.
-
-        Raises:
-            DataError: a column is missing, or the dataset is damaged.
-        """
+    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        """So many rows at a time; only the columns that are wanted are read."""
         import pyarrow as pa
 
         names = list(self.dataset.column_names)
         columns.check(names, self.name)
         wanted = [name for name in names if name in columns.wanted]
         dataset = self.dataset.with_format(None).select_columns(wanted)
-        number = first
+        number = begin["row"] if begin else 0
         try:
-            for batch in dataset.iter(batch_size=1000):
-                for values in zip(*batch.values(), strict=True):
-                    yield Row(f"{self.name} row {number}", dict(zip(batch, values, strict=True)))
-                    number += 1
+            while number < len(dataset):
+                batch = dataset[number : number + CHUNK_ROWS]
+                cells = zip(*batch.values(), strict=True)
+                rows = [dict(zip(batch, values, strict=True)) for values in cells]
+                end = number + len(rows)
+                named = [Row(f"{self.name} row {number + i}", row) for i, row in enumerate(rows)]
+                yield Chunk({"row": number}, {"row": end}, [*named])
+                number = end
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"the dataset is damaged (near row {number}): {str(error)[:300]}",
                 where=self.name,
                 fix="fetch it or save it again",
                 id="data.damaged",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class HubStream(Source):
+    """The rows of a dataset that is read over the network as they are needed.
+
+    Args:
+        name: hub id, subset and split, for messages.
+        builder: of the `datasets` library.
+        split: one split, not a slice of one.
+    """
+
+    name: str
+    builder: Any
+    split: str
+
+    def describe(self) -> str:
+        return self.name
+
+    def identity(self) -> dict[str, Any]:
+        """The files; on the hub their names hold the commit, so that they cannot change."""
+        files = (self.builder.config.data_files or {}).get(self.split, [])
+        return {"dataset": self.name, "files": [str(file) for file in files]}
+
+    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        """So many rows at a time, from the library's own state on."""
+        dataset = self.builder.as_streaming_dataset(self.split)
+        if dataset.column_names is not None:
+            columns.check(dataset.column_names, self.name)
+        state, number = (begin["state"], begin["number"]) if begin else (None, 0)
+        if state is not None:
+            dataset.load_state_dict(state)
+        rows = iter(dataset)
+        while chunk := self._next(rows, number):
+            begin = {"state": state, "number": number}
+            named = [Row(f"{self.name} row {number + i}", row) for i, row in enumerate(chunk)]
+            state, number = dataset.state_dict(), number + len(chunk)
+            yield Chunk(begin, {"state": state, "number": number}, [*named])
+
+    def _next(self, rows: Iterator[Any], number: int) -> list[Any]:
+        import pyarrow as pa
+        from datasets.exceptions import DatasetsError
+
+        try:
+            return list(islice(rows, CHUNK_ROWS))
+        except (OSError, ValueError, DatasetsError, pa.ArrowException) as error:
+            raise DataError(
+                f"cannot be read further: {type(error).__name__}: {str(error)[:300]}",
+                where=f"{self.name} row {number}",
+                fix="look at the network and start again: the run goes on from its last checkpoint",
             ) from error
 
 
@@ -120,6 +169,28 @@ def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
     )
     loaded = _load(lambda: datasets.load_dataset(path, name=subset, split=split), name, fix)
     return DatasetSource(f"{name} {split}", loaded)
+
+
+def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
+    """A dataset of the hub without its data.
+
+    Raises:
+        DataError: there is no such dataset, subset or split, or it cannot be reached.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        builder = datasets.load_dataset_builder(path, name=subset)
+        builder.as_streaming_dataset(split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"cannot be streamed: {type(error).__name__}: {str(error)[:500]}",
+            where=f"{path} {split}",
+            fix=f"look at https://huggingface.co/datasets/{path} for its name, subsets and splits "
+            "(a slice of a split cannot be streamed); log in with `hf auth login` if it is gated",
+        ) from error
+    return HubStream(f"{path} ({subset}) {split}" if subset else f"{path} {split}", builder, split)
 
 
 def _load(load: Callable[[], Any], name: str, fix: str) -> Any:

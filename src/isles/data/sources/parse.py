@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 import numpy as np
 
 from isles.config.sections.data import SourceConfig
 from isles.data.chat.answers import InstructParser, PreferenceParser
-from isles.data.chat.messages import check_answers, read_messages, read_tools
-from isles.data.sources.items import Chat, Ids, Parser
-from isles.data.sources.rows import PLAIN, Columns, Row, checked_text, missing_column, wrong_type
-from isles.data.sources.tables import from_json_text
+from isles.data.chat.messages import Chat, Ids, Item, check_answers, read_messages, read_tools
+from isles.data.sources.rows import (
+    PLAIN,
+    Columns,
+    Row,
+    checked_text,
+    from_json_text,
+    missing_column,
+    wrong_type,
+)
 from isles.errors import DataError
 
 _UNTRAINED = -100  # what labels hold where nothing is trained, by torch's and transformers' custom
+
+
+class Parser(Columns, Protocol):
+    """Reads the rows of one type of data."""
+
+    def parse(self, row: Row) -> Item | None:
+        """What one row holds; None where it is empty text, which is left out.
+
+        Raises:
+            DataError: the row is bad.
+        """
+        ...
 
 
 def make_parser(source: SourceConfig, *, has_template: bool, vocab_size: int | None) -> Parser:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +58,58 @@ class Columns(Protocol):
             DataError: one that is needed is not among them.
         """
         ...
+
+
+ChunkStart = dict[str, Any]
+"""Where a chunk of rows begins: plain JSON that only the kind of source that made it understands.
+"""
+
+
+class Chunk(NamedTuple):
+    """Some rows, one after another.
+
+    Args:
+        begin: where the first of them is.
+        end: where the one after the last of them is; there may be none.
+        rows: in their order; one that is bad as its error.
+    """
+
+    begin: ChunkStart
+    end: ChunkStart
+    rows: list[Row | DataError]
+
+
+class Source(ABC):
+    """Rows in an order that does not change."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A short name for messages."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """All that the rows depend on, on this machine: plain JSON, cheap."""
+
+    def content(self) -> dict[str, Any]:
+        """What the rows depend on, alike on every machine that has the same; plain JSON."""
+        return self.identity()
+
+    @abstractmethod
+    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        """The chunks from this one to the last; None: from the first.
+
+        Args:
+            columns: of whoever reads the rows.
+            begin: of a chunk that this method gave.
+
+        Raises:
+            DataError: something cannot be read, or lacks a column.
+        """
+
+    def rows(self, columns: Columns) -> Rows:
+        """All rows, each time from the first."""
+        for chunk in self.chunks(columns):
+            yield from chunk.rows
 
 
 class Tally:
@@ -254,3 +308,21 @@ def checked_text(value: object, name: str, where: str, fix: str = "") -> str:
                 fix="repair or remove that row",
             ) from error
     return value
+
+
+def from_json_text(value: object, name: str, where: str) -> object:
+    """What a cell holds that is JSON written as text, as CSV files and some datasets have it.
+
+    Raises:
+        DataError: it is text, but no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{name} holds {show(value)}, which is text and not JSON",
+            where=where,
+            fix="repair or remove that row",
+        ) from error

@@ -1,1 +1,2 @@
-"""Sources that are streamed: prepared a segment ahead by a process of the node, then forgotten."""
+"""Sources that are streamed: `segment.py` prepares segments, one folder of tokens after another;
+`samples.py` reads them, one ahead, and forgets them. Open `samples.py` first."""

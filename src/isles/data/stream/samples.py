@@ -1,113 +1,179 @@
-"""The samples of an endless stream, as a loader reads them: in order, a few segments at a time."""
+"""The training data of a run that streams: endless, prepared in use and forgotten after it.
+
+The first rank of each node prepares the segments, in a thread and one ahead of what is read, into a
+folder that all ranks of the node read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isles.data.order import permute
+from isles.config.sections.data import DataConfig, isolates
+from isles.data.dataset import Dataset
+from isles.data.order import ENDLESS, SampleOrder, permute
 from isles.data.rng import Int64Array, key_from
-from isles.data.samples import SampleSource
-from isles.data.sources.counts import SampleCounts
-from isles.data.stream.feed import Feed
-from isles.data.stream.order import ENDLESS
-from isles.data.stream.segment import MakeSamples, SegmentRecord, samples_of
-from isles.errors import TrainingError
+from isles.data.samples import Samples, SampleTable
+from isles.data.stream.segment import SegmentRecord, Stream, make_segment, segment_table
+from isles.data.tokens.prepare import count_message, size_of_folders
+from isles.data.tokens.store import TokenStore
+from isles.data.tokens.writer import disk_faults, remove_stale, temporary_beside
+from isles.dist.nodes import Place, place_of
+from isles.dist.world import World
+from isles.errors import CommunicationError, DataError, TrainingError, UserError
+from isles.run.records import read_record, write_record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_FAILED = "failed.json"
+_SLOW_S = 5.0
+_POLL_S, _TELL_S, _LONGEST_END_S = 0.05, 0.5, 10.0
+_LONGEST_WAIT_S = 1800.0
+"""A packed file is unpacked up to the place where a segment begins: that may take minutes, in which
+nothing is written."""
+
+
+def open_streams(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    *,
+    state: list[dict[str, Any] | None] | None,
+    seed: int,
+    vocab_size: int,
+    world: World | None,
+    trims: bool,
+    progress: Callable[[str], None],
+) -> Dataset:
+    """The endless training set of a run that streams. All ranks must call this.
+
+    Args:
+        data: the run file's section.
+        tokenizer: of the run.
+        cache_dir: where the segments are, while they are needed.
+        state: as `Dataset.state` gave it; None: the run begins.
+        seed: of the order, and of what is held out.
+        vocab_size: of the model.
+        world: the ranks; None: this process is the only one.
+        trims: see `Dataset`.
+        progress: called with a line for people until training begins.
+
+    Raises:
+        DataError: a source is missing on a node, or differs between nodes.
+    """
+    me = place_of(world) if world is not None else Place(0, 0, "this machine")
+    streams: list[Stream] = []
+
+    def identify() -> list[dict[str, Any]]:
+        for k in range(len(data.sources)):
+            # A copy for each, as a tokenizer that two threads use at once may fail.
+            streams.append(Stream(data, k, copy.deepcopy(tokenizer), seed))
+        # As it will be read again: tuples as lists.
+        plain: list[dict[str, Any]] = json.loads(json.dumps([s.identity() for s in streams]))
+        return plain
+
+    identities = _agree(world, me, identify)
+    folder = _shared_folder(world, me, cache_dir)
+    parts = []
+    for k, identity in enumerate(identities):
+        before = SegmentRecord.from_record(state[k] or {}) if state and state[k] else None
+        stream = streams[k] if me.is_leader else None
+        segments = _Segments(stream, folder / f"source-{k}", before, progress)
+        content = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        parts.append(StreamSamples(data, k, segments, content, seed=seed, vocab_size=vocab_size))
+    order = SampleOrder(None, [source.weight or 1.0 for source in data.sources], seed)
+    return Dataset(parts, order, data.seq_length, trims=trims)
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     record: SegmentRecord
-    samples: SampleSource
+    table: SampleTable
     order: Int64Array
     max_token_id: int
 
 
-class StreamSamples:
+class StreamSamples(Samples):
     """Numbered samples of one stream; shuffled within each segment, which is read from the cache.
 
     They must be asked for in ascending order, one global batch after another: `num_targets` of a
     whole global batch says that what lies before its first sample is passed for good.
 
     Args:
-        source: its number in the run file.
-        first: the segment with which this start begins.
+        data: the run file's section.
+        source: number of the source in it.
+        segments: of the source.
         content: names what the samples are made of.
-        make_samples: makes samples of a segment's tokens.
-        feed: where the segments come from.
-        isolates: whether documents that share a row attend to themselves alone.
         seed: of the shuffling.
         vocab_size: of the model.
     """
 
-    rows_per_sample = 1
-
     def __init__(
         self,
+        data: DataConfig,
         source: int,
-        first: int,
+        segments: _Segments,
         content: str,
-        make_samples: MakeSamples,
         *,
-        feed: Feed,
-        isolates: bool,
         seed: int,
         vocab_size: int,
     ) -> None:
-        self.isolates = isolates
-        self.content = content
-        self._make_samples = make_samples
-        self._source = source
-        self._feed = feed
-        self._next = first
+        self.num_samples = ENDLESS
+        self.isolates = isolates(data, data.sources[source])
+        self._data, self._source = data, source
+        self._segments = segments
+        self._content = content
         self._seed = seed
         self._vocab_size = vocab_size
-        self._segments: list[_Segment] = []
-        self._training = False
-
-    @property
-    def num_samples(self) -> int:
-        """More than can be read."""
-        return ENDLESS
+        self._open: list[_Segment] = []
+        self._firsts: tuple[int, ...] = ()
+        """The first samples of the last global batches. All ranks are less than two steps apart."""
 
     @property
     def max_token_id(self) -> int:
         """The largest id of the first segment, which is waited for; later ones are checked."""
-        if not self._segments:
-            self._open_next()
-        return self._segments[0].max_token_id
+        if not self._open:
+            self._open_next(0)
+        return self._open[0].max_token_id
 
     @property
-    def counts(self) -> SampleCounts:
-        """What became of the documents of the segments that are open."""
-        counts = [segment.samples.counts for segment in self._segments]
-        return SampleCounts(
-            documents=sum(c.documents for c in counts),
-            truncated=sum(c.truncated for c in counts),
-            too_long=sum(c.too_long for c in counts),
-            untrained=sum(c.untrained for c in counts),
-            samples=sum(c.samples for c in counts),
-            used=sum(c.used for c in counts),
-            places=sum(c.places for c in counts),
-        )
+    def content(self) -> str:
+        return self._content
 
     def num_targets(self, samples: Int64Array) -> Int64Array:
         """Tokens that each of these samples trains on; what lies before them is passed."""
         found = np.empty(samples.shape, dtype=np.int64)
-        parts = list(self._by_segment(samples))
-        for segment, here, inside in parts:
-            found[here] = segment.samples.num_targets(inside)
-        self._pass(parts[0][0].record.number)
-        self._training = True
+        for segment, here, inside in self._by_segment(samples):
+            found[here] = segment.table.num_targets(inside)
+        first = int(samples.min())
+        self._open = [segment for segment in self._open if segment.record.end_sample > first]
+        if self._firsts[-1:] != (first,):
+            self._firsts = (*self._firsts, first)[-3:]
+        self._segments.remove_before(self._firsts[0])
         return found
 
     def lengths(self, samples: Int64Array) -> Int64Array:
-        """See SampleSource."""
         found = np.empty((len(samples), 1), dtype=np.int64)
         for segment, here, inside in self._by_segment(samples):
-            found[here] = segment.samples.lengths(inside)
+            found[here] = segment.table.lengths(inside)
         return found
 
     def read(
@@ -117,49 +183,313 @@ class StreamSamples:
         targets_RT: Int64Array,
         position_ids_RT: Int64Array | None = None,
     ) -> None:
-        """See SampleSource."""
         ((segment, _, inside),) = self._by_segment(np.array([sample]))
-        segment.samples.read(int(inside[0]), input_ids_RT, targets_RT, position_ids_RT)
+        segment.table.read(int(inside[0]), input_ids_RT, targets_RT, position_ids_RT)
+
+    def state(self) -> dict[str, Any] | None:
+        """The last segment of which nothing is needed any more; None: the first is needed."""
+        before = self._segments.before(self._firsts[0] if self._firsts else 0)
+        return None if before is None else before.record()
+
+    def close(self) -> None:
+        self._segments.close()
 
     def _by_segment(self, samples: Int64Array) -> Iterator[tuple[_Segment, Int64Array, Int64Array]]:
         """The segments of some samples, which of these each has, and their numbers within it."""
         first, last = int(samples.min()), int(samples.max())
-        while not self._segments or last >= _end(self._segments[-1]):
-            self._open_next(keeps_from=first)
-        assert first >= self._segments[0].record.first_sample, "a stream is read forwards"
-        for segment in self._segments:
+        while not self._open or last >= self._open[-1].record.end_sample:
+            self._open_next(first)
+            if first >= self._open[-1].record.end_sample:
+                # A start without a state only passes through this one.
+                self._open.pop()
+                self._segments.remove_before(self._firsts[0] if self._firsts else first)
+        assert first >= self._open[0].record.first_sample, "a stream is read forwards"
+        for segment in self._open:
             start = segment.record.first_sample
-            here = np.flatnonzero((samples >= start) & (samples < _end(segment)))
+            here = np.flatnonzero((samples >= start) & (samples < segment.record.end_sample))
             if here.size:
                 yield segment, here, segment.order[samples[here] - start]
 
-    def _open_next(self, keeps_from: int | None = None) -> None:
-        """Wait for the segment after the last one that is open."""
-        number = self._next
-        oldest = self._segments[0].record.number if self._segments else number
-        self._feed.need(self._source, oldest, number)
-        record, store = self._feed.open(self._source, number, training=self._training)
-        if self._training and store.max_token_id >= self._vocab_size:
+    def _open_next(self, first: int) -> None:
+        training = bool(self._firsts)
+        record, store = self._segments.next(first, training=training)
+        if training and store.max_token_id >= self._vocab_size:
             raise TrainingError(
                 f"the data holds token {store.max_token_id}, the model knows {self._vocab_size} "
                 "tokens",
-                where=f"{store.name}, segment {number}",
+                where=f"{store.name}, segment {record.number}",
                 fix="use the tokenizer that belongs to the model",
             )
         count = record.num_samples
-        key = key_from(self._seed, 7, self._source, number)
+        key = key_from(self._seed, 7, self._source, record.number)
         order = permute(np.arange(count), count, key)
-        samples = samples_of(self._make_samples, store, record.begin)
-        self._segments.append(_Segment(record, samples, order, store.max_token_id))
-        self._next = number + 1
-        if keeps_from is not None and keeps_from >= _end(self._segments[-1]):
-            self._pass(self._next)  # a start without a record: this one is only passed through
-
-    def _pass(self, number: int) -> None:
-        """Let go of the segments before this one."""
-        self._segments = [s for s in self._segments if s.record.number >= number]
-        self._feed.need(self._source, number, max(number, self._next - 1))
+        table = segment_table(self._data, self._data.sources[self._source], store, record.begin)
+        self._open.append(_Segment(record, table, order, store.max_token_id))
 
 
-def _end(segment: _Segment) -> int:
-    return segment.record.first_sample + segment.record.num_samples
+class _Segments:
+    """The segments of one stream on this node, one after another.
+
+    Args:
+        stream: the source; None: another rank of the node prepares it.
+        folder: the stream's on this node.
+        before: the segment after which this start begins; None: from the first.
+        progress: called with a line for people until training begins.
+    """
+
+    def __init__(
+        self,
+        stream: Stream | None,
+        folder: Path,
+        before: SegmentRecord | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._stream = stream
+        self._folder = folder
+        self._first = before
+        self._passed: list[SegmentRecord] = []  # read and not removed yet
+        self._making: Future[SegmentRecord] | None = None
+        self._line = ""
+        self._progress = progress
+        self._is_closed = False
+        self._identity = None if stream is None else stream.source.identity()
+
+    def next(self, first: int, *, training: bool) -> tuple[SegmentRecord, TokenStore]:
+        """The segment after the last one, which is waited for.
+
+        Args:
+            first: the first sample that is needed.
+            training: whether steps have been made, so that a fault is one of the training.
+
+        Raises:
+            DataError, TrainingError: it cannot be prepared.
+            CommunicationError: the rank that prepares it gives no sign of life.
+        """
+        began = time.monotonic()
+        last = self._passed[-1] if self._passed else self._first
+        try:
+            if self._stream is not None:
+                record = self._made(self._stream, last, training)
+            else:
+                record = self._awaited(last.number + 1 if last else 0, first)
+        except DataError as error:
+            if training:
+                raise TrainingError(
+                    error.what, where=error.where, fix=error.fix, id=error.id
+                ) from error
+            raise
+        waited_s = time.monotonic() - began
+        if training and waited_s > _SLOW_S:
+            log.warning(
+                "training waited for data seconds=%.0f: preparing tokens is slower than training; "
+                "prepare them before with data.streaming: false, or give the run more CPU cores",
+                waited_s,
+            )
+        self._passed.append(record)
+        return record, TokenStore.open(self._path(record.number))
+
+    def before(self, sample: int) -> SegmentRecord | None:
+        """The last segment that ends at or before this sample."""
+        known = [record for record in self._passed if record.end_sample <= sample]
+        return known[-1] if known else self._first
+
+    def remove_before(self, sample: int) -> None:
+        """No rank needs what lies before this sample."""
+        self._first = self.before(sample)
+        for record in self._passed:
+            if record.end_sample <= sample and self._stream is not None:
+                shutil.rmtree(self._path(record.number), ignore_errors=True)
+                self._record(record.number).unlink(missing_ok=True)
+        self._passed = [record for record in self._passed if record.end_sample > sample]
+
+    def close(self) -> None:
+        """End the thread, and remove what is left."""
+        self._is_closed = True
+        if self._making is not None:  # it may hang on the network
+            wait_for([self._making], timeout=_LONGEST_END_S)
+        if self._stream is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._folder.parent.rmdir()  # after the last stream
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"segment-{number:08d}"
+
+    def _record(self, number: int) -> Path:
+        """Written when all of the segment is there."""
+        return self._path(number).with_suffix(".json")
+
+    def _made(self, stream: Stream, last: SegmentRecord | None, training: bool) -> SegmentRecord:
+        if self._making is None:
+            self._making = self._begin(stream, last)
+        told = ""
+        while not self._making.done():
+            wait_for([self._making], timeout=_TELL_S)
+            if self._line != told and not training:
+                told = self._line
+                self._progress(told)
+        record = self._making.result()
+        self._making = self._begin(stream, record)  # one ahead
+        return record
+
+    def _begin(self, stream: Stream, last: SegmentRecord | None) -> Future[SegmentRecord]:
+        future: Future[SegmentRecord] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._make(stream, last))
+            except BaseException as error:  # the thread's edge: those who wait learn why
+                if not isinstance(error, UserError | _Closed):
+                    log.exception("preparing the stream failed")
+                    error = DataError(
+                        f"{type(error).__name__}: {error}",
+                        where=stream.source.describe(),
+                        fix="look at the log of the process that prepared it",
+                    )
+                if isinstance(error, UserError):
+                    self._leave(error)
+                future.set_exception(error)
+
+        # A daemon: where training fails, this process ends without waiting for it.
+        threading.Thread(target=run, name="stream", daemon=True).start()
+        return future
+
+    def _make(self, stream: Stream, last: SegmentRecord | None) -> SegmentRecord:
+        name, number = stream.source.describe(), last.number + 1 if last else 0
+
+        def tick(documents: int, tokens: int) -> None:
+            if self._is_closed:
+                raise _Closed
+            self._line = count_message(f"{name} (segment {number})", documents, tokens)
+
+        tick(0, 0)
+        making = self._folder / ".making"
+        with disk_faults(self._folder.parent):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        record = make_segment(stream, last, making, tick)
+        if stream.source.identity() != self._identity:
+            raise DataError(
+                "changed while it was read",
+                where=name,
+                fix="put it back to go on exactly from the last checkpoint",
+                id="data.changed",
+            )
+        with disk_faults(self._folder.parent):
+            making.rename(self._path(number))
+            write_record(self._record(number), record.record(), durable=False)
+        return record
+
+    def _leave(self, error: UserError) -> None:
+        """Leave what failed to the other ranks of the node."""
+        where = {"what": error.what, "where": error.where, "fix": error.fix, "id": error.id}
+        with contextlib.suppress(OSError):
+            write_record(self._folder / _FAILED, where, durable=False)
+
+    def _awaited(self, number: int, first: int) -> SegmentRecord:
+        """The record of a segment that another rank of this node prepares.
+
+        That rank removes segments that it only passes through on its way to the first sample.
+        """
+        size, since = -1, time.monotonic()
+        while True:
+            for path in sorted(self._folder.glob("segment-*.json")):
+                if (found := read_record(path)) is not None:
+                    record = SegmentRecord.from_record(found)
+                    if record.number >= number and record.end_sample > first:
+                        return record
+            failed = read_record(self._folder / _FAILED)
+            if failed is not None:
+                raise DataError(**failed)
+            now = size_of_folders([self._folder / ".making"])
+            if now != size:
+                size, since = now, time.monotonic()
+            if time.monotonic() - since > _LONGEST_WAIT_S:
+                raise CommunicationError(
+                    f"the first rank of this node has prepared nothing for {_LONGEST_WAIT_S:.0f} s",
+                    where=str(self._folder),
+                    fix="look at its log",
+                    id="data.waiting",
+                )
+            if self._is_closed:
+                raise _Closed
+            time.sleep(_POLL_S)
+
+
+class _Closed(Exception):
+    """The stream is not read any more."""
+
+
+def _agree(
+    world: World | None, me: Place, identify: Callable[[], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """What every node finds its sources to be. All ranks must call this.
+
+    Raises:
+        DataError: a node cannot read them, or finds others than the rest.
+    """
+    if world is None:
+        return identify()
+    mine: tuple[list[dict[str, Any]] | None, UserError | None] = (None, None)
+    if me.is_leader:
+        try:
+            mine = (identify(), None)
+        except UserError as error:
+            mine = (None, error)
+    found = [
+        (place, *each)
+        for place, each in world.gather((me, mine), group=world.work)
+        if place.is_leader
+    ]
+    faulty = [(place, error) for place, _, error in found if error is not None]
+    if faulty:
+        place, fault = faulty[0]
+        if len(faulty) < len(found):
+            raise DataError(
+                f"{fault.what}; other machines have it, and data.streaming reads it on every one",
+                where=f"{fault.where} on {place}",
+                fix="copy it there or put it on a disk that all share; or use data.streaming: "
+                "false, which sends the prepared tokens",
+            )
+        raise fault
+    _, first, _ = found[0]
+    assert first is not None
+    for place, other, _ in found[1:]:
+        if other != first:
+            raise DataError(
+                f"{found[0][0]} and {place} hold different data: {_difference(first, other)}",
+                where="data.sources",
+                fix="copy it from one to the other",
+                id="data.changed",
+            )
+    return first
+
+
+def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
+    """A new folder of this node, named after its first rank. All ranks must call this."""
+    name = ""
+    if me.is_leader:
+        with disk_faults(cache_dir):
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            folder = cache_dir / f"stream-{uuid.uuid4().hex[:8]}"
+            remove_stale(folder, locked=False)
+            temporary = temporary_beside(folder, "stream")
+            if world is not None:  # alone, it is made when it is needed
+                temporary.mkdir()
+            name = temporary.name
+    if world is not None:
+        name = world.gather(name, group=world.work)[me.leader]
+    return cache_dir.absolute() / name
+
+
+def _difference(before: Any, now: Any) -> str:
+    """The first thing in which two identities differ, for people."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                return f"{name}: {_difference(before.get(name), now.get(name))}"
+    if isinstance(before, list) and isinstance(now, list):
+        for one, other in zip(before, now, strict=False):
+            if one != other:
+                return _difference(one, other)
+        return f"{len(before)} entries before, {len(now)} now"
+    return f"{str(before)[:60]} before, {str(now)[:60]} now"

@@ -1,7 +1,8 @@
 """Segments: the pieces of an endless stream that are prepared one after another.
 
 A stream is the documents of one source in their order, and again from the first after the last,
-without those that are held out. Each segment is a folder of prepared tokens of its own.
+without those that are held out. Each segment is a folder of prepared tokens of its own, and one
+table of samples.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isles.config.sections.data import DataConfig, SourceConfig, isolates
+from isles.data.builders import make_table
 from isles.data.rng import Int64Array, draw, key_from
-from isles.data.samples import SampleSource
-from isles.data.sources.rows import Tally
-from isles.data.stream.rows import Anchor, Chunk, RowStream
+from isles.data.samples import SampleTable
+from isles.data.sources.find import open_source
+from isles.data.sources.rows import Chunk, ChunkStart, Columns, Row, Source, Tally
 from isles.data.tokens.encode import Encoded, Encoder, encode_each
-from isles.data.tokens.progress import Reporter
-from isles.data.tokens.split import Ranges
-from isles.data.tokens.store import TokenStore
+from isles.data.tokens.store import Ranges, TokenStore
 from isles.data.tokens.writer import TokenWriter
 from isles.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SEGMENT_TOKENS = 2**24
 """A segment holds about so many tokens: 32 or 64 MB on disk, and as far as samples are shuffled.
@@ -31,8 +35,11 @@ SEGMENT_TOKENS = 2**24
 One that reaches the end of its source ends there, unless it were less than a sixteenth of that.
 """
 
-MakeSamples = Callable[[TokenStore, Ranges], SampleSource]
-"""Makes samples of parts of a segment's tokens."""
+HELD_OUT_CHARS = 2**22
+"""So much is held out for evaluation at most, about: a million tokens."""
+
+_LOOKED_AT_CHARS = 2**28
+"""Held-out rows are looked for in the first so many characters of a source, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +48,14 @@ class Position:
 
     Args:
         epoch: how often the source was read to its end before.
-        anchor: the chunk in which it begins; None: the first.
+        chunk_start: the chunk in which it begins; None: the first.
         number: rows of the source before that chunk.
         skip: rows of that chunk before it.
         tokens: tokens of its first document that the segment before has used.
     """
 
     epoch: int = 0
-    anchor: Anchor | None = None
+    chunk_start: ChunkStart | None = None
     number: int = 0
     skip: int = 0
     tokens: int = 0
@@ -72,6 +79,11 @@ class SegmentRecord:
     begin: Position
     end: Position
     digest: str
+
+    @property
+    def end_sample(self) -> int:
+        """Number of the sample after its last."""
+        return self.first_sample + self.num_samples
 
     def record(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -109,82 +121,97 @@ class HoldOut:
         return held
 
 
-@dataclass(frozen=True, slots=True)
 class Stream:
     """One source as an endless stream, and how it is cut into segments.
 
     Args:
-        rows: of the source.
-        encoder: makes documents of them.
-        max_bad_fraction: share of a segment's rows that may be left out because they are bad.
-        hold_out: which of them are left out.
-        make_samples: makes samples of a segment's tokens.
-        seq_length: places in a sample.
-        is_cut: whether samples are cut out of the documents as if they were one text; then a
-            segment begins within the document in which the one before it ended.
-        segment_tokens: about so many make a segment.
+        data: the run file's section.
+        number: the source's, from 0.
+        tokenizer: of the run.
+        seed: of what is held out.
+
+    Raises:
+        DataError: there is no such source, or the tokenizer does not go with it.
     """
 
-    rows: RowStream
-    encoder: Encoder
-    max_bad_fraction: float
-    hold_out: HoldOut
-    make_samples: MakeSamples
-    seq_length: int
-    is_cut: bool
-    segment_tokens: int
+    def __init__(
+        self, data: DataConfig, number: int, tokenizer: PreTrainedTokenizerBase, seed: int
+    ) -> None:
+        config = data.sources[number]
+        self.data = data
+        self.config = config
+        self.encoder = Encoder(config, tokenizer)
+        self.source = open_source(config, streams=True)
+        self.hold_out = HoldOut(data.validation_fraction, seed, number)
+        # Text is cut as if it were one document: a segment begins within the document in which the
+        # one before it ended.
+        self.is_cut = config.type == "text" and data.packing
+        self.segment_tokens = SEGMENT_TOKENS
+
+    def identity(self) -> dict[str, Any]:
+        """What the segments depend on, alike on every machine that has the same; plain JSON."""
+        data = self.data
+        return {
+            "rows": self.source.content(),
+            "encoder": self.encoder.identity(),
+            "seq_length": data.seq_length,
+            "packing": [data.packing, isolates(data, self.config), data.too_long],
+            "held_out": self.hold_out.identity,
+            "segment_tokens": self.segment_tokens,
+        }
 
 
-def samples_of(make_samples: MakeSamples, store: TokenStore, begin: Position) -> SampleSource:
+def segment_table(
+    data: DataConfig, source: SourceConfig, store: TokenStore, begin: Position
+) -> SampleTable:
     """The samples of a segment that begins there."""
     ends = np.asarray(store.document_ends)
     starts = np.concatenate([[begin.tokens], ends[:-1]])
-    return make_samples(store, Ranges(starts, ends))
+    return make_table(data, source, store, Ranges(starts, ends))
 
 
 def make_segment(
-    stream: Stream, before: SegmentRecord | None, folder: Path, reporter: Reporter
+    stream: Stream,
+    before: SegmentRecord | None,
+    folder: Path,
+    tick: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> SegmentRecord:
     """Prepare the segment after this one into a folder that is made here.
+
+    Args:
+        stream: the whole.
+        before: the segment before; None: this is the first.
+        folder: must not be there.
+        tick: called often, with the documents and tokens so far.
 
     Raises:
         DataError: a row cannot be read, nothing in the source is trained on, or the disk is full.
     """
     begin = before.end if before else Position()
-    origins, end = _write(stream, begin, folder, reporter)
+    origins, end = _write(stream, begin, folder, tick)
     store = TokenStore.open(folder)
-    samples = samples_of(stream.make_samples, store, begin)
-    num_samples = samples.num_samples
-    if num_samples == 0:
-        counts = samples.counts
+    table = segment_table(stream.data, stream.config, store, begin)
+    length = stream.data.seq_length
+    if table.num_samples == 0:
+        counts = table.counts
         raise DataError(
             f"none of {counts.documents} documents that follow one another can be trained on: "
-            f"{counts.too_long} are longer than data.seq_length {stream.seq_length}, and of "
+            f"{counts.too_long} are longer than data.seq_length {length}, and of "
             f"{counts.untrained} nothing within that length is trained",
-            where=stream.rows.describe(),
+            where=stream.source.describe(),
             fix="raise data.seq_length, or look at the data with `isles data show`",
             id="data.untrained",
         )
     if stream.is_cut:
-        used = begin.tokens + num_samples * stream.seq_length
+        used = begin.tokens + table.num_samples * length
         end = _position_of(used, np.asarray(store.document_ends), origins)
     return SegmentRecord(
         number=before.number + 1 if before else 0,
-        first_sample=before.first_sample + before.num_samples if before else 0,
-        num_samples=num_samples,
+        first_sample=before.end_sample if before else 0,
+        num_samples=table.num_samples,
         begin=begin,
         end=end,
         digest=store.digest,
-    )
-
-
-def nothing_to_train(name: str) -> DataError:
-    """The error for a source without a document that is trained on."""
-    return DataError(
-        "holds no document to train on",
-        where=name,
-        fix="give it more, or take it out of the run",
-        id="data.untrained",
     )
 
 
@@ -204,19 +231,19 @@ class _Origin:
 
 
 def _write(
-    stream: Stream, begin: Position, folder: Path, reporter: Reporter
+    stream: Stream, begin: Position, folder: Path, tick: Callable[[int, int], None]
 ) -> tuple[list[_Origin], Position]:
     """Write documents from `begin` on until there are enough; the place after them as well."""
     writer = TokenWriter(folder, stream.encoder)
-    tally = Tally(stream.rows.describe(), stream.max_bad_fraction)
-    size = max(stream.segment_tokens, 16 * stream.seq_length)
+    tally = Tally(stream.source.describe(), stream.data.max_bad_fraction)
+    size = max(stream.segment_tokens, 16 * stream.data.seq_length)
     origins: list[_Origin] = []
     end = begin
     with writer:
-        for chunk, at in _chunks(stream.rows, begin):
+        for chunk, at in _chunks(stream, begin):
             if writer.num_documents == 0 and at.epoch > begin.epoch + 1:
                 tally.judge()  # where every row is bad, that is why
-                raise nothing_to_train(stream.rows.describe())
+                raise _nothing_to_train(stream.source)
             if at.epoch > end.epoch and writer.num_tokens - begin.tokens > size // 16:
                 break  # small data: not many epochs at once
             held_out = stream.hold_out(at.number, len(chunk.rows))
@@ -228,7 +255,7 @@ def _write(
             if documents:
                 origins.append(_Origin(writer.num_documents, at, rows))
                 writer.append(documents)
-            reporter.tick(writer.num_documents, writer.num_tokens)
+            tick(writer.num_documents, writer.num_tokens)
             if taken < len(kept):
                 end = replace(at, skip=kept[taken])
             else:
@@ -236,7 +263,7 @@ def _write(
             if writer.num_tokens - begin.tokens >= size:
                 break
         tally.judge()
-        writer.finish(stream.rows.describe(), {}, tally.record())
+        writer.finish(stream.source.describe(), {}, tally.record())
     return origins, end
 
 
@@ -249,18 +276,18 @@ def _fill(encoded: list[list[Encoded]], wanted: int) -> int:
     return len(encoded)
 
 
-def _chunks(rows: RowStream, begin: Position) -> Iterator[tuple[Chunk, Position]]:
+def _chunks(stream: Stream, begin: Position) -> Iterator[tuple[Chunk, Position]]:
     """Chunks from a position on, epoch after epoch, and where each is."""
-    epoch, anchor, number, skip = begin.epoch, begin.anchor, begin.number, begin.skip
+    epoch, chunk_start, number, skip = begin.epoch, begin.chunk_start, begin.number, begin.skip
     while True:
-        empty = anchor is None
-        for chunk in rows.chunks(anchor):
+        empty = chunk_start is None
+        for chunk in stream.source.chunks(stream.encoder.columns, chunk_start):
             empty = False
             yield chunk, Position(epoch, chunk.begin, number, skip)
             number, skip = number + len(chunk.rows), 0
         if empty:
-            raise nothing_to_train(rows.describe())
-        epoch, anchor, number, skip = epoch + 1, None, 0, 0
+            raise _nothing_to_train(stream.source)
+        epoch, chunk_start, number, skip = epoch + 1, None, 0, 0
 
 
 def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) -> Position:
@@ -270,3 +297,61 @@ def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) 
     start = int(document_ends[document - 1]) if document else 0
     row = origin.rows[document - origin.first]
     return replace(origin.chunk, skip=row, tokens=token - start)
+
+
+def _nothing_to_train(source: Source) -> DataError:
+    return DataError(
+        "holds no document to train on",
+        where=source.describe(),
+        fix="give it more, or take it out of the run",
+        id="data.untrained",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut(Source):
+    """The first of the held-out rows of a stream, as a source that is prepared once."""
+
+    stream: Stream
+
+    def describe(self) -> str:
+        return f"{self.stream.source.describe()} (held out)"
+
+    def identity(self) -> dict[str, Any]:
+        held_out = [self.stream.hold_out.identity, HELD_OUT_CHARS, _LOOKED_AT_CHARS]
+        return {"held_out": held_out, "rows": self.stream.source.content()}
+
+    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        """The held-out rows among the first of the stream.
+
+        Raises:
+            DataError: there are none, or something cannot be read.
+        """
+        assert begin is None
+        number = held_chars = looked_at = 0
+        for chunk in self.stream.source.chunks(columns):
+            is_held = self.stream.hold_out(number, len(chunk.rows))
+            sizes = [_size(row) for row in chunk.rows]
+            held = [row for row, chosen in zip(chunk.rows, is_held, strict=True) if chosen]
+            held_chars += sum(size for size, chosen in zip(sizes, is_held, strict=True) if chosen)
+            looked_at += sum(sizes)
+            number += len(chunk.rows)
+            yield chunk._replace(rows=held)
+            if held_chars >= HELD_OUT_CHARS or looked_at >= _LOOKED_AT_CHARS:
+                break
+        if not held_chars:
+            fraction = self.stream.data.validation_fraction
+            raise DataError(
+                f"none of the first {number} rows is held out: a share of {fraction:g} of a "
+                "stream falls on rows at random",
+                where=f"{self.stream.source.describe()}: data.validation_fraction",
+                fix="raise it; or use 0, and no evaluation; or data.streaming: false",
+            )
+
+
+def _size(row: Row | DataError) -> int:
+    """About how many characters a row has; 1 at least."""
+    if isinstance(row, DataError):
+        return 1
+    values = row.columns.values()
+    return 1 + sum(len(v) if isinstance(v, str) else len(str(v)) for v in values)

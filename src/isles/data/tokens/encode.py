@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from isles.config.sections.data import SourceConfig
 from isles.data.chat.conversations import ChatTemplate, Rendered
+from isles.data.chat.messages import Chat, Continuation, Ids, Item, Pair, size_of
 from isles.data.chat.template import no_template
-from isles.data.sources.items import Chat, Continuation, Ids, Item, Pair, Parser, size_of
-from isles.data.sources.parse import make_parser
+from isles.data.sources.parse import Parser, make_parser
 from isles.data.sources.rows import Row, Rows, Tally, checked_text
 from isles.data.tokens.tokenizer import encode, end_of_text_id, tokenizer_digest, vocabulary_size
 from isles.errors import DataError

@@ -1,9 +1,9 @@
-"""Prepared tokens on disk: what a folder of them holds, opened and verified."""
+"""Prepared tokens on disk: opened, verified, and split into training and validation part."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +11,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from isles.data.rng import Int64Array
+from isles.data.rng import Int64Array, draw, key_from
 from isles.errors import DataError
 from isles.run.records import read_record
+
+log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Of the files, and of how rows become tokens; another number is another key."""
@@ -22,8 +24,6 @@ TOKENS = "tokens.bin"
 DOCUMENTS = "docs.npy"
 TRAINED = "trained.bin"
 MANIFEST = "manifest.json"
-
-_READ_BYTES = 2**24
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -118,28 +118,67 @@ class TokenStore:
         """What was noted when it was written: `rows`, `empty`, `bad` and `first_bad` among it."""
         return cast("dict[str, Any]", read_record(self.folder / MANIFEST))
 
-    def verify(self, progress: Callable[[str], None] = lambda line: None) -> None:
-        """Read every byte and compare with the hashes that were taken when it was written.
 
-        Args:
-            progress: told how far it is.
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Pieces of a store's tokens, in order and apart; a piece is a document or part of one.
 
-        Raises:
-            DataError: a file has changed.
-        """
-        files = self.manifest["files"]
-        total, done = sum(facts["size_bytes"] for facts in files.values()), 0
-        for name, facts in files.items():
-            digest = hashlib.sha256()
-            with (self.folder / name).open("rb") as stream:
-                while piece := stream.read(_READ_BYTES):
-                    digest.update(piece)
-                    done += len(piece)
-                    progress(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
-            if digest.hexdigest() != facts["sha256"]:
-                raise DataError(
-                    f"{name} has changed since it was prepared",
-                    where=str(self.folder),
-                    fix=f"rm -r {self.folder}: it is prepared anew at the next start",
-                    id="data.changed",
-                )
+    Args:
+        starts: place of the first token of each.
+        ends: place after the last token of each.
+    """
+
+    starts: Int64Array
+    ends: Int64Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all of them."""
+        return int((self.ends - self.starts).sum())
+
+    def joined(self) -> Ranges:
+        """The same tokens, where neighbours have become one piece."""
+        gap = self.starts[1:] != self.ends[:-1]
+        return Ranges(
+            starts=self.starts[np.concatenate([[True], gap])[: len(self.starts)]],
+            ends=self.ends[np.concatenate([gap, [True]])[: len(self.ends)]],
+        )
+
+
+def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, Ranges | None]:
+    """Training and validation part of a store; every token is in exactly one of them.
+
+    `fraction` of the documents, at least one and never all, are held out: which ones depends on
+    the seed and the number of documents alone. Of a single text it is the tail. Pairs of
+    preferences stay together.
+
+    Returns:
+        The validation part is None where the fraction is 0, or where there is too little: a single
+        token, a single pair, a single document that is not text.
+    """
+    ends = np.asarray(store.document_ends)
+    starts = np.concatenate([[0], ends[:-1]])
+    each = 2 if store.kind == "preference" else 1
+    num_units, num_tokens = len(ends) // each, int(ends[-1])
+    if fraction == 0 or num_tokens == 1 or (num_units == 1 and store.kind != "text"):
+        return Ranges(starts, ends), None
+    if num_units == 1:
+        # Two: a single token has nothing to predict.
+        cut = num_tokens - _held_out(fraction, num_tokens, at_least=2)
+        log.info(
+            "source=%s has one document: its last %d of %d tokens are the validation part",
+            store.name,
+            num_tokens - cut,
+            num_tokens,
+        )
+        return Ranges(starts, np.array([cut])), Ranges(np.array([cut]), ends)
+    number = _held_out(fraction, num_units)
+    lots = draw(key_from(seed, 3), np.arange(num_units))
+    chosen = np.zeros(num_units, dtype=np.bool_)
+    chosen[np.argpartition(lots, number)[:number]] = True
+    held_out = np.repeat(chosen, each)
+    return Ranges(starts[~held_out], ends[~held_out]), Ranges(starts[held_out], ends[held_out])
+
+
+def _held_out(fraction: float, count: int, at_least: int = 1) -> int:
+    return min(max(round(fraction * count), at_least), count - 1)

@@ -50,7 +50,7 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "addresses": _addresses(),
         "networks": _networks(),
-        "reached_at": _reached_at(),
+        "reached_at": reached_at(),
         "machine_id": machine_id(),
         "clock": time.time(),
         "cwd": str(Path.cwd()),
@@ -95,7 +95,7 @@ def _networks() -> list[dict[str, Any]]:
     ]
 
 
-def _reached_at() -> str | None:
+def reached_at() -> str | None:
     """This machine's end of the ssh connection, which sshd leaves in the environment."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else None

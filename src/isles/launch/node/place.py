@@ -12,7 +12,7 @@ from typing import Any
 from isles.errors import UserError
 from isles.run.fleet import Fleet
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record, write_text_atomic
+from isles.run.records import read_record, write_record, write_secret, write_text_atomic
 from isles.run.refusals import clear_errors
 
 _TRIES = 20
@@ -24,7 +24,8 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
     Args:
         run_dir: the run directory, where the head has it.
         attempt: of it.
-        args: `begun_at` and `born_at` of the attempt and the run; `fleet`, `resolved`, `text`.
+        args: `begun_at` and `born_at` of the attempt and the run; `fleet`, `resolved`, `text`;
+            `token`, the secret of the attempt.
 
     Returns:
         Whether the head's own folder is here, on a file system that they share.
@@ -68,6 +69,7 @@ def _make(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> None:
     try:
         staged.path.chmod(0o755)
         Fleet.of(args["fleet"]).write(staged)
+        write_secret(staged.token, args["token"])
         write_record(staged.launch, {"attempt": attempt.number, "begun_at": args["begun_at"]})
         staged.path.rename(attempt.path)
     except BaseException:

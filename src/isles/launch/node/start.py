@@ -21,6 +21,7 @@ from isles.errors import ExitCode, UserError
 from isles.launch.node.place import make_place
 from isles.launch.ssh.setting import path_elsewhere
 from isles.run.fleet import Fleet
+from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, write_record
@@ -76,7 +77,7 @@ class NodeStart:
         Returns:
             run_dir, elsewhere (the same on the other nodes), attempt (a number), note,
             resumed_from, begun_at, born_at (both together name the attempt and the run wherever
-            they are), fleet.
+            they are), fleet; token, the secret of the attempt.
         """
         from isles.config.resolve import load_resolved
         from isles.run.begin import begin_run, choose_run, new_attempt
@@ -104,6 +105,7 @@ class NodeStart:
             first = read_record(begun.run_dir.attempts()[0].launch) or {}
             found["begun_at"] = (read_record(attempt.launch) or {}).get("begun_at")
             found["born_at"] = first.get("begun_at")
+            found["token"] = attempt.token.read_text(encoding="utf-8").strip()
             self._watch()
         return {**found, "fleet": fleet.record()}
 
@@ -131,13 +133,12 @@ class NodeStart:
         with self._lock:
             if self._is_given_up:
                 raise UserError("the start was given up")
-            if self._is_head:
-                lead = (sys.executable, "-m", "isles.train.supervisor", *where)
-                process = self._spawn("supervisor", lead, attempt.agent_log, environ)
-                self._write_launch(process, fleet, lead)
-            command = (sys.executable, "-m", "isles.train.agent", *where, "--node", str(node))
-            agent = self._spawn("agent", command, attempt.node_log(node), environ)
-            if not is_shared:
+            # The first node's agent coordinates the run as well.
+            words = () if self._is_head else ("--node", str(node))
+            command = (sys.executable, "-m", "isles.agent", *where, *words)
+            log = attempt.agent_log if self._is_head else attempt.node_log(node)
+            agent = self._spawn("agent", command, log, environ)
+            if self._is_head or not is_shared:
                 self._write_launch(agent, fleet, command)
         self._watch()
         return {"process": agent.record(), "is_shared": is_shared}
@@ -188,12 +189,22 @@ class NodeStart:
         """
         with self._lock:
             self._is_given_up = True
-            # All at once: an agent that outlives the supervisor would say how the run has ended.
+            # All at once: an agent that outlives the coordinator would say how the run has ended.
             for _, process, _ in self._children.values():
                 kill_now(process)
             attempt = self._attempt
-            if self._is_head and attempt is not None and read_record(attempt.outcome) is None:
-                write_record(attempt.outcome, _outcome(args))
+            if self._is_head and attempt is not None:
+                error = error_record(
+                    args["what"],
+                    id=args.get("id", "start.failed"),
+                    kind="StartFailed",
+                    code=ExitCode(int(args.get("exit_code", ExitCode.PREFLIGHT))),
+                    where=args.get("where", ""),
+                    fix=args.get("fix", "`isles train` starts it again"),
+                    is_communication=False,
+                )
+                reason = f"it was not started: {args['what']}"
+                end(attempt, "failed", error["exit_code"], reason, error=error)
             for child, _, _ in self._children.values():
                 # Killed it is; that it is seen to end late must not cost the record below.
                 with suppress(subprocess.TimeoutExpired):
@@ -265,17 +276,17 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     """
     from isles.config.files import data_faults, deepspeed_faults, shape_faults
     from isles.config.load import Loaded
-    from isles.config.sections.adapter import missing_package
+    from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
     from isles.launch.hub import hub_faults
     from isles.run.env import hub_cache
-    from isles.run.trackers import require_trackers
+    from isles.run.packages import require_packages
 
     config = RunConfig.model_validate(args["config"])
     loaded = Loaded(config, args["origins"], args["text"], Path(args["path"]))
     found: list[UserError] = []
     try:
-        require_trackers(config)
+        require_packages(config)
     except UserError as error:
         found.append(error)
     if fault := missing_package(config.adapter):
@@ -321,29 +332,3 @@ def _tail(log: Path) -> list[str]:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
         return []
-
-
-def _outcome(args: dict[str, Any]) -> dict[str, Any]:
-    host, code = os.uname().nodename, int(args.get("exit_code", ExitCode.PREFLIGHT))
-    error = {
-        "rank": None,
-        "host": host,
-        "at": time.time(),
-        "kind": "StartFailed",
-        "what": args["what"],
-        "where": args.get("where", f"host {host}"),
-        "fix": args.get("fix", "`isles train` starts it again"),
-        "id": args.get("id", "start.failed"),
-        "exit_code": code,
-        "is_communication": False,
-        "traceback": None,
-    }
-    reason = f"it was not started: {args['what']}"
-    return {
-        "state": "failed",
-        "exit_code": code,
-        "step": None,
-        "reason": reason,
-        "at": time.time(),
-        "error": error,
-    }

@@ -13,6 +13,7 @@ from isles.facts.units import format_duration
 from isles.launch.pbs.reasons import ended_reason, pending_reason
 from isles.launch.queue.job import ASK_S, JobReport, JobWord
 from isles.launch.ssh.shell import Result, Shell
+from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import newest_step
@@ -116,10 +117,9 @@ class PbsJob:
         cls, run_dir: RunDir, attempt: Attempt, launch: dict[str, Any], *, ask_s: float = ASK_S
     ) -> PbsJob:
         """The job that a launch record names, or the one that it was submitted again as."""
-        noted = (read_record(dialect_note(attempt)) or {}).get("dialect")
-        dialect: Dialect = "torque" if noted == "torque" else "openpbs"
         job_id = last_submitted(attempt) or str(launch["job_id"])
-        return cls(run_dir, attempt, job_id, dialect, Pbs(launch.get("bin_path"), ask_s=ask_s))
+        pbs = Pbs(launch.get("bin_path"), ask_s=ask_s)
+        return cls(run_dir, attempt, job_id, read_dialect(attempt), pbs)
 
     @property
     def text(self) -> str:
@@ -175,18 +175,16 @@ class PbsJob:
             exit_code = ExitCode.REQUEUE  # its ranks had saved when PBS killed the script
         error = None
         if not stopped:
-            error = {
-                "rank": None,
-                "host": None,
-                "at": report.at,
-                "kind": "JobEnded",
-                "what": f"{self.text}: {report.reason}",
-                "where": str(log if log.exists() else self.attempt.path / "pbs.out"),
-                "fix": report.fix or "look at the end of that file",
-                "exit_code": int(exit_code),
-                "is_communication": False,
-                "traceback": None,
-            }
+            error = error_record(
+                f"{self.text}: {report.reason}",
+                id="",
+                kind="JobEnded",
+                code=exit_code,
+                where=str(log if log.exists() else self.attempt.path / "pbs.out"),
+                fix=report.fix or "look at the end of that file",
+                at=report.at,
+                host=None,
+            )
         return {
             "state": "stopped" if stopped else "failed",
             "exit_code": int(exit_code),
@@ -219,6 +217,12 @@ class PbsJob:
 def dialect_note(attempt: Attempt) -> Path:
     """Where a start notes which PBS has taken its job."""
     return attempt.path / "pbs.json"
+
+
+def read_dialect(attempt: Attempt) -> Dialect:
+    """Which PBS has taken, or takes, the job of an attempt."""
+    noted = (read_record(dialect_note(attempt)) or {}).get("dialect")
+    return "torque" if noted == "torque" else "openpbs"
 
 
 def last_submitted(attempt: Attempt) -> str | None:

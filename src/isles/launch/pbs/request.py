@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig
 from isles.errors import ConfigError
 from isles.launch.pbs.job import Dialect
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.launcher import PbsLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.pbs.job import Dialect, Pbs, dialect_note, last_line
-from isles.launch.pbs.script import InRunDir, pbs_script
+from isles.launch.pbs.script import InRunDir, pbs_job_script
 from isles.launch.queue.jobs import refresh
 from isles.launch.queue.start import (
     SUBMIT_PATIENCE,
@@ -25,7 +25,7 @@ from isles.launch.queue.start import (
     settle,
     submission,
 )
-from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
+from isles.run.begin import begin_run, choose_run, new_attempt, write_job_launch
 from isles.run.env import pbs_job
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record, write_text_atomic
@@ -68,10 +68,10 @@ def start_pbs(loaded: Loaded, launcher: PbsLauncherConfig, options: StartOptions
         run_dir = RunDir(begun.run_dir.path.absolute())
         attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
         with submission(begun, attempt):
-            text = _script(resolved, launcher, dialect, run_dir, attempt, begun, workdir)
+            text = _script(resolved, launcher, dialect, run_dir, attempt, workdir)
             write_text_atomic(attempt.script, text)
+            write_record(dialect_note(attempt), {"dialect": dialect})  # the job itself reads it
             job_id = _submit(pbs, attempt, loaded)
-        write_record(dialect_note(attempt), {"dialect": dialect})
         write_job_launch(
             attempt,
             launcher="pbs",
@@ -108,16 +108,14 @@ def _script(
     dialect: Dialect,
     run_dir: RunDir,
     attempt: Attempt,
-    begun: Begun,
     workdir: Path,
 ) -> str:
     cluster = resolved.config.clusters[0]
-    resume_from = str(begun.resume_from.absolute()) if begun.resume_from else None
-    return pbs_script(
+    return pbs_job_script(
         resolved.config,
         launcher,
         dialect,
-        InRunDir(str(run_dir.path), attempt.number, resume_from),
+        InRunDir(str(run_dir.path), attempt.number),
         workdir=str(workdir),
         num_ranks=resolved.world_size // cluster.max_nodes,
         device=resolved.device,
@@ -182,7 +180,7 @@ def _dry_run_text(
     run_dir = RunDir(begun.run_dir.path.absolute())
     last = run_dir.last_attempt()
     attempt = run_dir.attempt(last.number + 1 if last else 1)
-    script = _script(resolved, launcher, dialect, run_dir, attempt, begun, workdir)
+    script = _script(resolved, launcher, dialect, run_dir, attempt, workdir)
     note = begun.note or f"this would be a new run: {run_dir.name}"
     return (
         f"{show(resolved).rstrip()}\n\n{note}\n"

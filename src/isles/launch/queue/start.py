@@ -6,18 +6,17 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Literal
 
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
-from isles.config.interop.rules import check_start
+from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
-from isles.config.sections.adapter import missing_package
-from isles.config.sections.launcher import QueueSection
+from isles.config.sections.cluster import QueueSection
+from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors, ExitCode, PreflightError
 from isles.launch.queue.jobs import refresh
 from isles.launch.ssh.setting import python_of
@@ -25,9 +24,9 @@ from isles.launch.verbs import require_train
 from isles.run.begin import Begun
 from isles.run.env import hub_cache
 from isles.run.find import numbered_runs
+from isles.run.outcome import end_failed, error_record
+from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import write_record
-from isles.run.trackers import require_trackers
 
 
 def refuse_arrays(loaded: Loaded, pattern: re.Pattern[str]) -> None:
@@ -141,7 +140,7 @@ def check_packages(resolved: Resolved) -> None:
     if config.training.script is not None:
         return
     check_start(config, resolved.world_size)
-    require_trackers(config)
+    require_packages(config)
     if fault := missing_package(config.adapter):
         raise fault
 
@@ -199,22 +198,15 @@ def find_lost(find: Callable[[], str | None], error: PreflightError) -> str:
 def _strand(attempt: Attempt, error: LostSubmission) -> None:
     """Put on record that a start was given up. A job of it that was taken all the same looks there
     first, and ends: never do two jobs train one run."""
-    record = {
-        "rank": None,
-        "host": None,
-        "at": time.time(),
-        "kind": "LostSubmission",
-        "what": error.what,
-        "where": error.where,
-        "fix": error.fix,
-        "id": error.id,
-        "exit_code": int(ExitCode.PREFLIGHT),
-        "is_communication": False,
-        "traceback": None,
-    }
-    outcome = {"state": "failed", "exit_code": int(ExitCode.PREFLIGHT), "step": None}
-    outcome |= {"reason": error.what, "at": time.time(), "error": record}
-    write_record(attempt.outcome, outcome)
+    record = error_record(
+        error.what,
+        id=error.id,
+        kind="LostSubmission",
+        code=ExitCode.PREFLIGHT,
+        where=error.where,
+        fix=error.fix,
+    )
+    end_failed(attempt, record)
 
 
 def _withdraw(begun: Begun, attempt: Attempt) -> None:

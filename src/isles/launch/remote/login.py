@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from isles import __version__
 from isles.config.load import Loaded
-from isles.config.sections.launcher import QueueSection
+from isles.config.sections.cluster import QueueSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.remote.passing import SSH_FAILED, STARTED, lost_python, remember

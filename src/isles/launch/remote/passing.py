@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isles.errors import PreflightError, UserError
-from isles.launch.ssh.shell import Shell
+from isles.launch.ssh.shell import Result, Shell
 from isles.run.env import NAMED
 from isles.run.remote import RemoteRun, write_remote
 
@@ -16,6 +16,8 @@ STARTED = "ISLES-STARTED "
 """Begins the line by which `isles train --announce` says which run it has started."""
 
 SSH_FAILED = 255
+_CONNECT_S = 5.0
+"""Longest wait for a host that the user waits for."""
 
 
 def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
@@ -24,15 +26,35 @@ def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
     return "\n".join([*run.lines, f"export {NAMED}={shlex.quote(run.behind)}", f"exec {command}"])
 
 
-def remote_command(run: RemoteRun, words: Sequence[str], *, host: str | None = None) -> list[str]:
+def remote_isles(
+    run: RemoteRun, words: Sequence[str], *, host: str = "", connect_timeout_s: float = 10.0
+) -> list[str]:
     """The command line, to be run here, that runs an isles command on a host of a run.
 
     Args:
         run: the run.
         words: the verb and what follows it.
-        host: one of `run.hosts`; None: the one that has the run directory.
+        host: one of `run.hosts`; empty: the one that has the run directory.
+        connect_timeout_s: longest wait for ssh to connect.
     """
-    return Shell(host or run.ssh).argv(["bash", "-c", remote_script(run, words)])
+    shell = Shell(host or run.ssh, connect_timeout_s)
+    return shell.argv(["bash", "-c", remote_script(run, words)])
+
+
+def ask_isles(
+    run: RemoteRun, words: Sequence[str], *, host: str = "", timeout_s: float = 15.0
+) -> Result:
+    """Run an isles command on a host of a run, and take what it prints.
+
+    Args:
+        run, words, host: as for `remote_isles`.
+        timeout_s: longest wait for its end.
+
+    Raises:
+        PreflightError: the host cannot be reached, or has not answered in time.
+    """
+    shell = Shell(host or run.ssh, _CONNECT_S)
+    return shell.run(["bash", "-c", remote_script(run, words)], timeout_s=timeout_s)
 
 
 def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
@@ -41,10 +63,8 @@ def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
     Raises:
         PreflightError: the host cannot be reached, or has no isles.
     """
-    shell = Shell(run.ssh)
-    argv = shell.argv(["bash", "-c", remote_script(run, words)])
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(remote_isles(run, words), stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError as error:
         raise PreflightError(
             "there is no program ssh",

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from isles.config.load import Loaded
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.environment import EnvironmentConfig
-from isles.config.sections.launcher import QueueSection, SshLauncherConfig
+from isles.config.sections.cluster import (
+    ClusterConfig,
+    EnvironmentConfig,
+    QueueSection,
+    SshLauncherConfig,
+)
+from isles.config.sections.output import tracker_sections
 from isles.config.sections.run import RunConfig
-from isles.config.sections.track import tracker_sections
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.remote.wheel import wheel_bytes, wheel_name

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from isles.config.load import Loaded
-from isles.config.sections.environment import SyncConfig
+from isles.config.sections.cluster import SyncConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import StartOptions
 from isles.launch.node.facts import machine_id
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.setting import python_of, quoted, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
@@ -101,7 +101,7 @@ def _refuse_second(loaded: Loaded, head: Shell, workdir: str, options: StartOpti
     refusal = None
     with (
         suppress(UserError),  # no folder yet, no isles: the start itself says what is wrong
-        Channel(head, lines=lines, python=python) as channel,
+        open_channel(head, lines=lines, python=python) as channel,
     ):
         refusal = channel.call("second", timeout_s=_LOOK_S, **asked)["refusal"]
     if refusal is not None:

@@ -9,12 +9,12 @@ from typing import Literal, assert_never
 
 from isles.config.files import deepspeed_faults
 from isles.config.interop.accelerate import fsdp_json
-from isles.config.interop.write import deepspeed_json
+from isles.config.interop.deepspeed import deepspeed_json
 from isles.config.load import Loaded
-from isles.config.sections.launcher import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.errors import ConfigErrors
 from isles.launch.pbs.job import Dialect
-from isles.launch.pbs.script import Alone, pbs_script
+from isles.launch.pbs.script import pbs_script
 from isles.launch.render.size import Size, settle_size
 from isles.launch.render.torchrun import torchrun_script
 from isles.launch.slurm.script import JobText, sbatch_script
@@ -104,7 +104,8 @@ def _pbs(loaded: Loaded, size: Size, overrides: tuple[str, ...], output: Path | 
         loaded.config,
         launcher,
         dialect,
-        Alone(alone_command(loaded, overrides), str(output.absolute()) if output else None),
+        alone_command(loaded, overrides),
+        str(output.absolute()) if output else None,
         workdir=size.workdir,
         num_ranks=size.equal(loaded),
         device=size.device,

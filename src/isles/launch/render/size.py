@@ -9,7 +9,7 @@ from typing import Literal
 from isles.config.files import shape_faults
 from isles.config.load import Loaded
 from isles.config.resolve import resolve
-from isles.config.sections.launcher import LocalLauncherConfig
+from isles.config.sections.cluster import LocalLauncherConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.run.env import hub_cache

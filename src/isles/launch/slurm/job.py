@@ -15,6 +15,7 @@ from isles.facts.units import format_duration
 from isles.launch.queue.job import ASK_S, JobReport, JobWord
 from isles.launch.slurm.reasons import ENDINGS, pending_reason
 from isles.launch.ssh.shell import Result, Shell
+from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import newest_step
@@ -126,18 +127,16 @@ class SlurmJob:
             exit_code, is_stop = ExitCode(int(stopped["exit_code"])), True
         error = None
         if not is_stop:
-            error = {
-                "rank": None,
-                "host": None,
-                "at": report.at,
-                "kind": "JobEnded",
-                "what": f"{self.text}: {report.reason}",
-                "where": f"{self.attempt.path}/slurm-{self.job_id}.out",
-                "fix": report.fix or f"look at the end of slurm-{self.job_id}.out",
-                "exit_code": int(exit_code),
-                "is_communication": exit_code is ExitCode.COMMUNICATION,
-                "traceback": None,
-            }
+            error = error_record(
+                f"{self.text}: {report.reason}",
+                id="",
+                kind="JobEnded",
+                code=exit_code,
+                where=f"{self.attempt.path}/slurm-{self.job_id}.out",
+                fix=report.fix or f"look at the end of slurm-{self.job_id}.out",
+                at=report.at,
+                host=None,
+            )
         return {
             "state": "stopped" if is_stop else "failed",
             "exit_code": int(exit_code),

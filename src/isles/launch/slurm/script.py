@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from isles import __version__
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError
 from isles.launch.script_template import fill_template
-from isles.launch.ssh.setting import python_of
+from isles.launch.ssh.setting import python_of, quoted
 from isles.launch.torchrun import MOST_TIMES, node_lines, runs_pattern
-
-_RUN_DIR = '"$ISLES_RUN_DIR"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +27,8 @@ class JobText:
         nproc: ranks on each.
         device: cpu or cuda.
         workdir: the folder in which the ranks run.
-        command: what follows torchrun's own options.
-        run_dir: the run directory as the nodes see it; None: the script runs without isles'
-            control wing.
+        command: what follows torchrun's own options, in a script that runs without isles.
+        run_dir: the run directory as the nodes see it; None: the script runs without isles.
         attempt: the number of this start; 0 without a run directory.
         notes: comments at the head.
     """
@@ -41,47 +38,64 @@ class JobText:
     nproc: int
     device: str
     workdir: str
-    command: Sequence[str]
+    command: Sequence[str] = ()
     run_dir: str | None = None
     attempt: int = 0
     notes: Sequence[str] = ()
 
 
-def sbatch_script(config: RunConfig, job: JobText) -> str:
-    """The whole script, as `sbatch` takes it.
+def job_script(config: RunConfig, job: JobText) -> str:
+    """The script of a run that isles follows: what the agents run in, and the coordinator.
 
     Raises:
         ConfigError: Slurm cannot write into the run directory.
     """
     cluster = config.clusters[0]
-    environment = cluster.environment
-    # Modules and conda are functions that only a login shell is sure to have.
-    needs_login = bool(environment.modules or environment.conda)
-    words = [_RUN_DIR if w == job.run_dir else shlex.quote(str(w)) for w in job.command]
+    return fill_template(
+        "job.sh.jinja",
+        shebang=_shebang(config),
+        title=f"{config.name}: {_size_text(job)}, written by isles {__version__}",
+        head=["`isles train` has submitted this file as it is."],
+        sign="#SBATCH",
+        options=sbatch_options(config, job),
+        setting=node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
+        log=None,
+        python=quoted(python_of(cluster.environment)),
+        run_dir=job.run_dir,
+        attempt=job.attempt,
+        more="",
+    )
+
+
+def sbatch_script(config: RunConfig, job: JobText) -> str:
+    """A script that runs without isles' control wing: torchrun on each node."""
+    cluster = config.clusters[0]
     cpus = job.launcher.cpus_per_node
-    values: dict[str, object] = {
-        "shebang": "#!/bin/bash -l" if needs_login else "#!/bin/bash",
-        "title": f"{config.name}: {_size_text(job)}, written by isles {__version__}",
-        "head": [*_head(job), *job.notes],
-        "options": sbatch_options(config, job),
-        "setting": node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
-        "nodes": job.nodes,
-        "nproc": job.nproc,
-        "interface": cluster.network.interface,
-        "port": cluster.network.port,
-        "start_timeout": math.ceil(cluster.start_timeout),
-        "command": " ".join(words),
+    return fill_template(
+        "sbatch.sh.jinja",
+        shebang=_shebang(config),
+        title=f"{config.name}: {_size_text(job)}, written by isles {__version__}",
+        head=["One task a node runs torchrun, which starts the ranks of that node.", *job.notes],
+        options=sbatch_options(config, job),
+        setting=node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
+        nodes=job.nodes,
+        nproc=job.nproc,
+        interface=cluster.network.interface,
+        port=cluster.network.port,
+        start_timeout=math.ceil(cluster.start_timeout),
+        command=shlex.join(str(word) for word in job.command),
         # Since Slurm 22.05 a step no longer takes this from its job.
-        "srun_cpus": f" --cpus-per-task={cpus}" if cpus else "",
-        "run_dir": job.run_dir,
-        "attempt": job.attempt,
-        "python": shlex.quote(python_of(environment)),
-        "requeue": job.launcher.requeue,
-        "runs": runs_pattern(config, job.workdir),
-        "check": job.launcher.check,
-        "most_times": MOST_TIMES,
-    }
-    return fill_template("sbatch.sh.jinja", **values)
+        srun_cpus=f" --cpus-per-task={cpus}" if cpus else "",
+        requeue=job.launcher.requeue,
+        runs=runs_pattern(config, job.workdir),
+        most_times=MOST_TIMES,
+    )
+
+
+def _shebang(config: RunConfig) -> str:
+    # Modules and conda are functions that only a login shell is sure to have.
+    environment = config.clusters[0].environment
+    return "#!/bin/bash -l" if environment.modules or environment.conda else "#!/bin/bash"
 
 
 def sbatch_options(config: RunConfig, job: JobText) -> list[str]:
@@ -111,6 +125,8 @@ def sbatch_options(config: RunConfig, job: JobText) -> list[str]:
     }
     options = [f"--{name}={_value(value)}" for name, value in values.items() if value is not None]
     options.append("--requeue" if launcher.requeue else "--no-requeue")
+    if config.clusters[0].min_nodes < job.nodes:
+        options.append("--no-kill")  # the run goes on without a node that fails
     return [*options, *launcher.extra]
 
 
@@ -121,15 +137,6 @@ def slurm_time(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     clock = f"{hours:02d}:{minutes:02d}:{rest:02d}"
     return f"{days}-{clock}" if days else clock
-
-
-def _head(job: JobText) -> list[str]:
-    if job.run_dir is None:
-        return ["One task a node runs torchrun, which starts the ranks of that node."]
-    return [
-        "One task a node runs torchrun, which starts the ranks of that node; `isles train` has",
-        "submitted this file as it is.",
-    ]
 
 
 def _size_text(job: JobText) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.queue.jobs import refresh
@@ -20,9 +20,8 @@ from isles.launch.queue.start import (
     settle,
     submission,
 )
-from isles.launch.rank_command import rank_command
 from isles.launch.slurm.job import Slurm
-from isles.launch.slurm.script import JobText, sbatch_script
+from isles.launch.slurm.script import JobText, job_script
 from isles.launch.slurm.submit import submit_slurm
 from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
 from isles.run.env import allocation
@@ -93,10 +92,7 @@ def _script(
     workdir: Path,
 ) -> str:
     nodes = resolved.config.clusters[0].max_nodes
-    run_dir = str(begun.run_dir.path.absolute())
-    resume_from = str(begun.resume_from.absolute()) if begun.resume_from else None
-    number = attempt.number
-    return sbatch_script(
+    return job_script(
         resolved.config,
         JobText(
             launcher=launcher,
@@ -104,9 +100,8 @@ def _script(
             nproc=resolved.world_size // nodes,
             device=resolved.device,
             workdir=str(workdir),
-            command=rank_command(resolved.config, run_dir, number, resume_from=resume_from),
-            run_dir=run_dir,
-            attempt=number,
+            run_dir=str(begun.run_dir.path.absolute()),
+            attempt=attempt.number,
         ),
     )
 

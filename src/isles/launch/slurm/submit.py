@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 
 from isles.config.load import Loaded
-from isles.config.sections.launcher import SlurmLauncherConfig
+from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.queue.start import SUBMIT_PATIENCE, find_lost
 from isles.launch.slurm.job import Slurm

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv4Network
 from typing import Any
 
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import NetworkConfig
 from isles.errors import PreflightError
 
 Facts = dict[str, Any]

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isles import __version__
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import HostConfig
+from isles.config.sections.cluster import ClusterConfig, HostConfig, SshLauncherConfig
 from isles.errors import PreflightError, UserError, ids_of
 from isles.launch.ssh.addresses import Reach, choose_addresses
-from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.fingerprint import code_digest
 from isles.launch.ssh.setting import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
@@ -61,7 +60,8 @@ def connect(
     lines, python = setting_lines(cluster, workdir), python_of(cluster.environment)
 
     def channel(host: HostConfig) -> Channel:
-        return Channel(Shell(host.ssh, timeout_s), lines=lines, python=python, name=host.ssh)
+        shell = Shell(host.ssh, timeout_s)
+        return open_channel(shell, lines=lines, python=python, name=host.ssh)
 
     answers, faults = on_all(cluster.hosts, channel)
     channels = [found for found in answers if found is not None]
@@ -126,12 +126,10 @@ def meet(
         PreflightError: hosts that do not answer, lack what training needs, are one machine, or
             differ in what must be equal; all of them together.
     """
-    facts = ask_all(
-        channels,
-        "facts",
-        timeout_s=channels[0].shell.connect_timeout_s + _ANSWER_S,
-        port=cluster.network.port,
-    )
+    launcher = cluster.launcher
+    assert isinstance(launcher, SshLauncherConfig)
+    timeout_s = launcher.connect_timeout + _ANSWER_S
+    facts = ask_all(channels, "facts", timeout_s=timeout_s, port=cluster.network.port)
     hosts = [
         Host(node, given, channel, fact)
         for node, (given, channel, fact) in enumerate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isles.config.sections.environment import NetworkConfig
+from isles.config.sections.cluster import NetworkConfig
 
 _PROFILES = {
     "auto": {},

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a node uses this file without run files, whose classes take long to import
-    from isles.config.sections.cluster import ClusterConfig
-    from isles.config.sections.environment import EnvironmentConfig
+    from isles.config.sections.cluster import ClusterConfig, EnvironmentConfig
     from isles.config.sections.run import RunConfig
 
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved, resolve
-from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.launcher import SshLauncherConfig
+from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.node.facts import machine_id
@@ -298,7 +297,7 @@ class _SshStart:
         head, output_dir = self.hosts[0], Path(self.loaded.config.output_dir).expanduser()
         is_here = bool(machine_id()) and head.facts["machine_id"] == machine_id()
         if is_here and run_dir.path.parent == output_dir.absolute():
-            return Started(run_dir, attempt, _supervisor(attempt))
+            return Started(run_dir, attempt, _coordinator(attempt))
         remote = RemoteRun(
             name=run_dir.name,
             ssh=head.name,
@@ -314,7 +313,7 @@ class _SshStart:
         return Started(run_dir, attempt, None, remote=remote)
 
 
-def _supervisor(attempt: Attempt) -> ProcessId | None:
+def _coordinator(attempt: Attempt) -> ProcessId | None:
     from isles.run.records import read_record
 
     return ProcessId.from_record(read_record(attempt.launch) or {})

@@ -53,14 +53,11 @@ def dry_run_text(
     ]
     for node, added in zip(fleet.nodes, variables, strict=True):
         there = run_dir if node.node == 0 else str(begun["elsewhere"])
-        tail = ["-m", "isles.train.agent", there, "--attempt", str(attempt)]
-        tail += ["--node", str(node.node)]
+        words = ["-m", "isles.agent", there, "--attempt", str(attempt)]
+        # The first one coordinates the run as well.
+        words += ["--node", str(node.node)] if node.node else []
         env = ["env", *(f"{k}={v}" for k, v in added.items())] if added else []
-        commands = [[*env, python, *tail]]
-        if node.node == 0:
-            lead = ["-m", "isles.train.supervisor", run_dir, "--attempt", str(attempt)]
-            commands.insert(0, [*env, python, *lead])
-        text = "\n".join(f"    {shlex.join(command)}" for command in commands)
+        text = f"    {shlex.join([*env, python, *words])}"
         parts.append(f"then on {_place(node)}:\n{text}")
     return "\n\n".join(parts)
 

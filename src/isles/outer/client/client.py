@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import quote
 
 from isles.errors import CommunicationError
-from isles.outer.client.blobs import digest_of, hash_chunks
 from isles.outer.client.files import download, upload
-from isles.outer.client.http import Channel, RendezvousRefusal
-from isles.outer.client.rate_limit import RateLimit
+from isles.outer.client.http import Channel, RateLimit, RendezvousRefusal
 from isles.outer.messages import (
     Answer,
     Applied,
@@ -22,19 +19,18 @@ from isles.outer.messages import (
     ClaimAnswer,
     Contribution,
     ContributionAnswer,
-    EpochAnswer,
-    Failed,
+    HeldAnswer,
     Interval,
     Join,
     JoinAnswer,
     LeaveRun,
     OnlyId,
-    Prepared,
-    Ready,
     StateAnswer,
     StateFile,
     StateOffer,
     TurnAnswer,
+    digest_of,
+    hash_chunks,
 )
 from isles.run.join_line import JoinLine
 
@@ -209,114 +205,39 @@ class Client:
                 )
 
     async def fetch_average(self, answer: TurnAnswer, target: Path, deadline_s: float) -> None:
-        """Fetch the average of a committed turn. See `download`.
+        """Fetch the average of a committed turn. See `download`."""
+        place = f"/v1/turns/{answer.turn}/average"
+        await download(self.channel, place, answer.size_bytes, answer.digest, target, deadline_s)
 
-        Where only members have it (engine gloo), one of them is asked to upload it first.
+    async def held(self, turn: int, deadline_s: float) -> bool:
+        """Tell that the average of a turn lies here, and wait until it does at all who live.
+
+        Returns:
+            Whether it does.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
-        turn = answer.turn
-        while not answer.is_kept:
-            await self.channel.post(
-                f"/v1/turns/{turn}/want", OnlyId(id=self.id), _Done, end - loop.time()
-            )
-            await asyncio.sleep(_AGAIN_S)
-            answer = await self.turn(turn, end - loop.time())
-            if not answer.is_kept and loop.time() >= end:
-                raise CommunicationError(
-                    f"the average of turn {turn} has not come within {deadline_s:.0f} s; asked for "
-                    f"it is one of {', '.join(answer.weights)}",
-                    where=str(self.channel.line),
-                    fix="join again: the whole state is given then",
-                )
-        place = f"/v1/turns/{turn}/average"
-        left = end - loop.time()
-        await download(self.channel, place, answer.size_bytes, answer.digest, target, left)
+        while (left := end - loop.time()) > 0:
+            place = f"/v1/turns/{turn}/held?wait={min(left, _POLL_S):g}"
+            body = OnlyId(id=self.id)
+            answer = await self.channel.post(place, body, HeldAnswer, left, attempt_s=2 * _POLL_S)
+            if answer.is_everywhere:
+                return True
+        return False
 
-    async def give_average(self, turn: int, path: Path, deadline_s: float) -> None:
-        """Upload the average of a turn, as the answer to a beat asks for (`upload_average`)."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        place = f"/v1/turns/{turn}/average/from/{self.id}"
-        hashes = await asyncio.to_thread(hash_chunks, path)
-        await upload(self.channel, place, path, hashes, deadline_s)
-        await self.channel.post(
-            place, OnlyId(id=self.id), _Done, end - loop.time(), attempt_s=_SEAL_S
-        )
-
-    # Engine gloo.
-
-    async def ready(
-        self, turn: int, ready: Ready, deadline_s: float, wait_s: float = _POLL_S
-    ) -> EpochAnswer:
-        """Say that this cluster has its contribution, and wait a while for an epoch to form."""
-        place = f"/v1/turns/{turn}/ready?wait={wait_s:g}"
-        return await self.channel.post(place, ready, EpochAnswer, deadline_s, attempt_s=2 * _POLL_S)
-
-    async def prepared(
-        self, epoch: int, prepared: Prepared, deadline_s: float, wait_s: float = _POLL_S
-    ) -> EpochAnswer:
-        """Say that this cluster has the average, and wait a while until all have the same.
-
-        Raises:
-            RendezvousRefusal: kind `epoch`: it has come to nothing; be ready for another.
-        """
-        place = f"/v1/epochs/{epoch}/prepared?wait={wait_s:g}"
-        return await self.channel.post(
-            place, prepared, EpochAnswer, deadline_s, attempt_s=2 * _POLL_S
-        )
-
-    async def epoch_failed(
-        self,
-        epoch: int,
-        why: str,
-        deadline_s: float,
-        culprit: int | None = None,
-        apart: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        """Say that this cluster could not average with the others.
-
-        Args:
-            epoch: which one.
-            why: in words.
-            culprit: the rank whose contribution is unsound, if so.
-            apart: pairs of ranks that do not reach one another, if so.
-            deadline_s: for saying it.
-        """
-        place = f"/v1/epochs/{epoch}/failed"
-        failed = Failed(id=self.id, why=why[:1000], culprit=culprit, apart=list(apart))
-        await self.channel.post(place, failed, _Done, deadline_s)
-
-    async def put_value(self, epoch: int, key: str, value: bytes, deadline_s: float) -> None:
-        """Tell the members of an epoch something. See `EpochStore`."""
-        place = f"/v1/epochs/{epoch}/store/{self.id}?key={quote(key, safe='')}"
-        await self.channel.put_small(place, value, deadline_s)
-
-    async def get_value(self, epoch: int, key: str, deadline_s: float) -> bytes | None:
-        """What a member of an epoch has told; None: nothing by the deadline."""
-        place = f"/v1/epochs/{epoch}/store/{self.id}?key={quote(key, safe='')}"
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        while True:
-            left = max(0.0, end - loop.time())
-            wait_s = min(left, _POLL_S)
-            value = await self.channel.get_small(f"{place}&wait={wait_s:.3f}", left + _AGAIN_S)
-            if value is not None or loop.time() >= end:
-                return value
-
-    async def applied(self, turn: int, anchors: str, deadline_s: float) -> None:
-        """Tell which anchors an average has led to."""
-        body = Applied(id=self.id, turn=turn, anchors=anchors)
+    async def applied(self, turn: int, outer_params: str, deadline_s: float) -> None:
+        """Tell which outer parameters an average has led to."""
+        body = Applied(id=self.id, turn=turn, outer_params=outer_params)
         await self.channel.post("/v1/applied", body, _Done, deadline_s)
 
     async def give_state(
-        self, version: int, anchors: Sequence[str], files: Sequence[Path], deadline_s: float
+        self, version: int, outer_params: Sequence[str], files: Sequence[Path], deadline_s: float
     ) -> None:
-        """Upload anchors and outer state for a cluster that is behind, or the rest of them.
+        """Upload the outer state for a cluster that is behind, or the rest of it.
 
         Args:
             version: turns applied to them.
-            anchors: digest of each fragment's anchors.
+            outer_params: digest of each fragment's outer parameters.
             files: safetensors; they must not change meanwhile.
             deadline_s: for the whole.
         """
@@ -327,7 +248,9 @@ class Client:
             StateFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_of(each))
             for path, each in zip(files, hashes, strict=True)
         ]
-        offer = StateOffer(id=self.id, version=version, anchors=list(anchors), files=offered)
+        offer = StateOffer(
+            id=self.id, version=version, outer_params=list(outer_params), files=offered
+        )
         state = (await self.channel.post("/v1/states", offer, _Offered, deadline_s)).state
         for index, (path, each) in enumerate(zip(files, hashes, strict=True)):
             place = f"/v1/states/{state}/files/{index}/from/{self.id}"

@@ -11,9 +11,8 @@ from pathlib import Path
 from pydantic import RootModel
 
 from isles.errors import CommunicationError
-from isles.outer.client.blobs import chunk_size, digest_of, hash_chunks, num_chunks
 from isles.outer.client.http import Channel, RendezvousRefusal
-from isles.outer.messages import CHUNK_BYTES, Answer
+from isles.outer.messages import CHUNK_BYTES, Answer, chunk_size, digest_of, hash_chunks, num_chunks
 
 _WRONG_HASHES = 3
 

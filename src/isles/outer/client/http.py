@@ -8,14 +8,12 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
-from yarl import URL
 
 from isles.errors import CommunicationError
-from isles.outer.client.rate_limit import RateLimit
 from isles.outer.messages import ErrorBody, Message
 from isles.run.join_line import JoinLine
 
@@ -26,10 +24,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _ATTEMPT_S = 20.0
 _STALL_S = 20.0
 _CONNECT_S = 10.0
+_BURST_S = 0.05
 _SLICE = 1 << 16
 _SECRET = re.compile(r"[0-9a-f]{32}")
 """A member's id, in an address: who knows it can speak in its name."""
 _BIG_SLICE = 1 << 18
+WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol"})
+"""Refusals by somebody who may only for a while stand where the hub was."""
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
 
 
@@ -50,20 +51,42 @@ class RendezvousRefusal(CommunicationError):
         self.kind = kind
 
 
-class Witness(Protocol):
-    """Sees to it that an answer may be acted upon, where the rendezvous may move."""
+class RejoinError(Exception):
+    """The hub does not know this cluster any more, or there is a new join line: join anew."""
 
-    def mark(self) -> tuple[int, str]:
-        """Which rendezvous it is that is asked now."""
-        ...
 
-    async def confirm(self, mark: tuple[int, str], path: str) -> None:
-        """Before an answer is acted upon; an OSError: it is void, ask again."""
-        ...
+class NotLetInError(Exception):
+    """The hub says no, and will go on doing so."""
+
+    def __init__(self, refusal: RendezvousRefusal) -> None:
+        super().__init__(refusal.what)
+        self.refusal = refusal
 
 
 class _TryAgain(Exception):
     """An attempt has failed in a way that another may not."""
+
+
+class RateLimit:
+    """Limit on bytes per second, shared by all connections that ask it; first come, first served.
+
+    Args:
+        bytes_per_s: the rate; 0: no limit. It may be changed at any time.
+        clock: seconds that only grow; left out, the event loop's.
+    """
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float] | None = None) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at = 0.0
+
+    def delay(self, num_bytes: int) -> float:
+        """Count bytes in; seconds until they may pass."""
+        if self.bytes_per_s <= 0:
+            return 0.0
+        now = self._clock() if self._clock else asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now - _BURST_S) + num_bytes / self.bytes_per_s
+        return max(0.0, self._free_at - now)
 
 
 class Channel:
@@ -83,7 +106,6 @@ class Channel:
         self.down = down
         self.sent_bytes = 0
         self.received_bytes = 0
-        self.witness: Witness | None = None
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Channel:
@@ -116,12 +138,8 @@ class Channel:
 
         async def attempt() -> A:
             query = {"wait": f"{wait_s:g}"} if wait_s else {}
-            mark = self.witness.mark() if self.witness else (0, "")
             async with asyncio.timeout(_ATTEMPT_S + wait_s):
-                answer = self._parse(await self._request("GET", path, params=query), kind)
-            if self.witness is not None:
-                await self.witness.confirm(mark, path)
-            return answer
+                return self._parse(await self._request("GET", path, params=query), kind)
 
         return await self._until(attempt, deadline_s, f"GET {path}")
 
@@ -131,16 +149,11 @@ class Channel:
         """Say. See `_until`."""
 
         async def attempt() -> A:
-            mark = self.witness.mark() if self.witness else (0, "")
             async with asyncio.timeout(attempt_s or _ATTEMPT_S):
                 data = body.model_dump_json().encode()
                 headers = {"Content-Type": "application/json"}
-                answer = self._parse(
-                    await self._request("POST", path, data=data, headers=headers), kind
-                )
-            if self.witness is not None:
-                await self.witness.confirm(mark, path)
-            return answer
+                answer = await self._request("POST", path, data=data, headers=headers)
+                return self._parse(answer, kind)
 
         return await self._until(attempt, deadline_s, f"POST {path}")
 
@@ -155,24 +168,6 @@ class Channel:
             self.sent_bytes += len(data)
 
         await self._until(attempt, deadline_s, f"PUT {path}")
-
-    async def put_small(self, path: str, data: bytes, deadline_s: float) -> None:
-        """Send a few bytes. See `_until`."""
-
-        async def attempt() -> None:
-            async with asyncio.timeout(_ATTEMPT_S):
-                await self._request("PUT", URL(path, encoded=True), data=data)
-
-        await self._until(attempt, deadline_s, f"PUT {path}")
-
-    async def get_small(self, path: str, deadline_s: float) -> bytes | None:
-        """Fetch a few bytes; None where there are none yet. See `_until`."""
-
-        async def attempt() -> bytes | None:
-            async with asyncio.timeout(2 * _ATTEMPT_S):
-                return await self._request("GET", URL(path, encoded=True)) or None
-
-        return await self._until(attempt, deadline_s, f"GET {path}")
 
     async def _slices(self, data: bytes, timer: asyncio.Timeout) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
@@ -213,7 +208,7 @@ class Channel:
 
         return await self._until(attempt, deadline_s, f"GET {path}")
 
-    async def _request(self, method: str, path: str | URL, **options: object) -> bytes:
+    async def _request(self, method: str, path: str, **options: object) -> bytes:
         assert self._session is not None
         async with self._session.request(method, path, **options) as response:  # type: ignore[arg-type]
             body = await response.read()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from isles.errors import UserError
+from isles.outer.base import LARGEST, UnsoundUpdateError, check_magnitude
 from isles.outer.codec import blocks, topk
-from isles.outer.unsound import LARGEST, UnsoundUpdateError, check_magnitude
 
 __all__ = ["LARGEST", "Codec", "CodecKind", "UnsoundUpdateError", "parse_codec"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isles.outer.unsound import check_largest
+from isles.outer.base import check_largest
 
 _BLOCK = {8: 128, 4: 32}
 _LEVELS = {8: 127, 4: 7}

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from isles.outer.unsound import UnsoundUpdateError, check_magnitude
+from isles.outer.base import UnsoundUpdateError, check_magnitude
 
 _CHUNK = 4096
 _SMALLEST = 2.0**-100

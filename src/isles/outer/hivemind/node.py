@@ -1,84 +1,219 @@
-"""One cluster among its peers: finds them, agrees on who hosts the rendezvous, and leads there."""
+"""One cluster among its peers: finds them, agrees on who hosts the hub, and leads there."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from isles.errors import CommunicationError
-from isles.outer.hivemind.choice import Hello, choose
-from isles.outer.hivemind.copies import Copy
-from isles.outer.hivemind.door import Door
-from isles.outer.hivemind.host import Host
-from isles.outer.hivemind.inbox import Inbox
+from isles.outer.client.events import Event, HivemindSettings, Note
+from isles.outer.client.spool import Spool
+from isles.outer.client.turns import Turns
 from isles.outer.hivemind.keys import Keys
-from isles.outer.hivemind.peers import Body, PeerError, Peers, Reader, Writer
-from isles.outer.link.messages import Begin, Note
-from isles.outer.side.faults import RejoinError
+from isles.outer.hivemind.peers import Body, PeerError, Peers, Reader, Tunnel, Writer
+from isles.outer.hub.files import chunk_list
+from isles.outer.hub.rules import Settings
+from isles.outer.hub.server import Server
+from isles.outer.messages import TurnAnswer, hash_chunks
 from isles.run.records import read_record, write_record, write_secret
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 2.0
-_COPY_S = 60.0
+_ASK_S, _LOOK_S = 2.0, 0.2
 _FIND_EVERY_S, _FIND_OFTEN_S = 20.0, 2.0
 _SETTLE_S = 3.0
 _RETRY_S = 5.0
 _BYE_S = 1.0
-_ACTED_UPON = ("/join", "/claim")
-"""Answers that change what this cluster does; and all about turns and epochs."""
+_EMPTY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a cluster says of itself, again and again.
+
+    Args:
+        name: of the cluster.
+        term: counts hosts up; that of the host it follows.
+        host: the peer that it follows; itself where it hosts; empty: nobody.
+        turn: turns that it has applied, or can apply with the averages that it has.
+    """
+
+    name: str
+    term: int = 0
+    host: str = ""
+    turn: int = 0
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Hello:
+        """What `asdict` gave, among other things."""
+        term, turn = int(body["term"]), int(body["turn"])
+        return cls(name=str(body["name"]), term=term, host=str(body["host"]), turn=turn)
+
+
+def choose(
+    me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, is_settled: bool
+) -> str:
+    """The peer to follow; this one itself: host; empty: nobody yet. Decided without clocks.
+
+    No average is applied before all living clusters have it. So whoever has most averages can go
+    on with the run. Two may host for a while after a network was cut: whose history has come less
+    far steps down.
+
+    Args:
+        me: this peer.
+        own: what it says.
+        others: what was heard not long ago, by peer.
+        at_least: so many clusters, this one too, must be heard before one begins to host.
+        is_settled: this cluster has listened long enough to have heard of a host.
+    """
+    everybody = {me: own, **others}
+    hosts = {peer for peer, hello in everybody.items() if hello.host == peer}
+    if hosts:
+        first = max(hosts, key=lambda peer: (everybody[peer].turn, everybody[peer].term, peer))
+        return own.host if own.host in hosts and own.host != me else first
+    if not is_settled or len(everybody) < at_least:
+        return ""
+    first = max(everybody, key=lambda peer: (everybody[peer].turn, peer))
+    return me if first == me else ""
+
+
+class Host:
+    """An ordinary hub that listens on this machine's loopback only.
+
+    It begins without a journal: with the turns whose averages this cluster has kept, and with what
+    the clusters say that they hold.
+
+    Args:
+        folder: for its state; what was there is removed.
+        keys: of the run.
+        rules: of the run; see `Settings`.
+        run: name of the run.
+    """
+
+    def __init__(
+        self, folder: Path, keys: Keys, rules: dict[str, str | int | float], run: str
+    ) -> None:
+        self._folder, self._keys, self._run = folder, keys, run
+        self._settings = Settings.model_validate(rules)
+        self.port = 0
+        self.is_open = False
+        """Whether others may come: this cluster has joined, so that its weights are the run's."""
+
+    async def start(self, kept: Sequence[tuple[TurnAnswer, str, Path]]) -> None:
+        """Begin a run, or go on with one; `kept` as in `Spool.kept_turns`."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._keys.write_identity(self._folder)
+        self._server = Server(self._folder, self._settings)
+        core = self._server.work.core
+        for answer, _, path in kept:
+            await asyncio.to_thread(_copy_average, path, core.turns.average_path(answer.turn))
+        await self._server.work.ask(core.seed, [(answer, digest) for answer, digest, _ in kept])
+        self.port = (await self._server.start("127.0.0.1", 0, self._run)).port
+
+    def check(self) -> None:
+        """Raise what has ended the hub, if it has ended."""
+        if self._server.work.ticking.done():
+            self._server.work.ticking.result()
+
+    async def stop(self, wait_s: float) -> None:
+        """Let nobody in any more, once all others have left; they have so many seconds."""
+        work, end = self._server.work, time.monotonic() + wait_s
+        while await work.look(work.core.membership.living) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        self.is_open = False
+        await self._server.stop()
+
+
+def _copy_average(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    chunk_list(target).write_text("".join(f"{sha256}\n" for sha256 in hash_chunks(target)))
 
 
 class Node:
-    """Keeps a door open on this machine's loopback that leads to the rendezvous, wherever it is.
+    """Keeps a way to the hub open, wherever it is: a port on this machine's loopback.
 
     Args:
-        begin: all that rank 0 knows.
-        emit: tells it something.
+        settings: addresses, and the rules of the run.
+        name: of the cluster.
+        folder: for what it keeps.
+        spool, turns: how far this cluster is.
+        emit: tells rank 0.
     """
 
-    def __init__(self, begin: Begin, emit: Callable[[Note], None]) -> None:
-        assert begin.settings.hivemind is not None
-        self._begin, self._emit = begin, emit
-        self._name = begin.member.name
-        self._settings = begin.settings.hivemind
-        secret = self._settings.secret_file
-        self._keys = Keys.read(self._settings.run, None if secret is None else Path(secret))
-        self._folder = begin.spool / "hivemind"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._dead_after_s = float(self._settings.rules.get("dead_after_s", 10.0))
-        self._known: dict[str, list[str]] = read_record(self._folder / "peers.json") or {}
+    def __init__(
+        self,
+        settings: HivemindSettings,
+        name: str,
+        folder: Path,
+        spool: Spool,
+        turns: Turns,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._settings, self._name, self._folder = settings, name, folder
+        self._spool, self._turns, self._emit = spool, turns, emit
+        secret = settings.secret_file
+        self._keys = Keys.read(settings.run, None if secret is None else Path(secret))
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._dead_after_s = float(settings.rules.get("dead_after_s", 10.0))
+        self._at_least = int(settings.rules.get("min_clusters", 1))
+        self._known: dict[str, list[str]] = read_record(folder / "peers.json") or {}
         self._heard: dict[str, tuple[float, Hello]] = {}
         self._host: Host | None = None
         self._following = ""
         self._term = 0
-        self._copying = asyncio.Lock()
-        self._door = Door(self._lead)
-        self.inbox = Inbox()
-        """What comes for epochs."""
+        self._must_host = False
         self._said = ""
-        kept = self._folder / "book"
-        # After a new start of the trainer, which may come from an old checkpoint, the clusters
-        # that live know better; and if none does, whoever has applied most turns begins anew.
-        self._copy = Copy.load(kept) if begin.has_joined else None
-        if not begin.has_joined:
-            kept.unlink(missing_ok=True)
+        self._tunnel = Tunnel(self._lead)
+        self._task: asyncio.Task[None] | None = None
+        self.peers = Peers(settings, self._keys, folder, [])
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    # The door.
-
-    async def open_door(self) -> Begin:
-        """Begin to listen on the loopback; what rank 0 knows, with the way in through the door."""
+    async def open_door(self) -> Path:
+        """Begin to listen on the loopback; the join line that leads there."""
         path = self._folder / "line"
-        write_secret(path, self._keys.line(await self._door.open()).secret_text())
-        return replace(self._begin, join_file=path)
+        write_secret(path, self._keys.line(await self._tunnel.open()).secret_text())
+        return path
+
+    def begin(self) -> None:
+        """Take part among the peers, unless that is under way."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    def check(self) -> None:
+        """Raise what has ended this node, or the hub that it hosts; `begin` begins anew."""
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+        if self._host is not None:
+            self._host.check()
+
+    async def close(self, *, waits: bool) -> None:
+        """Say good-bye, so that others need not find out.
+
+        Args:
+            waits: where it hosts, until the others have left the hub as well.
+        """
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            if self._host is not None:
+                await self._host.stop(_EMPTY_S if waits else 0.0)
+            byes = [self.peers.ask(peer, "bye", {}, _BYE_S) for peer in self._others()]
+            await asyncio.gather(*byes, return_exceptions=True)
+        await self.peers.close()
+
+    # The way to the hub.
 
     async def _lead(self) -> tuple[Reader, Writer] | None:
         if self._host is not None:
@@ -91,104 +226,40 @@ class Node:
         return reader, writer
 
     async def _let_in(self, peer: str, body: Body, reader: Reader, writer: Writer) -> None:
-        """A connection of another cluster to the rendezvous here."""
+        """A connection of another cluster to the hub here."""
         host = self._host
         if host is not None and host.is_open and body.get("term") == self._term:
             near = await asyncio.open_connection("127.0.0.1", host.port)
             await self.peers.accept(writer, peer)
-            await self._door.join(reader, writer, *near)
+            await self._tunnel.join(reader, writer, *near)
 
-    # Copies of the book: see `hivemind_copies`.
-
-    def mark(self) -> tuple[int, str]:
-        """Which rendezvous answers now; for `confirm`."""
-        return self._term, self._following
-
-    async def confirm(self, mark: tuple[int, str], path: str) -> None:
-        """Before this cluster acts upon an answer: have a copy of the book that knows of it.
-
-        And before it acts upon a commit: let all others have one, too, so that no turn is applied
-        that whoever hosts next might not know of.
-
-        Raises:
-            PeerError: the answer is void, since another cluster hosts the rendezvous now.
-        """
-        if not path.endswith(_ACTED_UPON) and "/turns/" not in path and "/epochs/" not in path:
-            return
-        before = -1 if self._copy is None else self._copy.turn
-        copy = await self._fetch_copy(mark)
-        if self._host is not None and path.endswith("/join"):
+    def has_joined(self) -> None:
+        """The hub has let this cluster in: where it is here, others may come."""
+        self._must_host = False
+        if self._host is not None:
             self._host.is_open = True
-        if copy.turn > before:
-            await self._wait_for_copies(copy.turn)
-        if mark != self.mark():
-            raise PeerError("the rendezvous has moved to another cluster")
 
-    async def _fetch_copy(self, mark: tuple[int, str]) -> Copy:
-        async with self._copying:
-            if self._host is not None:
-                copy = await self._host.copy()
-            else:
-                own = self._copy
-                have = {} if own is None else {"changes": own.changes, "lineage": own.lineage}
-                host = mark[1]
-                if not host:
-                    raise PeerError("no cluster hosts the rendezvous now")
-                answer, data = await self.peers.ask(host, "copy", {"have": have}, _COPY_S)
-                if answer.get("same") and own is not None:
-                    return own
-                copy = Copy.parse(answer, data)
-            if mark != self.mark():
-                raise PeerError("the rendezvous has moved to another cluster")
-            if copy != self._copy:
-                await asyncio.to_thread(copy.save, self._folder / "book")
-                self._copy = copy
-            return copy
+    def knows_more(self) -> None:
+        """The hub knows of fewer turns than were applied here: it must be here instead."""
+        self._must_host = True
 
-    async def _give_copy(self, peer: str, body: Body, _: Reader, writer: Writer) -> None:
-        host = self._host
-        if host is None:
-            return
-        copy = await host.copy()
-        have = body.get("have", {})
-        lineage = [list(entry) for entry in copy.lineage]
-        if have.get("changes") == copy.changes and have.get("lineage") == lineage:
-            await self.peers.accept(writer, peer, {"same": True})
-            return
-        await self.peers.accept(writer, peer, {**copy.head(), "bytes": len(copy.data)})
-        writer.write(copy.data)
-        await writer.drain()
+    def explain(self, why: str) -> str:
+        """Why the hub does not answer: whom this cluster waits for, rather than what failed.
 
-    async def _wait_for_copies(self, turn: int) -> None:
-        if self._host is not None:
-            await self._all_have(turn)
-        else:
-            told = {"turn": turn}
-            await self.peers.ask(self._following, "safe", told, 2 * self._dead_after_s)
+        Args:
+            why: as the tunnel's other side sees it.
+        """
+        return why if self._host is not None or self._following else self._said or why
 
-    async def _all_have(self, turn: int) -> None:
-        host = self._host
-        if host is not None:
-            mine = [p for p, hello in self._others().items() if hello.host == self.peers.id]
-            await host.all_have(turn, mine, self._dead_after_s)
-
-    async def _is_safe(self, peer: str, body: Body, _: Reader, writer: Writer) -> None:
-        if self._host is not None:
-            self._host.has_copy(peer, int(body["turn"]))
-            await self._all_have(int(body["turn"]))
-            await self.peers.accept(writer, peer)
-
-    # Who hosts.
+    # Finding the others.
 
     def _hello(self) -> Hello:
-        copy, host = self._copy, self._host
-        is_host = host is not None and host.is_open
+        is_host = self._host is not None and self._host.is_open
         return Hello(
             name=self._name,
             term=self._term,
             host=self.peers.id if is_host else self._following,
-            turn=self._begin.version if copy is None else copy.turn,
-            changes=-1 if copy is None else copy.changes,
+            turn=self._spool.has(self._turns.version),
         )
 
     def _others(self) -> dict[str, Hello]:
@@ -196,23 +267,8 @@ class Node:
         since = self._now - self._dead_after_s
         return {peer: hello for peer, (at, hello) in self._heard.items() if at >= since}
 
-    def peer_of(self, name: str) -> str:
-        """The peer of a cluster.
-
-        Raises:
-            PeerError: it is not heard.
-        """
-        found = {p: self._heard[p][0] for p, h in self._others().items() if h.name == name}
-        if not found:
-            raise PeerError(f"cluster {name} is not heard any more")
-        return max(found, key=lambda peer: found[peer])
-
-    async def run(self) -> None:
-        """Take part among the peers, for ever.
-
-        Raises:
-            RejoinError: others have gone on from where this cluster's copy of the book was not.
-        """
+    async def _run(self) -> None:
+        """Take part among the peers, for ever."""
         await self._start()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._find())
@@ -221,13 +277,11 @@ class Node:
     async def _start(self) -> None:
         while True:
             known = [address for found in self._known.values() for address in found]
+            await self.peers.close()
             self.peers = Peers(self._settings, self._keys, self._folder, known)
             self.peers.serve("hello", self._greet)
             self.peers.serve("bye", self._let_go)
             self.peers.serve("tunnel", self._let_in)
-            self.peers.serve("copy", self._give_copy)
-            self.peers.serve("safe", self._is_safe)
-            self.peers.serve("pieces", self._take_pieces)
             try:
                 await self.peers.start()
                 break
@@ -243,16 +297,7 @@ class Node:
     def _tell(self, text: str, is_warning: bool = False) -> None:
         if text != self._said:
             self._said = text
-            log.info("%s", text)
             self._emit(Note(text=text, is_warning=is_warning))
-
-    def explain(self, why: str) -> str:
-        """Why the rendezvous does not answer: whom this cluster waits for, rather than what failed.
-
-        Args:
-            why: as the door's other side sees it.
-        """
-        return why if self._host is not None or self._following else self._said or why
 
     async def _find(self) -> None:
         """Look for clusters in the DHT, often as long as there are few."""
@@ -267,24 +312,6 @@ class Node:
             is_alone = len(self._others()) + 1 < max(2, self._at_least)
             await asyncio.sleep(_FIND_OFTEN_S if is_alone else _FIND_EVERY_S)
 
-    @property
-    def _at_least(self) -> int:
-        return int(self._settings.rules.get("min_clusters", 1))
-
-    async def _decide(self) -> None:
-        """Again and again: hear the others, and follow whoever hosts, or host."""
-        tick_s = min(1.0, self._dead_after_s / 8)
-        while True:
-            started = self._now
-            await asyncio.gather(*(self._ask(peer) for peer in [*self._known]))
-            try:
-                await self._settle()
-            except PeerError as error:
-                log.info("%s", error)
-            if self._host is not None and self._host.ticking.done():
-                self._host.ticking.result()
-            await asyncio.sleep(max(0.05, tick_s - (self._now - started)))
-
     async def _ask(self, peer: str) -> None:
         asked_at = self._now
         with suppress(PeerError, KeyError):
@@ -293,7 +320,7 @@ class Node:
             self._meet(peer, answer)
 
     def _introduction(self) -> Body:
-        return {**self._hello().body(), "addresses": self.peers.addresses}
+        return {**asdict(self._hello()), "addresses": self.peers.addresses}
 
     def _meet(self, peer: str, body: Body) -> None:
         """Remember where a cluster is, also for when this process is started again."""
@@ -313,28 +340,39 @@ class Node:
         self._known.pop(peer, None)
         await self.peers.accept(writer, peer)
 
+    # Who hosts.
+
+    async def _decide(self) -> None:
+        """Again and again: hear the others, and follow whoever hosts, or host."""
+        tick_s = min(1.0, self._dead_after_s / 8)
+        while True:
+            started = self._now
+            await asyncio.gather(*(self._ask(peer) for peer in [*self._known]))
+            await self._settle()
+            await asyncio.sleep(max(0.05, tick_s - (self._now - started)))
+
     async def _settle(self) -> None:
         others, me = self._others(), self.peers.id
         own = self._hello()
         if self._host is not None:
             own = replace(own, host=me)
-        chosen = choose(
-            me, own, others, at_least=self._at_least, is_settled=self._now >= self._settled_at
-        )
-        if chosen == me:
+        is_settled = self._now >= self._settled_at
+        chosen = choose(me, own, others, at_least=self._at_least, is_settled=is_settled)
+        if chosen == me or (self._must_host and self._host is None):
             if self._host is None:
                 await self._begin_to_host(others)
         elif self._host is not None:
-            raise self._gives_up(f"{others[chosen].name} hosts the rendezvous, too, and is ahead")
+            self._tell(f"hivemind: {others[chosen].name} hosts the rendezvous, too, and is ahead")
+            host, self._host = self._host, None
+            await host.stop(0.0)
+            self._switch("", self._term)
         elif not chosen:
             if self._following:
                 self._switch("", self._term)
             self._tell_alone(others)
         elif (chosen, others[chosen].term) != (self._following, self._term):
-            await self._follow(chosen, others[chosen])
-        elif self._copy is not None and others[chosen].turn > self._copy.turn:
-            copy = await self._fetch_copy(self.mark())
-            await self._wait_for_copies(copy.turn)
+            self._switch(chosen, others[chosen].term)
+            self._tell(f"hivemind: {others[chosen].name} hosts the rendezvous")
 
     def _tell_alone(self, others: dict[str, Hello]) -> None:
         names = ", ".join(sorted(hello.name for hello in others.values()))
@@ -346,50 +384,15 @@ class Node:
             self._tell(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
 
     def _switch(self, peer: str, term: int) -> None:
-        """From here on another cluster hosts the rendezvous, or none."""
+        """From here on another cluster hosts the hub, or none."""
         self._following, self._term = peer, term
-        self._door.cut()
-
-    async def _follow(self, peer: str, hello: Hello) -> None:
-        answer, data = await self.peers.ask(peer, "copy", {}, _COPY_S)
-        copy = Copy.parse(answer, data)
-        if self._copy is not None and not self._copy.precedes(copy.lineage):
-            raise self._gives_up(
-                f"{hello.name} hosts the rendezvous, and does not know all of this"
-            )
-        self._switch(peer, hello.term)
-        self._copy = copy
-        await asyncio.to_thread(copy.save, self._folder / "book")
-        self._tell(f"hivemind: {hello.name} hosts the rendezvous")
-
-    def _gives_up(self, why: str) -> RejoinError:
-        """This cluster's copy is of a history that the others do not go on with."""
-        (self._folder / "book").unlink(missing_ok=True)
-        return RejoinError(why)
+        self._tunnel.cut()
 
     async def _begin_to_host(self, others: dict[str, Hello]) -> None:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
         folder = self._folder / f"rendezvous-{term}"
         host = Host(folder, self._keys, self._settings.rules, self._settings.run)
-        living = {self._name, *(hello.name for hello in others.values())}
-        await host.start(self._copy, term, self.peers.id, living)
+        await host.start(self._spool.kept_turns(self._turns.version))
         self._switch("", term)
-        self._host = host
+        self._host, self._must_host = host, False
         self._tell("hivemind: this cluster hosts the rendezvous")
-
-    async def close(self) -> None:
-        """Say good-bye, so that others need not find out."""
-        host, self._host = self._host, None
-        if host is not None:
-            host.is_open = False
-        byes = [self.peers.ask(peer, "bye", {}, _BYE_S) for peer in self._others()]
-        await asyncio.gather(*byes, return_exceptions=True)
-        await self.peers.close()
-
-    async def _take_pieces(self, peer: str, body: Body, reader: Reader, writer: Writer) -> None:
-        """A stream for an epoch: see `hivemind_group`."""
-        key = (int(body["term"]), int(body["epoch"]), int(body["rank"]))
-        stream = self.inbox.put(key, reader, writer)
-        if stream is not None:
-            await self.peers.accept(writer, peer)
-            await stream.done.wait()

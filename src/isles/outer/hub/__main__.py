@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from isles.errors import ConfigError, ExitCode, MissingDependencyError, UserError
-from isles.outer.hub.settings import Settings
+from isles.outer.hub.rules import Settings
 from isles.run.join_line import NAME
 from isles.run.records import write_secret
 
@@ -55,7 +55,7 @@ async def _serve(options: argparse.Namespace) -> None:
                 where=sys.executable,
                 fix="pip install 'isles[train]'",
             )
-    from isles.outer.hub.app import make_server
+    from isles.outer.hub.server import Server
 
     host, port = _address(options.listen)
     if not NAME.fullmatch(options.run):
@@ -65,9 +65,9 @@ async def _serve(options: argparse.Namespace) -> None:
             fix="use letters, digits, dots, dashes",
         )
     text = None if options.run_file is None else _text(options.run_file, "the run file")
-    server = make_server(options.folder, _settings(options.settings))
+    server = Server(options.folder, _settings(options.settings))
     if text is not None:
-        write_secret(server.run_file, text)
+        write_secret(server.work.run_file, text)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -77,13 +77,14 @@ async def _serve(options: argparse.Namespace) -> None:
     sys.stdout.flush()
     waiting: set[asyncio.Task[object]] = {asyncio.create_task(stopped.wait())}
     if options.until_finished:
-        waiting.add(asyncio.create_task(server.finished(options.grace)))
-    done, _ = await asyncio.wait({*waiting, server.ticking}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.add(asyncio.create_task(server.work.finished(options.grace)))
+    ticking = server.work.ticking
+    done, _ = await asyncio.wait({*waiting, ticking}, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
     await server.stop()
-    if server.ticking in done:
-        server.ticking.result()  # its memory cannot be believed: better to end than to lie
+    if ticking in done:
+        ticking.result()  # its memory cannot be believed: better to end than to lie
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from isles.outer.client.blobs import digest_of
-from isles.outer.messages import CHUNK_BYTES
+from isles.outer.hub.files import chunk_list
+from isles.outer.messages import CHUNK_BYTES, digest_of
 
 
 class Averager(Protocol):
@@ -102,11 +102,6 @@ def average(averager: Averager, codec: str, pieces: Sequence[int], job: Job) -> 
     _sync(notes)
     _sync(job.target.parent)
     return Average(digest_of(chunks), writer.size_bytes)
-
-
-def chunk_list(path: Path) -> Path:
-    """Where the hashes of a file's chunks stand."""
-    return path.with_name(f"{path.name}.hashes")
 
 
 class _Writer:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from isles.outer.hub.averaging import Average, Job
-from isles.outer.hub.book import BOOK, Book
-from isles.outer.hub.entry import Entry
-from isles.outer.hub.epochs import Epochs
-from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
-from isles.outer.hub.rules import divergence
+from isles.outer.hub.journal import JOURNAL, Journal
+from isles.outer.hub.members import Membership
+from isles.outer.hub.requests import Refusal
+from isles.outer.hub.rules import Settings, divergence
 from isles.outer.hub.samples import Samples
-from isles.outer.hub.settings import Settings
 from isles.outer.hub.states import States
 from isles.outer.hub.turns import Turns
 from isles.outer.messages import (
+    PROTOCOL,
     Applied,
     Beat,
     BeatAnswer,
@@ -29,12 +27,17 @@ from isles.outer.messages import (
     ContributionAnswer,
     Join,
     JoinAnswer,
+    Standing,
     StateAnswer,
     StateOffer,
     TurnAnswer,
 )
 
 _MOST_PINNED = 16
+_FIXED = {"layout", "codec", "adapter.type", "the frozen weights"}
+"""What no run changes on its way. The rest may be changed while no cluster takes part."""
+
+_FIX = "let these be the same on all clusters"
 
 
 class Core:
@@ -49,13 +52,13 @@ class Core:
     def __init__(self, folder: Path, settings: Settings, clock: Callable[[], float]) -> None:
         self.folder = folder
         self.settings = settings
-        self.book = Book(folder / BOOK)
-        self.samples = Samples(self.book)
-        self.roster = Roster(self.book, settings, self.samples, clock)
-        self.turns = Turns(self.book, settings, self.samples, self.roster, folder / "turns", clock)
-        self.epochs = Epochs(self.book, settings, self.roster, self.turns, clock)
-        self.states = States(self.book, settings, self.roster, folder / "states", clock)
-        self._entry = Entry(self.book, settings, self.roster, self.samples, self.turns)
+        self.journal = Journal(folder / JOURNAL)
+        self.samples = Samples(self.journal)
+        self.membership = Membership(self.journal, settings, self.samples, clock)
+        self.turns = Turns(
+            self.journal, settings, self.samples, self.membership, folder / "turns", clock
+        )
+        self.states = States(self.journal, settings, self.membership, folder / "states", clock)
         self.codec = ""
         """How contributions are encoded."""
         self.pieces: list[list[int]] = []
@@ -63,106 +66,261 @@ class Core:
         self.sizes: list[int] = []
         """Of each fragment the bytes of a contribution to it."""
         self._learn()
-        self.book.note("", "started", f"turn {self.turns.next} is next")
-        self._tidy = self.turns.next
-        self._oldest = self._tidy - settings.keep_averages
+        self.journal.note("", "started", f"turn {self.turns.next} is next")
+        self._oldest = self.turns.next - settings.keep_averages
         self._sweep()
 
     def _learn(self) -> None:
         """What the first cluster has settled, kept at hand for other threads."""
-        known = self.book.get("identity")
+        known = self.journal.get("identity")
         if known is not None:
             identity, self.pieces = json.loads(known)
             self.codec = identity["codec"]
-            self.sizes = json.loads(self.book.get("sizes") or "[]")
-            self.turns.parts.learn(identity, self.pieces, self.sizes)
+            self.sizes = json.loads(self.journal.get("sizes") or "[]")
+            self.turns.parts.learn(identity, self.pieces)
 
-    # Members.
+    def seed(self, kept: Sequence[tuple[TurnAnswer, str]]) -> None:
+        """Begin where a hub that is gone has ended: with turns that a cluster has the averages of.
+
+        Args:
+            kept: what that hub answered of each turn, without a gap, and the digest of the outer
+                parameters that its average has led to, where it is known.
+        """
+        with self.journal.transaction():
+            for answer, outer_params in kept:
+                numbers = {
+                    name: self.membership.stand_in(name)
+                    for name in (*answer.weights, *answer.refused)
+                }
+                self.turns.take_over(answer, outer_params, numbers)
+
+    # Joining.
 
     def join(self, join: Join, sizes: Sequence[int] = ()) -> JoinAnswer:
-        """A cluster joins, or joins again. See `Entry.join`."""
-        answer = self._entry.join(join, sizes)
+        """A cluster joins, or joins again.
+
+        Args:
+            join: what it says.
+            sizes: of each fragment the bytes of a contribution; the first cluster's are kept.
+
+        Raises:
+            Refusal: it trains something else, its name is another's, or there are too many.
+        """
+        if join.protocol != PROTOCOL:
+            raise Refusal(
+                409,
+                "protocol",
+                f"{join.name} speaks version {join.protocol}, the rendezvous version {PROTOCOL}",
+                "install the same version of isles on both",
+            )
+        known = self.journal.get("identity")
+        changes = {} if known is None else self._changes(join, known)
+        self.membership.check(join)
+        with self.journal.transaction():
+            if known is None:
+                self._settle_first(join, sizes)
+            elif changes:
+                self._settle_anew(join, known, changes)
+            if known is None:
+                answer = self._let_in(join, "first", "")
+            else:
+                answer = self._let_in(join, *self._standing(join))
         self._learn()
         return answer
 
+    def _let_in(self, join: Join, standing: Standing, why: str) -> JoinAnswer:
+        journal, turns = self.journal, self.turns
+        number, was_living = self.membership.settle(join)
+        before = self.membership.get(number)
+        self.membership.holds(number, join.has)
+        lost = self.samples.take_up(number, join.holding)
+        following = turns.next
+        is_behind = standing == "behind"
+        from_turn = before["from_turn"]
+        if not was_living or before["is_behind"]:
+            from_turn = following + int(turns.has_begun(following))
+        order = "pull" if is_behind else ""
+        values = (int(is_behind), from_turn, join.version, order, why, number)
+        journal.run(
+            "UPDATE members SET is_behind = ?, from_turn = ?, version = ?, orders = ?, "
+            "order_reason = ? WHERE number = ?",
+            *values,
+        )
+        journal.note(join.name, "joined", f"{standing}, from turn {from_turn} on; {why}")
+        return JoinAnswer(
+            standing=standing,
+            turn=following,
+            from_turn=from_turn,
+            settings=self.settings.model_dump(),
+            lost=lost,
+            why=why,
+        )
+
+    # What must be equal.
+
+    def _changes(self, join: Join, known: str) -> dict[str, tuple[str, str]]:
+        """What this cluster would change, each with its value there and here.
+
+        Raises:
+            Refusal: it must not.
+        """
+        identity, pieces = json.loads(known)
+        mine = identity_of(join)
+        found = {
+            key: (identity.get(key, "nothing"), mine.get(key, "nothing"))
+            for key in sorted({*identity, *mine})
+            if identity.get(key) != mine.get(key)
+        }
+        others = [row["name"] for row in self.membership.living() if row["id"] != join.id]
+        refused = {key: both for key, both in found.items() if others or key in _FIXED}
+        texts = [
+            f"{key} is {here} in {join.name} and {there} in the run"
+            for key, (there, here) in refused.items()
+        ]
+        if not texts and (pieces != join.pieces or len(join.outer_params) != len(pieces)):
+            texts = ["the pieces into which the weights are cut differ"]
+        if texts:
+            raise Refusal(
+                409,
+                "other_run",
+                f"{join.name} does not train what this run does: " + "; ".join(texts),
+                _FIX,
+            )
+        return found
+
+    def _settle_first(self, join: Join, sizes: Sequence[int]) -> None:
+        if len(join.outer_params) != len(join.pieces):
+            raise Refusal(
+                422,
+                "malformed",
+                f"{len(join.outer_params)} digests for {len(join.pieces)} fragments",
+            )
+        self.journal.put("start", str(join.version))
+        self.journal.put("outer_params", json.dumps(join.outer_params))
+        self.journal.put("sizes", json.dumps(list(sizes)))
+        self.journal.put("identity", json.dumps([identity_of(join), join.pieces]))
+
+    def _settle_anew(self, join: Join, known: str, changes: Mapping[str, tuple[str, str]]) -> None:
+        """Nobody else takes part: a run that goes on with other settings has these from now on.
+
+        Whoever is away joins anew when he comes back, and is compared then.
+        """
+        _, pieces = json.loads(known)
+        self.journal.put("identity", json.dumps([identity_of(join), pieces]))
+        texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
+        self.journal.note(join.name, "settings", ", ".join(texts))
+        for row in self.membership.away():
+            if row["id"] != join.id:
+                self.membership.part(row, "it must join anew: the run's settings have changed")
+
+    # Where it stands.
+
+    def _standing(self, join: Join) -> tuple[Standing, str]:
+        following = self.turns.next
+        if join.version > following:
+            raise Refusal(
+                409,
+                "ahead",
+                f"{join.name} has applied {join.version} turns, and the rendezvous knows of "
+                f"{following}",
+                "it joins the wrong run, or the rendezvous was set back to an old copy: start a "
+                "rendezvous with an empty folder, and let the most advanced cluster join first",
+            )
+        for fragment, outer_params in enumerate(join.outer_params):
+            right = self.turns.outer_params(fragment, join.version)
+            if right and outer_params != right:
+                return "behind", (
+                    f"its outer parameters of fragment {fragment} after {join.version} turns are "
+                    "not those of the run"
+                )
+        if join.version == following:
+            return "current", ""
+        if self.turns.is_kept_since(max(join.version, min(join.has, following))):
+            return "late", ""
+        return "behind", f"the average of turn {join.version} is not kept any more"
+
+    # Members.
+
     def beat(self, beat: Beat) -> BeatAnswer:
         """A cluster lives."""
-        member = self.roster.find(beat.id)
+        member = self.membership.find(beat.id)
         number = member["number"]
-        self.roster.hear(number, beat)
-        self.roster.reached(number, min(beat.version, self.turns.next))
-        member = self._back(member) if member["state"] == "dropped" else self.roster.get(number)
+        self.membership.hear(number, beat)
+        self.membership.reached(number, min(beat.version, self.turns.next))
+        self.membership.holds(number, beat.has)
+        member = self._back(member) if member["state"] == "dropped" else self.membership.get(number)
         # Only here, where it has just said how far it is: what is known of it may be old, above all
         # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
         has = max(member["version"], min(beat.has, self.turns.next))
         if not member["is_behind"] and not self.turns.is_kept_since(has):
             self._fell_behind(member)
-            member = self.roster.get(number)
+            member = self.membership.get(number)
         return BeatAnswer(
             turn=self.turns.next,
-            open=[*self.turns.open_turns(), *self.epochs.open_turns()],
-            members=[row["name"] for row in self.roster.living()],
-            pace=self.roster.pace,
+            open=self.turns.open_turns(),
+            members=[row["name"] for row in self.membership.living()],
+            pace=self.membership.pace,
             order=member["orders"],
             order_reason=member["order_reason"],
             ended=self._end(number) if beat.ends else None,
             donate=self.states.is_donor(number),
-            upload_average=self.epochs.average_asked_of(number),
         )
 
     def _back(self, member: sqlite3.Row) -> sqlite3.Row:
         """A dropped member is heard again: it keeps its steps, and is waited for again."""
         following = self.turns.next
-        with self.book.transaction():
-            self.book.run(
+        with self.journal.transaction():
+            self.journal.run(
                 "UPDATE members SET state = 'living', from_turn = ? WHERE number = ?",
                 following + int(self.turns.has_begun(following)),
                 member["number"],
             )
-            self.book.note(member["name"], "back", f"heard again before turn {following}")
-        return self.roster.get(member["number"])
+            self.journal.note(member["name"], "back", f"heard again before turn {following}")
+        return self.membership.get(member["number"])
 
     def _end(self, number: int) -> int | None:
         following = self.turns.next
-        with self.book.transaction():
-            return self.roster.end(
+        with self.journal.transaction():
+            return self.membership.end(
                 number, following, is_settled=not self.turns.has_begun(following)
             )
 
     def _fell_behind(self, member: sqlite3.Row) -> None:
-        with self.book.transaction():
+        with self.journal.transaction():
             self._order_pull(
                 member, f"the average of turn {member['version']} is not kept any more"
             )
 
     def _order_pull(self, member: sqlite3.Row, why: str) -> None:
-        self.book.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
-        self.roster.order(member["number"], "pull", why)
-        self.book.note(member["name"], "behind", why)
+        self.journal.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
+        self.membership.order(member["number"], "pull", why)
+        self.journal.note(member["name"], "behind", why)
 
     def obeyed(self, member_id: str) -> None:
-        """A cluster has gone back to its anchors, as it was told."""
-        member = self.roster.find(member_id)
+        """A cluster has gone back to its outer parameters, as it was told."""
+        member = self.membership.find(member_id)
         if member["orders"] == "reset":
-            self.roster.order(member["number"], "")
+            self.membership.order(member["number"], "")
 
     def leave(self, member_id: str, *, has_finished: bool = False) -> None:
         """A cluster ends: nobody waits for it."""
-        member = self.roster.find(member_id)
-        why = "it has finished" if has_finished else "it pauses"
-        with self.book.transaction():
-            self.roster.part(member, why)
+        member = self.membership.find(member_id)
+        with self.journal.transaction():
+            if has_finished:
+                self.membership.part(member, "it has finished")
+            else:
+                self.membership.pause(member)
             sql = "UPDATE members SET has_finished = ? WHERE number = ?"
-            self.book.run(sql, int(has_finished), member["number"])
+            self.journal.run(sql, int(has_finished), member["number"])
 
     def is_over(self) -> bool:
         """Whether all clusters that have ever taken part have finished, and left."""
-        members = self.roster.latest()
+        members = self.membership.latest()
         return bool(members) and all(m["state"] == "left" and m["has_finished"] for m in members)
 
     def is_left_alone(self) -> bool:
         """Whether some clusters have finished, and of the others none is heard."""
-        members = self.roster.latest()
+        members = self.membership.latest()
         is_any_done = any(m["has_finished"] for m in members)
         return is_any_done and all(m["state"] != "living" for m in members)
 
@@ -170,13 +328,19 @@ class Core:
         """A cluster needs samples."""
         member = self.heard(claim.id)
         return ClaimAnswer(
-            samples=self.samples.claim(member["number"], claim.number, claim.samples)
+            samples=self.samples.lease(member["number"], claim.number, claim.samples)
         )
+
+    def held(self, member_id: str, turn: int) -> bool:
+        """A cluster has the average of a turn; whether all that live and are not behind have it."""
+        member = self.heard(member_id)
+        self.membership.holds(member["number"], turn + 1)
+        return self.membership.all_hold(turn + 1)
 
     def heard(self, member_id: str) -> sqlite3.Row:
         """Who asks; whatever it asks is a sign of life."""
-        member = self.roster.find(member_id)
-        self.roster.touch(member["number"])
+        member = self.membership.find(member_id)
+        self.membership.touch(member["number"])
         return self._back(member) if member["state"] == "dropped" else member
 
     # Turns.
@@ -199,31 +363,24 @@ class Core:
         part = self.turns.parts.get(turn, self.heard(member_id)["number"])
         if part is None or part["state"] != "complete":
             return None
-        return ContributionAnswer(repeated=part["repeated"])
+        return ContributionAnswer()
 
     def complete(
         self, turn: int, contribution: Contribution, norm: float, fault: str = ""
     ) -> ContributionAnswer:
         """A contribution is whole, on the disk, and measured. See `Turns.complete`."""
         member = self.heard(contribution.id)
-        return ContributionAnswer(
-            repeated=self.turns.complete(member, turn, contribution, norm, fault)
-        )
+        self.turns.complete(member, turn, contribution, norm, fault)
+        return ContributionAnswer()
 
     def drop_silent(self) -> bool:
-        """Drop whoever has not been heard for too long, and let the others form an epoch.
-
-        Returns:
-            Whether an epoch has ended or begun.
-        """
-        for row, silent_s in self.roster.silent():
-            self.roster.drop(row, f"not heard for {silent_s:.1f} s")
-        for row, silent_s in self.roster.gone():
-            self.roster.part(row, f"not heard for {silent_s:.0f} s")
-        has_ended = self.epochs.drop()
-        if self.turns.next != self._tidy:  # an epoch has committed a turn
-            self._collect_garbage()
-        return (bool(self.pieces) and self.epochs.form()) or has_ended
+        """Drop whoever has not been heard for too long; whether anybody was."""
+        silent = self.membership.silent()
+        for row, silent_s in silent:
+            self.membership.drop(row, f"not heard for {silent_s:.1f} s")
+        for row, silent_s in self.membership.gone():
+            self.membership.part(row, f"not heard for {silent_s:.0f} s")
+        return bool(silent)
 
     def close_turn(self) -> Job | None:
         """Close the next turn if it is time; what is to be averaged then."""
@@ -244,40 +401,31 @@ class Core:
         turn = applied.turn
         if self.turns.state(turn) != "committed":
             raise Refusal(409, "early", f"turn {turn} is not committed")
-        with self.book.transaction():
-            self.book.run(
+        with self.journal.transaction():
+            self.journal.run(
                 "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)",
                 turn,
                 member["number"],
-                applied.anchors,
+                applied.outer_params,
             )
-            self.roster.reached(member["number"], turn + 1)
-            if turn < self._oldest and self.turns.has_anchors(turn):
+            self.membership.reached(member["number"], turn + 1)
+            if turn < self._oldest and self.turns.has_outer_params(turn):
                 return  # what the others have reported is forgotten, and what was right is known
-            rows = self.book.rows("SELECT * FROM applied WHERE turn = ?", turn)
-            right, wrong = divergence({row["member"]: row["anchors"] for row in rows})
-            self.book.run("UPDATE turns SET anchors = ? WHERE turn = ?", right, turn)
-            reason = f"its anchors after turn {turn} are not those of most"
+            rows = self.journal.rows("SELECT * FROM applied WHERE turn = ?", turn)
+            right, wrong = divergence({row["member"]: row["outer_params"] for row in rows})
+            self.journal.run("UPDATE turns SET outer_params = ? WHERE turn = ?", right, turn)
+            reason = f"its outer parameters after turn {turn} are not those of most"
             for row in rows:
-                other = self.roster.get(row["member"])
+                other = self.membership.get(row["member"])
                 is_told = other["order_reason"] == reason
                 if row["member"] in wrong and not is_told:
-                    self.book.note(other["name"], "diverged", reason)
+                    self.journal.note(other["name"], "diverged", reason)
                     self._order_pull(other, reason)
                 elif row["member"] not in wrong and is_told:
-                    self.book.run(
+                    self.journal.run(
                         "UPDATE members SET is_behind = 0 WHERE number = ?", row["member"]
                     )
-                    self.roster.order(row["member"], "")
-
-    def average_expected(self, member_id: str, turn: int) -> tuple[Path, int, str]:
-        """Whether a member may upload the average of a turn: to where, how large, which digest."""
-        number = self.heard(member_id)["number"]
-        row = self.book.row("SELECT * FROM turns WHERE turn = ? AND is_direct = 1", turn)
-        if row is None or row["kept"] or number not in json.loads(row["participants"]):
-            raise Refusal(409, "not_wanted", f"the average of turn {turn} is not wanted")
-        path = self.turns.average_path(turn)
-        return path.with_name("average.upload"), row["size"], row["digest"]
+                    self.membership.order(row["member"], "")
 
     # State transfer.
 
@@ -290,10 +438,12 @@ class Core:
         member = self.heard(offer.id)
         if member["is_behind"] or offer.version > self.turns.next:
             raise Refusal(409, "behind", f"the state of {member['name']} is not the run's")
-        for fragment, anchors in enumerate(offer.anchors):
-            right = self.turns.anchors(fragment, offer.version)
-            if right and anchors != right:
-                raise Refusal(409, "diverged", f"the anchors of {member['name']} are not the run's")
+        for fragment, outer_params in enumerate(offer.outer_params):
+            right = self.turns.outer_params(fragment, offer.version)
+            if right and outer_params != right:
+                raise Refusal(
+                    409, "diverged", f"the outer parameters of {member['name']} are not the run's"
+                )
         if not self.turns.is_kept_since(offer.version):
             raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
         state = self.states.offer(member["number"], offer, self.pieces)
@@ -304,7 +454,7 @@ class Core:
 
     def _collect_garbage(self) -> None:
         """Forget averages that nobody needs, and whoever is too far behind for those left."""
-        self._tidy = following = self.turns.next
+        following = self.turns.next
         oldest = following - self.settings.keep_averages
         pinned = self.states.oldest_version()
         if pinned is not None:
@@ -312,26 +462,31 @@ class Core:
             least = following - _MOST_PINNED * self.settings.keep_averages
             oldest = min(oldest, max(pinned, least))
         self._oldest = oldest
-        with self.book.transaction():
-            self.book.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
-            self.book.run("DELETE FROM applied WHERE turn < ?", oldest)  # see `applied`
+        with self.journal.transaction():
+            self.journal.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
+            self.journal.run("DELETE FROM applied WHERE turn < ?", oldest)  # see `applied`
             self.states.forget_useless(self.turns.is_kept_since)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the files of what the book knows to be over."""
+        """Remove the files of what the journal knows to be over."""
         following = self.turns.next
         for folder in (self.folder / "turns").glob("[0-9]*"):
             turn = int(folder.name)
             if turn >= following:
                 continue
-            row = self.book.row("SELECT kept FROM turns WHERE turn = ?", turn)
+            row = self.journal.row("SELECT kept FROM turns WHERE turn = ?", turn)
             if row is None or not (row["kept"] or turn >= self._oldest):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             for part in folder.glob("*.part*"):
                 part.unlink(missing_ok=True)
-        states = {str(row["number"]) for row in self.book.rows("SELECT number FROM states")}
+        states = {str(row["number"]) for row in self.journal.rows("SELECT number FROM states")}
         for folder in (self.folder / "states").glob("[0-9]*"):
             if folder.name not in states:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def identity_of(join: Join) -> dict[str, str]:
+    """What must be equal on all clusters."""
+    return {**join.identity, "codec": join.codec}

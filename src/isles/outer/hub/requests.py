@@ -1,169 +1,125 @@
-"""The requests that say something: join, beat, claim, complete, applied, status."""
+"""Reading requests and writing answers: the token before anything else, errors in words."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import json
+import logging
 import math
 import re
-from contextlib import suppress
-from typing import TypeVar
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, ValidationError
 
-from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.server import Server, json_answer
-from isles.outer.hub.status import events, status
-from isles.outer.messages import (
-    Applied,
-    Beat,
-    Claim,
-    Contribution,
-    ContributionAnswer,
-    Join,
-    LeaveRun,
-    OnlyId,
-    StateOffer,
-)
+from isles.errors import UserError
+from isles.outer.messages import ErrorBody
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_BODY_S = 60.0
-_LONGEST_WAIT_S = 30.0
+_BODY_S, _LONGEST_WAIT_S, _TELL_EVERY_S = 60.0, 30.0, 10.0
 _MOST_DIGITS = 12
 _ID = re.compile(r"[0-9a-f]{32}")
+_DISK_FULL = 507
 
 
-class Routes:
-    """Requests to `Core`, one method each."""
+class Refusal(Exception):
+    """A request that is refused: with an HTTP status, a kind for programs, and words for people.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._core = server.core
+    Args:
+        status: 404, 409, 413, 422, 507 …
+        kind: one word that the client acts on.
+        what: what is wrong, with the value.
+        fix: what to do about it.
+    """
 
-    async def join(self, request: web.Request) -> web.Response:
-        """POST /v1/join"""
-        join = await read(request, Join)
-        sizes = await self._server.sizes(join)
-        return said(await self._server.ask(self._core.join, join, sizes))
+    def __init__(self, status: int, kind: str, what: str, fix: str = "") -> None:
+        super().__init__(what)
+        self.status = status
+        self.kind = kind
+        self.what = what
+        self.fix = fix
 
-    async def beat(self, request: web.Request) -> web.Response:
-        """POST /v1/beat"""
-        return said(await self._server.look(self._core.beat, await read(request, Beat)))
 
-    async def leave(self, request: web.Request) -> web.Response:
-        """POST /v1/leave"""
-        leave = await read(request, LeaveRun)
-        await self._server.ask(self._core.leave, leave.id, has_finished=leave.has_finished)
-        return json_answer({})
+def token_check(token: str, welcome: Callable[[object], None]) -> Middleware:
+    """Answers 401, whatever was asked for, unless a request carries the token.
 
-    async def obeyed(self, request: web.Request) -> web.Response:
-        """POST /v1/obeyed"""
-        await self._server.ask(self._core.obeyed, (await read(request, OnlyId)).id)
-        return json_answer({})
+    Args:
+        token: the hub's.
+        welcome: is told the connections that have shown it.
+    """
+    right = hashlib.sha256(token.encode()).digest()
+    refused, tell_at = 0, 0.0
 
-    async def claim(self, request: web.Request) -> web.Response:
-        """POST /v1/claim"""
-        return said(await self._server.ask(self._core.claim, await read(request, Claim)))
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal refused, tell_at
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(given.encode(errors="surrogateescape")).digest()
+        if hmac.compare_digest(digest, right) and scheme == "Bearer":
+            welcome(request.protocol)
+            return await handler(request)
+        refused += 1
+        now = asyncio.get_running_loop().time()
+        if now >= tell_at:  # not so often that strangers could fill the disk
+            tell_at = now + _TELL_EVERY_S
+            what = "refused: a request from %s without the right token (%d so far)"
+            log.warning(what, request.remote, refused)
+        fix = "use the join line that this rendezvous has written"
+        what = "the token is not this rendezvous's"
+        return _error(401, ErrorBody(kind="token", what=what, fix=fix))
 
-    async def turn(self, request: web.Request) -> web.Response:
-        """GET /v1/turns/T?wait=SECONDS: at once where it is committed; else after a while."""
-        turn = number(request, "turn")
-        loop = asyncio.get_running_loop()
-        end = loop.time() + waiting(request)
-        while True:
-            changed = self._server.changed  # before looking, so that no change is missed
-            answer = await self._server.look(self._core.answer, turn)
-            left = end - loop.time()
-            if answer.state == "committed" or left <= 0:
-                return said(answer)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left)
+    return check
 
-    async def complete(self, request: web.Request) -> web.Response:
-        """POST /v1/turns/T/complete: all chunks are there; they are looked at, then they count."""
-        turn = number(request, "turn")
-        contribution = await read(request, Contribution)
-        counted = await self._server.look(self._core.counted, contribution.id, turn)
-        if counted is not None:
-            return said(counted)
-        _, fragment, path = await self._server.look(self._core.check_part, contribution.id, turn)
-        incoming = await self._server.incoming(path, self._core.sizes[fragment])
-        if missing := await self._server.in_file_thread(incoming.seal, contribution.digest):
-            raise incomplete(missing)
-        measured = await self._server.measure(turn, path, contribution.digest)
-        if measured is None:
-            return said(ContributionAnswer(is_measured=False))
-        norm, fault = measured
-        try:
-            answer = await self._server.ask(self._core.complete, turn, contribution, norm, fault)
-        except Refusal as error:
-            if error.kind == "refused":
-                await self._server.forget(path, discard=True)
+
+@web.middleware
+async def explain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Whatever goes wrong becomes an answer in words; only our own faults get a traceback."""
+    try:
+        return await handler(request)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        if isinstance(error, web.HTTPException) and error.status < 400:
             raise
-        await self._server.forget(path)
-        return said(answer)
-
-    async def applied(self, request: web.Request) -> web.Response:
-        """POST /v1/applied"""
-        await self._server.ask(self._core.applied, await read(request, Applied))
-        return json_answer({})
-
-    async def want_state(self, request: web.Request) -> web.Response:
-        """POST /v1/state"""
-        asker = (await read(request, OnlyId)).id
-        return said(await self._server.ask(self._core.want_state, asker))
-
-    async def offer_state(self, request: web.Request) -> web.Response:
-        """POST /v1/states"""
-        offer = await read(request, StateOffer)
-        return json_answer({"state": await self._server.ask(self._core.offer_state, offer)})
-
-    async def status(self, _: web.Request) -> web.Response:
-        """GET /v1/status"""
-        found = await self._server.look(status, self._core)
-        return json_answer({"run": self._server.run, **found})
-
-    async def run_file(self, _: web.Request) -> web.Response:
-        """GET /v1/run-file: what a cluster elsewhere needs to take part"""
-        path = self._server.run_file
-        if not path.exists():
-            raise Refusal(
-                404,
-                "no_run_file",
-                f"the rendezvous of {self._server.run} was started without a run file",
-                "give this cluster a run file of its own",
-            )
-        text = await self._server.in_file_thread(path.read_text)
-        return json_answer({"run": self._server.run, "text": text})
-
-    async def events(self, request: web.Request) -> web.Response:
-        """GET /v1/events?after=NUMBER"""
-        after = request.query.get("after", "0")
-        if not after.isdecimal() or len(after) > _MOST_DIGITS:
-            raise Refusal(422, "malformed", f"after={after[:80]!r} is no number")
-        return json_answer(await self._server.look(events, self._core, int(after)))
+        status, body = _explain(error)
+        if status == 500:
+            log.exception("a fault of the rendezvous at %s %s", request.method, request.path)
+        elif status == _DISK_FULL:
+            log.error("disk: %s", error)
+        return _error(status, body)
 
 
-def add_routes(app: web.Application, server: Server) -> None:
-    """Let the server answer these requests."""
-    routes = Routes(server)
-    app.add_routes(
-        [
-            web.post("/v1/join", routes.join),
-            web.post("/v1/beat", routes.beat),
-            web.post("/v1/leave", routes.leave),
-            web.post("/v1/obeyed", routes.obeyed),
-            web.post("/v1/claim", routes.claim),
-            web.get("/v1/turns/{turn}", routes.turn),
-            web.post("/v1/turns/{turn}/complete", routes.complete),
-            web.post("/v1/applied", routes.applied),
-            web.post("/v1/state", routes.want_state),
-            web.post("/v1/states", routes.offer_state),
-            web.get("/v1/status", routes.status),
-            web.get("/v1/events", routes.events),
-            web.get("/v1/run-file", routes.run_file),
-        ]
+def _explain(error: Exception) -> tuple[int, ErrorBody]:
+    match error:
+        case Refusal():
+            return error.status, ErrorBody(kind=error.kind, what=error.what, fix=error.fix)
+        case web.HTTPException():
+            return error.status, ErrorBody(kind="http", what=f"{error.status} {error.reason}")
+        case UserError():
+            return 422, ErrorBody(kind="malformed", what=error.what, fix=error.fix)
+        case ConnectionError() | TimeoutError():
+            return 408, ErrorBody(kind="slow", what="the request's body did not come in time")
+        case OSError() | sqlite3.OperationalError():
+            what = f"the rendezvous's disk: {getattr(error, 'strerror', None) or error}"
+            fix = "free some space in its state directory; clusters try again by themselves"
+            return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
+        case _:
+            fix = "its log has the traceback"
+            return 500, ErrorBody(kind="bug", what="the rendezvous has failed", fix=fix)
+
+
+def _error(status: int, body: ErrorBody) -> web.Response:
+    return web.Response(
+        status=status, body=body.model_dump_json().encode(), content_type="application/json"
     )
 
 
@@ -187,7 +143,8 @@ async def read(request: web.Request, kind: type[M]) -> M:
 
 def said(answer: BaseModel) -> web.Response:
     """An answer."""
-    return json_answer(answer.model_dump_json())
+    body = answer.model_dump_json().encode()
+    return web.Response(body=body, content_type="application/json")
 
 
 def number(request: web.Request, key: str) -> int:
@@ -231,3 +188,8 @@ def incomplete(missing: list[int]) -> Refusal:
         f"{len(missing)} chunks are missing or not what was announced, the first is {missing[0]}",
         "ask which chunks are there and send the others",
     )
+
+
+def json_answer(content: dict[str, Any] | list[Any]) -> web.Response:
+    """An answer in JSON."""
+    return web.Response(body=json.dumps(content).encode(), content_type="application/json")

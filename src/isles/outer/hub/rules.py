@@ -1,4 +1,4 @@
-"""When a turn is closed, which contributions are outliers, who has diverged: pure functions."""
+"""The rules of a run: when a turn is closed, which contributions are outliers, who has diverged."""
 
 from __future__ import annotations
 
@@ -6,10 +6,46 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from isles.outer.hub.settings import Settings
+from pydantic import BaseModel, ConfigDict, Field
 
 _ENOUGH_NORMS = 4
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Settings(BaseModel):
+    """The rules of one run; the same for all clusters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    wait: Literal["all", "time_boxed", "quorum"] = "all"
+    """all: every living cluster. time_boxed: `time_box_s` after the first contribution without
+    the missing. quorum: `grace_s` after the `quorum`-th contribution."""
+    min_clusters: Annotated[int, Field(ge=1)] = 1
+    """A turn has at least so many contributions."""
+    gather: Annotated[int, Field(ge=1)] = 1
+    """So many clusters begin together: before that, no turn is decided for `gather_s` after the
+    first has come, nor again after a restart."""
+    gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    max_clusters: Annotated[int, Field(ge=1, le=4096)] = 64
+    time_box_s: Seconds = 120.0
+    quorum: Annotated[int, Field(ge=1)] = 2
+    grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    dead_after_s: Seconds = 10.0
+    """A cluster not heard for so long is dropped."""
+    stalled_after_s: Seconds = 900.0
+    """A turn no longer waits for a cluster that lives, but has done no inner step for so long."""
+    outlier: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
+    """A contribution is refused whose norm is so many times the median of those before it."""
+    keep_averages: Annotated[int, Field(ge=1)] = 8
+    """So many averages stay on the disk for clusters that missed them."""
+    open_turns: Annotated[int, Field(ge=1)] = 8
+    """Contributions are taken for so many turns from the next one to be committed on."""
+    donor_s: Seconds = 60.0
+    """Another donor is asked where one has sent nothing of its state for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +65,7 @@ class TurnView:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What the rule says now."""
 
     is_closed: bool
@@ -39,15 +75,15 @@ class Verdict:
     waits_for: frozenset[int]
 
 
-def judge_turn(settings: Settings, view: TurnView, now: float) -> Verdict:
+def judge_turn(settings: Settings, view: TurnView, now: float) -> Decision:
     """Whether a turn is closed now."""
     answered = view.complete | view.refused
     missing = view.expected - answered
     due_at = _due_at(settings, view)
     if not answered or len(answered) < view.least:
-        return Verdict(False, due_at, missing)
+        return Decision(False, due_at, missing)
     is_due = due_at is not None and now >= due_at
-    return Verdict(not missing or is_due, due_at, missing)
+    return Decision(not missing or is_due, due_at, missing)
 
 
 def _due_at(settings: Settings, view: TurnView) -> float | None:
@@ -101,10 +137,12 @@ def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
     the lowest.
 
     Args:
-        reports: digest of the anchors of each member.
+        reports: digest of the outer parameters of each member.
     """
     holders: dict[str, list[int]] = {}
-    for member, anchors in reports.items():
-        holders.setdefault(anchors, []).append(member)
-    right = min(holders, key=lambda anchors: (-len(holders[anchors]), min(holders[anchors])))
+    for member, outer_params in reports.items():
+        holders.setdefault(outer_params, []).append(member)
+    right = min(
+        holders, key=lambda outer_params: (-len(holders[outer_params]), min(holders[outer_params]))
+    )
     return right, sorted(member for member in reports if reports[member] != right)

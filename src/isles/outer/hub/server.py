@@ -1,93 +1,47 @@
-"""The rendezvous as a process: an HTTPS server around `Core`, and the averaging beside it."""
+"""The hub as an HTTPS server: address, TLS, join line."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import resource
-import sqlite3
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import socket
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
-from isles.errors import ConfigError
-from isles.outer.client.blobs import Incoming
-from isles.outer.hub.averaging import Averager, Job, average, norm_of, part_bytes
-from isles.outer.hub.book import BOOK, damaged
-from isles.outer.hub.core import Core
-from isles.outer.hub.door import Door, explain_errors
-from isles.outer.hub.identity import lock_folder, make_identity
-from isles.outer.hub.settings import Settings
-from isles.outer.messages import Join
+from isles.errors import CommunicationError, ConfigError
+from isles.outer.hub.routes import make_app
+from isles.outer.hub.rules import Settings
+from isles.outer.hub.tls import lock_folder, make_identity
+from isles.outer.hub.work import Work
 from isles.run.join_line import JoinLine
 from isles.run.records import write_secret
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_TICK_S = 0.1
-_RETRY_S = 2.0
-_LOOK_S = 1.0
-_ALONE_S = 3600.0
-"""A cluster that was stopped, or waits in a queue once more, may still come back."""
-_STILL_S = 1.0
-"""This process itself stood still (SIGSTOP, a machine that slept): it could hear nobody."""
-_JSON_BYTES = 16 * 2**20
-_LINGER_S = 5.0
-_MEASURE_S = 20.0
-_SHUTDOWN_S = 2.0
-_HANDLES = 65536
+_LINGER_S, _SHUTDOWN_S, _HANDSHAKE_S = 5.0, 2.0, 10.0
+_FIRST_REQUEST_S = 15.0
+"""A connection that has not shown the token by then is cut."""
+_BACKLOG, _HANDLES = 128, 65536
 
 
 class Server:
-    """One rendezvous.
+    """One hub.
 
     Args:
-        folder: its state directory; what lies there is gone on with.
+        folder: state directory; what lies there is gone on with.
         settings: the rules of the run.
-        make_averager: gives the codecs; called in a thread, the first time they are needed.
-        add_routes: has an application answer the requests by this server.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Settings,
-        make_averager: Callable[[], Averager],
-        add_routes: Callable[[web.Application, Server], None],
-    ) -> None:
-        self._add_routes = add_routes
+    def __init__(self, folder: Path, settings: Settings) -> None:
         self._lock = lock_folder(folder)
         self.folder = folder
         self._identity = make_identity(folder)
-        self.core = Core(folder, settings, time.monotonic)
-        self._make_averager = make_averager
-        self._averager: Averager | None = None
-        self._loading = asyncio.Lock()
-        # One thread has the book; the numbers and the files have theirs.
-        self._book_thread = ThreadPoolExecutor(1, "book")
-        self._number_threads = ThreadPoolExecutor(2, "numbers")
-        self._file_threads = ThreadPoolExecutor(4, "files")
-        self.changed = asyncio.Event()
-        """Set, and then another, when something has changed that somebody may wait for."""
-        self._incoming: dict[Path, Incoming] = {}
-        self._opening = asyncio.Lock()
-        self._measuring: dict[tuple[Path, str], asyncio.Task[tuple[float, str]]] = {}
-        self._door = Door(self._identity.token)
-        self.run = ""
-        """The run's name."""
-        self.run_file = folder / "run.yaml"
-        """What clusters elsewhere are given, where it is there."""
+        self.work = Work(folder, settings)
+        self._unknown: set[object] = set()
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
         """Listen, and begin to close turns.
@@ -100,35 +54,67 @@ class Server:
 
         Returns:
             The join line, which also stands in the file `join`.
+
+        Raises:
+            CommunicationError: the address is not this machine's, or the port is taken.
         """
-        self.run = run
+        self.work.run = run
         _raise_limit()
-        app = web.Application(
-            middlewares=[self._door.check_token, explain_errors], client_max_size=_JSON_BYTES
-        )
-        self._add_routes(app, self)
-        runner = web.AppRunner(
-            app,
+        self._runner = web.AppRunner(
+            make_app(self.work, self._identity.token, self._unknown.discard),
             access_log=None,
             logger=_quiet_logger(),
             lingering_time=_LINGER_S,
             keepalive_timeout=75.0,
             shutdown_timeout=_SHUTDOWN_S,
         )
-        await runner.setup()
-        self._runner = runner
+        await self._runner.setup()
         file = self.folder / "port"
         if port == 0 and file.exists():
             port = int(file.read_text())
-        port = await self._door.listen(runner, host, port, self._identity.ssl_context())
+        port = await self._listen(host, port)
         write_secret(file, str(port))
         dialled = _dialled(announce, host, port)
         line = JoinLine(*dialled, run, self._identity.token, self._identity.fingerprint)
         self._keep_line(line)
-        self.ticking = asyncio.create_task(self._tick())
-        self._warming = asyncio.create_task(self.averager())  # takes seconds; soon it is needed
+        self.work.begin()
         log.info("listening at=%s run=%s state=%s", line.address, run, self.folder)
         return line
+
+    async def _listen(self, host: str, port: int) -> int:
+        loop, make = asyncio.get_running_loop(), self._runner.server
+        assert make is not None
+
+        def cut(protocol: web.RequestHandler) -> None:
+            if protocol in self._unknown:
+                self._unknown.discard(protocol)
+                protocol.force_close()
+                protocol.close()
+
+        def connection() -> web.RequestHandler:
+            protocol = make()
+            self._unknown.add(protocol)
+            loop.call_later(_FIRST_REQUEST_S, cut, protocol)
+            return protocol
+
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except (OSError, UnicodeError) as error:
+            raise CommunicationError(
+                f"the rendezvous cannot listen at {host}:{port}: {error}",
+                where="--listen",
+                fix="give an address of this machine and a free port",
+                id="rendezvous.address",
+            ) from error
+        self._server = await loop.create_server(
+            connection,
+            sock=listening,
+            ssl=self._identity.ssl_context(),
+            ssl_handshake_timeout=_HANDSHAKE_S,
+            ssl_shutdown_timeout=_HANDSHAKE_S,
+        )
+        return int(listening.getsockname()[1])
 
     def _keep_line(self, line: JoinLine) -> None:
         """Write the join line; say so where clusters have one with another address."""
@@ -143,188 +129,11 @@ class Server:
                 )
         write_secret(path, line.secret_text())
 
-    async def finished(self, grace_s: float, *, alone_s: float = _ALONE_S) -> None:
-        """Return when all clusters have finished and left, and none has joined for a while.
-
-        Args:
-            grace_s: the while.
-            alone_s: so long it waits for a cluster that is not heard, or was stopped, once others
-                have finished and nobody is left.
-        """
-        over_since = alone_since = None
-        while True:
-            now, changed = time.monotonic(), self.changed
-            is_over = await self.look(self.core.is_over)
-            is_alone = await self.look(self.core.is_left_alone)
-            over_since = (over_since or now) if is_over else None
-            alone_since = (alone_since or now) if is_alone else None
-            if over_since is not None and now - over_since >= grace_s:
-                return
-            if alone_since is not None and now - alone_since >= alone_s:
-                log.warning("nobody is heard, and some clusters have not finished: this ends here")
-                return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(grace_s, alone_s, _LOOK_S))
-
     async def stop(self) -> None:
         """Take no more requests, and close the files."""
-        self.ticking.cancel()
-        await asyncio.gather(self.ticking, self._warming, return_exceptions=True)
-        await self._door.close()
+        self._server.close()
         await self._runner.cleanup()
-        for threads in (self._number_threads, self._file_threads, self._book_thread):
-            threads.shutdown(wait=True)
-        for incoming in self._incoming.values():
-            incoming.close()
-        self.core.book.close()
-
-    # Threads.
-
-    async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something of `core` in the one thread that may, and wake up who waits for news."""
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._book_thread, partial(call, *args, **kwargs))
-        self._wake()
-        return result
-
-    def _wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-    async def look(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `ask`, for what changes nothing."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._book_thread, partial(call, *args, **kwargs))
-
-    async def in_file_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something that reads or writes files."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._file_threads, partial(call, *args, **kwargs))
-
-    async def _count(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._number_threads, partial(call, *args, **kwargs))
-
-    # Numbers.
-
-    async def averager(self) -> Averager:
-        """The codecs."""
-        async with self._loading:
-            if self._averager is None:
-                self._averager = await self._count(self._make_averager)
-            return self._averager
-
-    async def measure(self, turn: int, path: Path, digest: str) -> tuple[float, str] | None:
-        """The norm of a contribution, or why it must not be averaged; None: not known yet.
-
-        However often it is asked for, the file is read once.
-        """
-        key = (path, digest)
-        if key not in self._measuring:
-            self._measuring[key] = asyncio.create_task(self._measure(turn, path))
-        task = self._measuring[key]
-        done, _ = await asyncio.wait({task}, timeout=_MEASURE_S)
-        if not done:
-            return None
-        self._measuring.pop(key, None)
-        return task.result()
-
-    async def _measure(self, turn: int, path: Path) -> tuple[float, str]:
-        averager = await self.averager()
-        pieces = self.core.pieces[turn % len(self.core.pieces)]
-        try:
-            return await self._count(norm_of, averager, self.core.codec, pieces, path), ""
-        except FileNotFoundError:
-            return 0.0, ""  # the turn was decided meanwhile: `Core.complete` knows
-        except ValueError as error:
-            return 0.0, str(error)
-
-    async def sizes(self, join: Join) -> list[int]:
-        """Of each fragment the bytes of a contribution, if this cluster is the first.
-
-        Raises:
-            UserError: there is no such codec.
-        """
-        if self.core.sizes:
-            return self.core.sizes
-        averager = await self.averager()
-        return [
-            await self._count(part_bytes, averager, join.codec, pieces) for pieces in join.pieces
-        ]
-
-    # Files that come.
-
-    async def incoming(self, path: Path, size_bytes: int) -> Incoming:
-        """A file that comes in chunks; what had come before a restart is there."""
-        async with self._opening:
-            if path not in self._incoming:
-                self._incoming[path] = await self.in_file_thread(Incoming, path, size_bytes)
-            return self._incoming[path]
-
-    async def forget(self, path: Path, *, discard: bool = False) -> None:
-        """Close a file that has come."""
-        incoming = self._incoming.pop(path, None)
-        if incoming is not None:
-            await self.in_file_thread(incoming.discard if discard else incoming.close)
-
-    # Turns.
-
-    async def _tick(self) -> None:
-        """Every moment: who is silent, and whether the next turn is to be closed.
-
-        Raises:
-            UserError: the memory cannot be believed any more.
-        """
-        averaging: asyncio.Task[None] | None = None
-        while True:
-            started, pause_s = time.monotonic(), _TICK_S
-            try:
-                if await self.look(self.core.drop_silent):
-                    self._wake()
-                if averaging is None or averaging.done():
-                    job = await self.look(self.core.close_turn)
-                    averaging = None if job is None else asyncio.create_task(self._try_average(job))
-            except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-                pause_s = _RETRY_S
-                log.error("%s: %s; tried again in %g s", self.folder, error, pause_s)
-            except sqlite3.DatabaseError as error:
-                raise damaged(self.folder / BOOK, str(error)) from error
-            await asyncio.sleep(pause_s)
-            if (still_s := time.monotonic() - started - pause_s) > _STILL_S:
-                await self.look(self.core.roster.forgive, still_s)
-
-    async def _try_average(self, job: Job) -> None:
-        try:
-            await self._average(job)
-        except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-            log.error("turn %d cannot be averaged now: %s; tried again", job.turn, error)
-            await asyncio.sleep(_RETRY_S)
-        except Exception as error:
-            log.exception("turn %d cannot be averaged now", job.turn)
-            why = f"turn {job.turn} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
-            await self.ask(self.core.book.note, "", "fault", why)
-            await asyncio.sleep(_RETRY_S)
-
-    async def _average(self, job: Job) -> None:
-        start = time.monotonic()
-        pieces = self.core.pieces[job.fragment]
-        averager = await self.averager()
-        result = await self._count(average, averager, self.core.codec, pieces, job)
-        averaged = time.monotonic()
-        for path, _ in job.parts:
-            await self.forget(path)
-        await self.ask(self.core.commit, job.turn, result)
-        for path in [path for path in self._incoming if not path.exists()]:
-            await self.forget(path)
-        log.info(
-            "turn=%d committed fragment=%d clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
-            job.turn,
-            job.fragment,
-            len(job.parts),
-            result.size_bytes,
-            averaged - start,
-            time.monotonic() - averaged,
-        )
+        await self.work.stop()
 
 
 def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
@@ -342,14 +151,8 @@ def _raise_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def json_answer(text: str | dict[str, Any] | list[Any]) -> web.Response:
-    """An answer in JSON."""
-    body = text if isinstance(text, str) else json.dumps(text)
-    return web.Response(body=body.encode(), content_type="application/json")
-
-
 def _quiet_logger() -> logging.Logger:
-    """For aiohttp: a stranger's garbage is no news, and our own faults are logged at the door."""
+    """For aiohttp: garbage of unknown senders is no news; our own faults are logged at the door."""
     logger = logging.getLogger("isles.rendezvous.http")
     logger.propagate = False
     if not logger.handlers:

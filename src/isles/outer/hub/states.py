@@ -6,10 +6,10 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from isles.outer.hub.book import Book
-from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
-from isles.outer.hub.settings import Settings
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.members import Membership
+from isles.outer.hub.requests import Refusal
+from isles.outer.hub.rules import Settings
 from isles.outer.messages import StateAnswer, StateOffer
 
 _WANTED_S = 300.0
@@ -23,15 +23,15 @@ class States:
 
     def __init__(
         self,
-        book: Book,
+        db: Journal,
         settings: Settings,
-        roster: Roster,
+        membership: Membership,
         folder: Path,
         clock: Callable[[], float],
     ) -> None:
-        self._book = book
+        self._db = db
         self._settings = settings
-        self._roster = roster
+        self._membership = membership
         self._folder = folder
         self._clock = clock
         self._wanted_at = -_WANTED_S
@@ -50,7 +50,7 @@ class States:
 
     def oldest_version(self) -> int | None:
         """The version from which on averages must be kept, while somebody pulls a state."""
-        row = self._book.row("SELECT MIN(version) AS v FROM states")
+        row = self._db.row("SELECT MIN(version) AS v FROM states")
         return int(row["v"]) if self.is_wanted and row and row["v"] is not None else None
 
     def touch(self) -> None:
@@ -72,13 +72,13 @@ class States:
             Refusal: nobody can give one, and nobody will come who could.
         """
         self.touch()
-        for row in self._book.rows(
+        for row in self._db.rows(
             "SELECT * FROM states WHERE is_complete = 1 ORDER BY version DESC"
         ):
             if is_usable(row["version"]):
                 return self.answer(row["number"])
         self._choose(member, is_usable)
-        others = [row for row in self._roster.latest() if row["number"] != member]
+        others = [row for row in self._membership.latest() if row["number"] != member]
         have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
         if self._donor is None and others and all(have_gone):
             raise Refusal(
@@ -88,14 +88,14 @@ class States:
                 "here last are not kept",
                 "their model is the run's; with a larger max_steps on all clusters it goes on",
             )
-        donor = "" if self._donor is None else self._roster.get(self._donor)["name"]
+        donor = "" if self._donor is None else self._membership.get(self._donor)["name"]
         return StateAnswer(state=None, donor=donor)
 
     def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
         """Settle on a donor: the most advanced member; another one where it sends nothing."""
         able = {
             row["number"]: row["version"]
-            for row in self._roster.living()
+            for row in self._membership.living()
             if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
         }
         is_idle = self._clock() - self._progress_at > self._settings.donor_s
@@ -103,7 +103,7 @@ class States:
             return
         if self._donor is not None and is_idle:
             self._tried.add(self._donor)
-            self._book.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._donor)
+            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._donor)
         fresh = {number: v for number, v in able.items() if number not in self._tried}
         if not fresh:
             self._tried.clear()
@@ -124,7 +124,8 @@ class States:
             pieces: of each fragment its pieces.
 
         Raises:
-            Refusal: it is larger than anchors and momentum are, or nobody has asked for it.
+            Refusal: it is larger than outer parameters and momentum are, or nobody has asked for
+                it.
         """
         size_bytes = sum(file.size_bytes for file in offer.files)
         limit = sum(8 * sum(of) + _HEAD_BYTES * len(of) + _SLACK_BYTES for of in pieces)
@@ -138,33 +139,31 @@ class States:
         if len({file.name for file in offer.files}) < len(offer.files):
             raise Refusal(422, "malformed", "two files of the state have the same name")
         text = offer.model_dump_json(exclude={"id"})
-        row = self._book.row(
-            "SELECT number FROM states WHERE member = ? AND offer = ?", member, text
-        )
+        row = self._db.row("SELECT number FROM states WHERE member = ? AND offer = ?", member, text)
         if row is None and not self.is_donor(member):
             what = "no state is asked of this cluster now"
             raise Refusal(409, "not_wanted", what)
         self.progress()
         if row is not None:
             return int(row["number"])
-        with self._book.transaction():
+        with self._db.transaction():
             # One at a time: what a member can fill the disk with is bounded.
-            self._book.run("DELETE FROM states WHERE member = ? AND is_complete = 0", member)
-            self._book.run(
+            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", member)
+            self._db.run(
                 "INSERT INTO states (member, version, offer) VALUES (?, ?, ?)",
                 member,
                 offer.version,
                 text,
             )
-            return self._book.number("SELECT MAX(number) FROM states")
+            return self._db.number("SELECT MAX(number) FROM states")
 
     def complete(self, state: int) -> None:
         """All files of a state are there."""
         row = self._row(state)
-        with self._book.transaction():
-            self._book.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
-            name = self._roster.get(row["member"])["name"]
-            self._book.note(name, "state", f"gave the state after turn {row['version'] - 1}")
+        with self._db.transaction():
+            self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
+            name = self._membership.get(row["member"])["name"]
+            self._db.note(name, "state", f"gave the state after turn {row['version'] - 1}")
         self._donor = None
         self._tried.clear()
 
@@ -175,8 +174,8 @@ class States:
         return StateAnswer(
             state=state,
             version=offer.version,
-            donor=self._roster.get(row["member"])["name"],
-            anchors=offer.anchors,
+            donor=self._membership.get(row["member"])["name"],
+            outer_params=offer.outer_params,
             files=offer.files,
         )
 
@@ -195,13 +194,13 @@ class States:
         return bool(self._row(state)["is_complete"])
 
     def _row(self, state: int) -> sqlite3.Row:
-        row = self._book.row("SELECT * FROM states WHERE number = ?", state)
+        row = self._db.row("SELECT * FROM states WHERE number = ?", state)
         if row is None:
             raise Refusal(404, "no_state", f"there is no state {state}", "ask for the state anew")
         return row
 
     def forget_useless(self, is_usable: Callable[[int], bool]) -> None:
         """Forget states that are too old for the averages on the disk."""
-        for row in self._book.rows("SELECT number, version FROM states"):
+        for row in self._db.rows("SELECT number, version FROM states"):
             if not is_usable(row["version"]):
-                self._book.run("DELETE FROM states WHERE number = ?", row["number"])
+                self._db.run("DELETE FROM states WHERE number = ?", row["number"])

@@ -7,9 +7,8 @@ import sqlite3
 from typing import Any
 
 from isles.facts.units import format_duration
-from isles.outer.client.blobs import num_chunks
 from isles.outer.hub.core import Core
-from isles.outer.messages import OpenTurn
+from isles.outer.messages import OpenTurn, num_chunks
 
 _EVENTS = 50
 _MOST_EVENTS = 1000
@@ -21,16 +20,15 @@ _QUIET_S = 6.0
 def status(core: Core) -> dict[str, Any]:
     """What `isles status` shows."""
     commits = _commits(core)
-    open_turns = [*core.turns.open_turns(), *core.epochs.open_turns()]
-    last = core.book.number("SELECT MAX(number) FROM events")
+    open_turns = core.turns.open_turns()
+    last = core.journal.number("SELECT MAX(number) FROM events")
     return {
         "turn": core.turns.next,
         "fragments": len(core.pieces),
         "is_over": core.is_over(),
-        "members": [_member(core, row, commits, open_turns) for row in core.roster.latest()],
+        "members": [_member(core, row, commits, open_turns) for row in core.membership.latest()],
         "open": [_open(core, turn) for turn in open_turns],
         "commits": commits,
-        "epoch": core.epochs.status(),
         "samples": core.samples.counts(),
         "settings": core.settings.model_dump(),
         "events": events(core, last - _EVENTS),
@@ -39,7 +37,7 @@ def status(core: Core) -> dict[str, Any]:
 
 def events(core: Core, after: int) -> list[dict[str, Any]]:
     """What has happened since an event, oldest first."""
-    rows = core.book.rows(
+    rows = core.journal.rows(
         "SELECT * FROM events WHERE number > ? ORDER BY number LIMIT ?", after, _MOST_EVENTS
     )
     return [dict(row) for row in rows]
@@ -50,7 +48,7 @@ def _member(
 ) -> dict[str, Any]:
     """One cluster: what it has said of itself, its part in the last turn, and why it is slow."""
     name, number = row["name"], row["number"]
-    beat = core.roster.beats.get(number)
+    beat = core.membership.beats.get(number)
     said: dict[str, Any] = {} if beat is None else beat.model_dump(exclude={"id", "version"})
     weights = commits[0]["weights"] if commits else {}
     tokens = weights.get(name, 0)
@@ -62,7 +60,7 @@ def _member(
         "order": row["order_reason"],
         "version": row["version"],
         "from_turn": row["from_turn"],
-        "heard_s": round(core.roster.heard_s(number), 1),
+        "heard_s": round(core.membership.heard_s(number), 1),
         "step": said.get("step", 0),
         "since": said.get("since", 0),
         "loss": said.get("loss"),
@@ -82,17 +80,17 @@ def _member(
 
 def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
     """A turn that collects: who is missing and why, and since when it is open."""
-    rows = {row["name"]: row for row in core.roster.latest()}
+    rows = {row["name"]: row for row in core.membership.latest()}
     missing = {name: _why(core, rows[name], turn.turn) for name in turn.waits_for if name in rows}
-    since_s = max(core.turns.open_for_s(turn.turn), core.epochs.open_for_s(turn.turn))
+    since_s = core.turns.open_for_s(turn.turn)
     return {**turn.model_dump(), "since_s": round(since_s, 1), "missing": missing}
 
 
 def _why(core: Core, row: sqlite3.Row, turn: int) -> str:
     """Why a turn still waits for a cluster, in words."""
     number = row["number"]
-    silent_s, still_s = core.roster.heard_s(number), core.roster.still_s(number)
-    beat = core.roster.beats.get(number)
+    silent_s, still_s = core.membership.heard_s(number), core.membership.still_s(number)
+    beat = core.membership.beats.get(number)
     if row["is_behind"]:
         return f"takes the state of another: {row['order_reason']}"
     if silent_s > _QUIET_S:
@@ -121,7 +119,7 @@ def _arrived(core: Core, turn: int, number: int) -> float:
 def _commits(core: Core) -> list[dict[str, Any]]:
     """The last turns that are decided, the newest first."""
     found = []
-    for row in core.book.rows(
+    for row in core.journal.rows(
         "SELECT * FROM turns WHERE state = 'committed' ORDER BY turn DESC LIMIT ?", _COMMITS
     ):
         answer = core.answer(row["turn"])
@@ -131,7 +129,7 @@ def _commits(core: Core) -> list[dict[str, Any]]:
                 "fragment": row["turn"] % len(core.pieces),
                 "at": row["committed_at"],
                 "seconds": round(row["seconds"], 3),
-                "participants": core.roster.names(frozenset(json.loads(row["participants"]))),
+                "participants": core.membership.names(frozenset(json.loads(row["participants"]))),
                 "weights": answer.weights,
                 "refused": answer.refused,
                 "size_bytes": row["size"],

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from isles.outer.hub.averaging import Average, Job
-from isles.outer.hub.book import Book
+from isles.outer.hub.journal import Journal
+from isles.outer.hub.members import Membership
 from isles.outer.hub.parts import Parts
-from isles.outer.hub.refusal import Refusal
-from isles.outer.hub.roster import Roster
-from isles.outer.hub.rules import TurnView, Verdict, judge_turn
+from isles.outer.hub.requests import Refusal
+from isles.outer.hub.rules import Decision, Settings, TurnView, judge_turn
 from isles.outer.hub.samples import Samples
-from isles.outer.hub.settings import Settings
-from isles.outer.messages import Contribution, OpenTurn, Prepared, Ready, TurnAnswer
+from isles.outer.messages import Contribution, OpenTurn, TurnAnswer
 
 _REFUSALS = 3
 
@@ -27,20 +26,20 @@ class Turns:
 
     def __init__(
         self,
-        book: Book,
+        db: Journal,
         settings: Settings,
         samples: Samples,
-        roster: Roster,
+        membership: Membership,
         folder: Path,
         clock: Callable[[], float],
     ) -> None:
-        self._book = book
+        self._db = db
         self._settings = settings
         self._samples = samples
-        self._roster = roster
+        self._membership = membership
         self._folder = folder
         self._clock = clock
-        self.parts = Parts(book, settings, samples)
+        self.parts = Parts(db, settings, samples)
         # When a turn's first contribution came, and the one that made the quorum. After a restart
         # both times begin anew: one more time box at most.
         self._first: dict[int, float] = {}
@@ -49,58 +48,50 @@ class Turns:
     @property
     def next(self) -> int:
         """The turn that is committed next: so many have been."""
-        start = int(self._book.get("start") or 0)
-        last = self._book.row("SELECT MAX(turn) AS t FROM turns WHERE state = 'committed'")
+        start = int(self._db.get("start") or 0)
+        last = self._db.row("SELECT MAX(turn) AS t FROM turns WHERE state = 'committed'")
         return start if last is None or last["t"] is None else int(last["t"]) + 1
 
     def state(self, turn: int) -> str:
         """committed, averaging, collecting or future."""
-        row = self._book.row("SELECT state FROM turns WHERE turn = ?", turn)
+        row = self._db.row("SELECT state FROM turns WHERE turn = ?", turn)
         if row is not None:
             return str(row["state"])
         return "committed" if turn < self.next else "future"
 
     def has_begun(self, turn: int) -> bool:
         """Whether anybody has contributed to a turn."""
-        return bool(self._book.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
+        return bool(self._db.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
 
-    def anchors(self, fragment: int, version: int) -> str:
-        """The digest of a fragment's anchors after so many turns; empty if it is not known."""
-        fragments = len(json.loads(self._book.get("identity") or "[{}, []]")[1])
-        row = self._book.row(
-            "SELECT anchors FROM turns WHERE turn < ? AND turn % ? = ? AND state = 'committed' "
-            "ORDER BY turn DESC LIMIT 1",
+    def outer_params(self, fragment: int, version: int) -> str:
+        """The digest of a fragment's outer parameters after so many turns; empty: not known."""
+        fragments = len(json.loads(self._db.get("identity") or "[{}, []]")[1])
+        row = self._db.row(
+            "SELECT outer_params FROM turns WHERE turn < ? AND turn % ? = ? "
+            "AND state = 'committed' ORDER BY turn DESC LIMIT 1",
             version,
             fragments,
             fragment,
         )
         if row is not None:
-            return str(row["anchors"])
-        return str(json.loads(self._book.get("anchors") or "[]")[fragment])
+            return str(row["outer_params"])
+        return str(json.loads(self._db.get("outer_params") or "[]")[fragment])
 
     def is_kept_since(self, version: int) -> bool:
-        """Whether the averages of all turns since so many were applied are on the disk.
-
-        Or with members, where they averaged among themselves not long ago.
-        """
+        """Whether the averages of all turns since so many were applied are on the disk."""
         following = self.next
-        kept = self._book.number(
-            "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND (kept = 1 OR "
-            "(is_direct = 1 AND turn >= ?))",
-            version,
-            following,
-            following - self._settings.keep_averages,
-        )
+        sql = "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND kept = 1"
+        kept = self._db.number(sql, version, following)
         return kept == following - version
 
     def part_path(self, turn: int, number: int) -> Path:
         """Where a member's contribution lies."""
         return self._folder / f"{turn:08d}" / f"{number}.part"
 
-    def has_anchors(self, turn: int) -> bool:
-        """Whether a member has told which anchors a turn has led to."""
-        row = self._book.row("SELECT anchors FROM turns WHERE turn = ?", turn)
-        return row is not None and bool(row["anchors"])
+    def has_outer_params(self, turn: int) -> bool:
+        """Whether a member has told which outer parameters a turn has led to."""
+        row = self._db.row("SELECT outer_params FROM turns WHERE turn = ?", turn)
+        return row is not None and bool(row["outer_params"])
 
     def average_path(self, turn: int) -> Path:
         """Where a turn's average lies."""
@@ -138,7 +129,7 @@ class Turns:
     def open(self, turn: int) -> None:
         """A turn collects."""
         if self.state(turn) == "future":
-            self._book.run("INSERT INTO turns (turn, state) VALUES (?, 'collecting')", turn)
+            self._db.run("INSERT INTO turns (turn, state) VALUES (?, 'collecting')", turn)
 
     def is_counted(self, turn: int, number: int) -> bool:
         """Whether a member's contribution is complete."""
@@ -152,7 +143,7 @@ class Turns:
         contribution: Contribution,
         norm: float,
         fault: str,
-    ) -> int:
+    ) -> None:
         """A contribution is whole and on the disk.
 
         Args:
@@ -162,54 +153,42 @@ class Turns:
             norm: its norm as measured here.
             fault: why it must not be averaged, if so.
 
-        Returns:
-            How many of its samples are not counted, because they are another's.
-
         Raises:
             Refusal: the turn is decided; or there is a fault.
         """
         number = member["number"]
         known = self.parts.get(turn, number)
         if known is not None and known["state"] == "complete":
-            return int(known["repeated"])
+            return
         self.check(member, turn)
         reason = fault or ("" if math.isfinite(norm) else f"its norm is {norm}")
-        with self._book.transaction():
+        with self._db.transaction():
             self.open(turn)
-            repeated = 0
             if reason:
                 self.parts.refuse(turn, number, contribution, reason)
                 self._refuse(member, turn, reason, reset=True)
             else:
-                repeated = self._take(member, turn, contribution, norm)
+                weight = self.parts.take(turn, number, contribution, norm)
+                if weight < contribution.tokens:
+                    claims = f"it claims {contribution.tokens} tokens"
+                    what = f"turn {turn}: {claims}; its samples have {weight} at most"
+                    self._db.note(member["name"], "weight", what)
         if reason:
             raise Refusal(
                 422,
                 "refused",
                 f"the contribution of {member['name']} to turn {turn} is refused: {reason}",
-                "go back to the anchors; look for the step at which its loss became nan",
+                "go back to the outer parameters; look for the step at which its loss became nan",
             )
         self._note_times(turn)
-        return repeated
-
-    def _take(self, member: sqlite3.Row, turn: int, part: Contribution | Ready, norm: float) -> int:
-        """A contribution counts; how many of its samples do not."""
-        repeated, weight = self.parts.take(turn, member["number"], part, norm)
-        if repeated:
-            what = f"turn {turn}: {repeated} samples had been dealt to others meanwhile"
-            self._book.note(member["name"], "repeated", what)
-        if weight < part.tokens:
-            what = f"turn {turn}: it claims {part.tokens} tokens; its samples have {weight} at most"
-            self._book.note(member["name"], "weight", what)
-        return repeated
 
     def _refuse(self, member: sqlite3.Row, turn: int, reason: str, *, reset: bool) -> None:
         what = f"turn {turn}: {reason}"
-        self._book.note(member["name"], "refused", what)
-        self._book.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
+        self._db.note(member["name"], "refused", what)
+        self._db.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
         if reset:
             why = f"the contribution to turn {turn} was refused: {reason}"
-            self._roster.order(member["number"], "reset", why)
+            self._membership.order(member["number"], "reset", why)
 
     def _note_times(self, turn: int) -> None:
         now = self._clock()
@@ -219,16 +198,16 @@ class Turns:
         if complete >= self._settings.quorum:
             self._quorum.setdefault(turn, now)
 
-    def verdict(self, turn: int) -> Verdict:
+    def decision(self, turn: int) -> Decision:
         """What the rule says of a turn now."""
         self._note_times(turn)
         view = TurnView(
-            expected=self._roster.expected(turn),
+            expected=self._membership.expected(turn),
             complete=self.parts.members(turn, "complete"),
             refused=self.parts.members(turn, "refused"),
             first_at=self._first.get(turn),
             quorum_at=self._quorum.get(turn),
-            least=self._roster.least,
+            least=self._membership.least,
         )
         return judge_turn(self._settings, view, self._clock())
 
@@ -241,15 +220,15 @@ class Turns:
         turn = self.next
         state = self.state(turn)
         if state == "collecting":
-            if not self.verdict(turn).is_closed:
+            if not self.decision(turn).is_closed:
                 return None
-            with self._book.transaction():
+            with self._db.transaction():
                 self._judge_norms(turn)
                 taken = sorted(
                     self.parts.members(turn, "complete"),
-                    key=lambda n: (self._roster.get(n)["name"], n),
+                    key=lambda n: (self._membership.get(n)["name"], n),
                 )
-                self._book.run(
+                self._db.run(
                     "UPDATE turns SET state = 'averaging', participants = ? WHERE turn = ?",
                     json.dumps(taken),
                     turn,
@@ -259,7 +238,7 @@ class Turns:
         return self._job(turn, fragments)
 
     def _job(self, turn: int, fragments: int) -> Job:
-        row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
+        row = self._db.row("SELECT * FROM turns WHERE turn = ?", turn)
         assert row is not None
         parts = []
         for number in json.loads(row["participants"]):
@@ -270,103 +249,85 @@ class Turns:
 
     def _judge_norms(self, turn: int) -> None:
         for number, reason in self.parts.outliers(turn, self.parts.norms(turn)).items():
-            member = self._roster.get(number)
+            member = self._membership.get(number)
             self.parts.refuse_complete(turn, number, reason)
-            self._samples.withdraw(number, turn)
             if member["state"] != "living":
                 self._samples.give_back(number)
-            self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
+            self._db.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
             self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
 
-    def refuse_direct(self, member: sqlite3.Row, turn: int, ready: Ready, reason: str) -> None:
-        """A contribution that lies with its member is not to be in a turn."""
-        number = member["number"]
-        with self._book.transaction():
-            self.open(turn)
-            self.parts.refuse(turn, number, ready, reason, ready.norm)
-            self._book.run("UPDATE members SET refusals = refusals + 1 WHERE number = ?", number)
-            self._refuse(member, turn, reason, reset=member["refusals"] + 1 >= _REFUSALS)
-
-    def commit(
-        self, turn: int, average: Average, *, is_kept: bool = True, seconds: float | None = None
-    ) -> None:
+    def commit(self, turn: int, average: Average) -> None:
         """A turn is decided, durably."""
-        with self._book.transaction():
-            row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
+        with self._db.transaction():
+            row = self._db.row("SELECT * FROM turns WHERE turn = ?", turn)
             assert row is not None and row["state"] == "averaging", f"turn {turn}"
             assert turn == self.next
-            self._book.run(
-                "UPDATE turns SET state = 'committed', digest = ?, size = ?, kept = ?, "
+            self._db.run(
+                "UPDATE turns SET state = 'committed', digest = ?, size = ?, kept = 1, "
                 "committed_at = ?, seconds = ? WHERE turn = ?",
                 average.digest,
                 average.size_bytes,
-                int(is_kept),
                 time.time(),
-                self.open_for_s(turn) if seconds is None else seconds,
+                self.open_for_s(turn),
                 turn,
             )
-            self._samples.commit(turn)
+            self.parts.commit(turn)
             for number in json.loads(row["participants"]):
-                self._book.run("UPDATE members SET refusals = 0 WHERE number = ?", number)
+                self._db.run("UPDATE members SET refusals = 0 WHERE number = ?", number)
         self._first.pop(turn, None)
         self._quorum.pop(turn, None)
+
+    def take_over(self, answer: TurnAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:
+        """A turn was decided by a hub that is gone; its average is on the disk."""
+        self._db.run(
+            "INSERT INTO turns (turn, state, participants, digest, size, kept, outer_params, "
+            "committed_at) VALUES (?, 'committed', ?, ?, ?, 1, ?, ?)",
+            answer.turn,
+            json.dumps(sorted(numbers[name] for name in answer.weights)),
+            answer.digest,
+            answer.size_bytes,
+            outer_params,
+            time.time(),
+        )
+        for name, number in numbers.items():
+            reason = answer.refused.get(name, "")
+            self.parts.take_over(answer.turn, number, answer.weights.get(name, 0), reason)
 
     def open_for_s(self, turn: int) -> float:
         """Seconds since a turn's first contribution; after a restart, since then."""
         return self._clock() - self._first.get(turn, self._clock())
 
-    def commit_direct(
-        self, turn: int, ready: Mapping[int, Ready], prepared: Prepared, seconds: float
-    ) -> None:
-        """A turn is decided that its members have averaged among themselves."""
-        with self._book.transaction():
-            self.open(turn)
-            for number, part in sorted(ready.items()):
-                self._take(self._roster.get(number), turn, part, part.norm)
-            self._book.run(
-                "UPDATE turns SET state = 'averaging', participants = ?, is_direct = 1 "
-                "WHERE turn = ?",
-                json.dumps(sorted(ready)),
-                turn,
-            )
-            average = Average(prepared.digest, prepared.size_bytes)
-            self.commit(turn, average, is_kept=False, seconds=seconds)
-
-    def keep(self, turn: int) -> None:
-        """The average of a turn is on the disk after all."""
-        self._book.run("UPDATE turns SET kept = 1 WHERE turn = ?", turn)
-
     def open_turns(self) -> list[OpenTurn]:
         """The turns that collect, as clusters are told of them."""
-        rows = self._book.rows("SELECT turn FROM turns WHERE state = 'collecting' ORDER BY turn")
+        rows = self._db.rows("SELECT turn FROM turns WHERE state = 'collecting' ORDER BY turn")
         found = []
         for row in rows:
-            verdict = self.verdict(row["turn"])
-            due = None if verdict.due_at is None else max(0.0, verdict.due_at - self._clock())
+            decision = self.decision(row["turn"])
+            due = None if decision.due_at is None else max(0.0, decision.due_at - self._clock())
             found.append(
                 OpenTurn(
                     turn=row["turn"],
                     due_in_s=due,
-                    contributed=self._roster.names(self.parts.members(row["turn"], "complete")),
-                    waits_for=self._roster.names(verdict.waits_for),
+                    contributed=self._membership.names(self.parts.members(row["turn"], "complete")),
+                    waits_for=self._membership.names(decision.waits_for),
                 )
             )
         return found
 
     def answer(self, turn: int) -> TurnAnswer:
         """How a turn stands."""
-        row = self._book.row("SELECT * FROM turns WHERE turn = ?", turn)
+        row = self._db.row("SELECT * FROM turns WHERE turn = ?", turn)
         if row is None:
             return TurnAnswer(turn=turn, state="committed" if turn < self.next else "future")
         named = {
-            self._roster.get(part["member"])["name"]: part for part in self.parts.of_turn(turn)
+            self._membership.get(part["member"])["name"]: part for part in self.parts.of_turn(turn)
         }
         due_in_s, waits_for = None, frozenset[int]()
         if row["state"] == "collecting":
-            verdict = self.verdict(turn)
-            waits_for = verdict.waits_for
-            if verdict.due_at is not None:
-                due_in_s = max(0.0, verdict.due_at - self._clock())
+            decision = self.decision(turn)
+            waits_for = decision.waits_for
+            if decision.due_at is not None:
+                due_in_s = max(0.0, decision.due_at - self._clock())
         complete = {name: part for name, part in named.items() if part["state"] == "complete"}
         is_committed = row["state"] == "committed"
         return TurnAnswer(
@@ -374,7 +335,7 @@ class Turns:
             state=row["state"],
             due_in_s=due_in_s,
             contributed=sorted(complete),
-            waits_for=self._roster.names(waits_for),
+            waits_for=self._membership.names(waits_for),
             weights={n: p["tokens"] for n, p in sorted(complete.items())} if is_committed else {},
             refused={n: p["reason"] for n, p in named.items() if p["state"] == "refused"},
             digest=row["digest"],

@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isles.config.interop.read import Json
-from isles.config.interop.settings import stage_of
+from isles.config.interop.deepspeed import Json, stage_of
 from isles.dist.batch import Batch
 from isles.dist.world import World
 from isles.errors import UserError
+from isles.strategies.base import Engine
 from isles.strategies.deepspeed.setup import (
     check_device,
     check_settings,
+    cut_model,
     import_deepspeed,
     start_deepspeed,
 )
-from isles.strategies.deepspeed.start import cut_model
 from isles.strategies.deepspeed.state import ZeroState
-from isles.strategies.guard import StepGuard
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.sequence import whole
+from isles.strategies.stepper import StepGuard
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """ZeRO stage 1, 2 or 3. See `strategies.base.Engine`.
 
     Under mixed precision the parameters are bf16 or fp16 and each rank keeps its part of them in
@@ -83,7 +83,6 @@ class DeepSpeedEngine:
         self._objective = make_objective(model)
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        """See Engine."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         loss_sum = self._loss_sum(self._engine, batch)
         if self._scaler is not None:
@@ -96,7 +95,6 @@ class DeepSpeedEngine:
         return loss_sum.detach()
 
     def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
-        """See Engine."""
         self._zero.clip_grad = max_norm or 0.0
         for group in self._zero.optimizer.param_groups:
             group["lr"] = lr
@@ -114,34 +112,26 @@ class DeepSpeedEngine:
         self._guard.count()
         return norm
 
+    @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """See Engine."""
-        with torch.no_grad():
-            return self._loss_sum(self.model, batch)
+        return self._loss_sum(self.model, batch)
 
+    @torch.no_grad()
     def row_scores(self, batch: Batch) -> Tensor:
-        """See Engine."""
-        with torch.no_grad():
-            return self._objective.row_scores(self.model, whole(batch, self.model))
+        return self._objective.row_scores(self.model, whole(batch, self.model))
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """See Engine."""
         return self._objective.take_figures(of_training=of_training)
 
     def good_steps(self) -> int | None:
-        """See Engine."""
         return self._guard.good_steps()
 
-    def communication_s(self) -> float | None:
-        """See Engine: DeepSpeed does not tell."""
-        return None
-
     def trainable(self) -> list[nn.Parameter]:
-        """See Engine: this rank's fp32 parts, each of many parameters in a row."""
+        # This rank's fp32 parts, each of many parameters in a row.
         return self._state.parts()
 
     def state_dict(self) -> dict[str, Any]:
-        """See Engine. Each tensor is whole, on the one rank that it is dealt to."""
+        # Each tensor is whole, on the one rank that it is dealt to.
         state: dict[str, Any] = self._state.collect()
         if self._scaler is not None and self._state.is_main:
             growth = self._scaler.cur_iter - self._scaler.last_overflow_iter - 1
@@ -151,7 +141,6 @@ class DeepSpeedEngine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Engine."""
         self._state.spread(state)
         if self._scaler is not None:
             scale = self._state.share(state.get("scaler.scale"), torch.float64)
@@ -161,27 +150,21 @@ class DeepSpeedEngine:
             self._scaler.last_overflow_iter = -1
 
     def trained_shapes(self) -> Mapping[str, torch.Size]:
-        """See Engine."""
         return self._state.trained_shapes()
 
     def whole_weight(self, name: str) -> Tensor:
-        """See Engine."""
         return self._state.whole_weight(name)
 
     def set_whole_weight(self, name: str, value: Tensor) -> None:
-        """See Engine."""
         self._state.set_whole_weight(name, value)
 
     def weights_set(self) -> None:
-        """See Engine."""
         self._state.push()
 
     def _take_scaler(self) -> Any:
-        """DeepSpeed's loss scaler, asked by us; None outside fp16.
-
-        Left to itself, DeepSpeed raises the scale between measuring a gradient and dividing it by
-        the scale, so that such a step is half as long.
-        """
+        # DeepSpeed's loss scaler, asked by us; None outside fp16. Left to itself, DeepSpeed raises
+        # the scale between measuring a gradient and dividing it by the scale, so that such a step
+        # is half as long.
         if not hasattr(self._zero, "loss_scaler"):
             return None
         scaler, self._zero.loss_scaler = self._zero.loss_scaler, _NoScaler()
@@ -201,15 +184,14 @@ class _NoScaler:
     dynamic = False
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as it is."""
         return loss
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing to update."""
+        pass
 
 
 def _fit_buckets(settings: Json, model: nn.Module) -> Json:
-    """Without a bucket for more gradients than the model has: DeepSpeed allocates it at once."""
+    # Without a bucket for more gradients than the model has: DeepSpeed allocates it at once.
     zero = dict(settings["zero_optimization"])
     total = sum(p.numel() for p in model.parameters())
     zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), total)

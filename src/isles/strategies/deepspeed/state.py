@@ -110,7 +110,7 @@ class ZeroState:
         return shared
 
     def _entries(self) -> Iterator[tuple[str, Tensor, str | None]]:
-        """Key in a checkpoint, parameter or buffer, field of the optimizer's state."""
+        # Key in a checkpoint, parameter or buffer, field of the optimizer's state.
         for name, value in self._names:
             yield f"model.{name}", value, None
             if isinstance(value, nn.Parameter) and self._first.get(value) == name:
@@ -118,7 +118,7 @@ class ZeroState:
                     yield f"optimizer.state.{name}.{field}", value, field
 
     def _deal(self) -> dict[str, int]:
-        """Which rank saves what: the largest first, to the rank that has least."""
+        # Which rank saves what: the largest first, to the rank that has least.
         sizes = {
             key: 1 if field == "step" else int(getattr(value, "ds_numel", value.numel()))
             for key, value, field in self._entries()
@@ -131,7 +131,7 @@ class ZeroState:
         return owners
 
     def _start_state(self) -> None:
-        """Begin with zeros, which is the same mathematics: state that a checkpoint can fill."""
+        # Begin with zeros, which is the same mathematics: state that a checkpoint can fill.
         self._optimizer.state.clear()  # over the whole parameters, which nobody steps any more
         for index, part in enumerate(self.parts()):
             with _Swapped(self._zero, index):
@@ -216,7 +216,7 @@ class _Swapped:
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """What belongs into a checkpoint: all, or beside frozen weights what is trained."""
+    # What belongs into a checkpoint: all, or beside frozen weights what is trained.
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if all(p.requires_grad for p in model.parameters()):
         return state
@@ -231,7 +231,7 @@ def _fields(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def _gathered(value: Tensor, *, changes: bool = False) -> Any:
-    """A frozen parameter of stage 3, whole for a while; anything else is whole anyway."""
+    # A frozen parameter of stage 3, whole for a while; anything else is whole anyway.
     from deepspeed.runtime.zero import GatheredParameters
 
     is_cut = hasattr(value, "ds_id")
@@ -239,7 +239,7 @@ def _gathered(value: Tensor, *, changes: bool = False) -> Any:
 
 
 def _untyped(value: Any) -> Any:
-    """A parameter with what DeepSpeed adds to it, which torch's types do not know."""
+    # A parameter with what DeepSpeed adds to it, which torch's types do not know.
     return value
 
 

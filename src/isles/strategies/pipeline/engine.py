@@ -17,6 +17,7 @@ from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError, UserError
+from isles.strategies.base import TorchEngine
 from isles.strategies.fsdp import allocate, shard_model
 from isles.strategies.pipeline.schedule import MicroBatches, Pipeline
 from isles.strategies.pipeline.split import (
@@ -36,7 +37,7 @@ _HIDDEN_DTYPE = {
 }
 
 
-class PipelineEngine:
+class PipelineEngine(TorchEngine):
     """A model whose blocks lie on several ranks in a row. See `strategies.base.Engine`.
 
     Micro-batches are kept back until the last one of a step, then they all go through. The rank of
@@ -68,7 +69,6 @@ class PipelineEngine:
         precision: str,
         parallelize: Callable[[nn.Module], nn.Module],
     ) -> None:
-        self._mesh, self._world = mesh, world
         size = mesh.layout.pp
         num_stages = size * stages_per_rank(config.pp_schedule)
         check_model(model, num_stages)
@@ -88,13 +88,14 @@ class PipelineEngine:
             allocate(stage, config, world.device)
             materialize(stage)
         modules = list(stages.values())
-        self.model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        # The ranks of one stage are neighbours: the axis pp varies slowest.
-        self.replicas = divmod(world.rank, world.world_size // size)[1], world.world_size // size
+        held = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         group = _pipeline_group(mesh, world)
-        self._stepper = Stepper(
+        stepper = Stepper(
             modules, make_optimizers, device=world.device, precision=precision, stages=group
         )
+        super().__init__(held, None, stepper, mesh, world)
+        # The ranks of one stage are neighbours: the axis pp varies slowest.
+        self.replicas = divmod(world.rank, world.world_size // size)[1], world.world_size // size
         self._pipeline = Pipeline(
             stages,
             config.pp_schedule,
@@ -110,7 +111,7 @@ class PipelineEngine:
         self._loss_total = torch.zeros((), device=world.device)
 
     def forward_backward(self, batch: Batch, *, loss_divisor: int, is_last: bool) -> Tensor:
-        """See Engine. Only the last call of a step computes."""
+        # Only the last call of a step computes.
         part = localize(batch, self._mesh, model=None)
         self._held.hold(part.inputs["input_ids"], part.targets_BT, part.inputs.get("position_ids"))
         self._loss_total = torch.zeros((), device=self._world.device)
@@ -120,14 +121,9 @@ class PipelineEngine:
             with self._naming_itself():
                 self._pipeline.train(self._held.take(count), count)
             assert all(p.grad is not None for p in self.trainable()), "a gradient was lost"
-        return self._mine(self._loss_total)
-
-    def optimizer_step(self, *, lr: float, max_norm: float | None) -> Tensor:
-        """See Engine."""
-        return self._stepper.step(lr=lr, max_norm=max_norm)
+        return self._counted(self._loss_total)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See Engine."""
         part = localize(batch, self._mesh, model=None)
         with torch.no_grad(), self._naming_itself():
             logits = self._pipeline.forward(
@@ -135,74 +131,29 @@ class PipelineEngine:
             )
             if logits is None:
                 return torch.zeros((), device=self._world.device)
-            return self._mine(_loss_sum(logits, part.targets_BT))
-
-    def row_scores(self, batch: Batch) -> Tensor:
-        """See Engine: config/rules/finetune.py keeps methods that need it from a pipeline."""
-        raise AssertionError("a pipeline gives no scores of rows")
+            return self._counted(_loss_sum(logits, part.targets_BT))
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
-        """See Engine: the loss says all."""
         del of_training
-        return {}
-
-    def good_steps(self) -> int | None:
-        """See Engine."""
-        return self._stepper.good_steps()
-
-    def communication_s(self) -> float | None:
-        """See Engine: it is not timed; most of it is waiting for another stage."""
-        return None
-
-    def trainable(self) -> list[nn.Parameter]:
-        """See Engine."""
-        return self._stepper.parameters
-
-    def state_dict(self) -> dict[str, Any]:
-        """See Engine. This rank's stages only, under their names in the whole model."""
-        return self._stepper.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Engine."""
-        self._stepper.load_state_dict(state)
+        return {}  # the loss says all
 
     def trained_shapes(self) -> Mapping[str, torch.Size]:
-        """See Engine: no rank of a pipeline has a part of every weight.
-
-        Raises:
-            UserError: always.
-        """
+        # No rank of a pipeline has a part of every weight.
         raise UserError(
             f"several clusters cannot average a pipeline: pp_size is {self._mesh.layout.pp}",
             where="strategy.pp_size",
             fix="set it to 1; kind: fsdp cuts any model, also over nodes",
         )
 
-    def whole_weight(self, name: str) -> Tensor:
-        """See Engine: `trained_shapes` has refused."""
-        raise AssertionError(name)
-
-    def set_whole_weight(self, name: str, value: Tensor) -> None:
-        """See Engine: `trained_shapes` has refused."""
-        raise AssertionError(name, value)
-
-    def weights_set(self) -> None:
-        """See Engine: `trained_shapes` has refused."""
-        raise AssertionError
-
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """What the last stage differentiates, for one micro-batch."""
+        # What the last stage differentiates, for one micro-batch.
         loss_sum = _loss_sum(logits_BTV, targets_BT)
         self._loss_total += loss_sum.detach()
         return self._stepper.scaled(loss_sum * self._scale, loss_sum)
 
-    def _mine(self, loss_sum: Tensor) -> Tensor:
-        """Tensor parallel ranks all have the same loss; one of them counts it."""
-        return loss_sum if self._mesh.place.tp == 0 else torch.zeros_like(loss_sum)
-
     @contextlib.contextmanager
     def _naming_itself(self) -> Iterator[None]:
-        """Say which stage an error is of; torch hides the cause in an error of its own."""
+        # Which stage an error is of; torch hides the cause in an error of its own.
         try:
             yield
         except RuntimeError as error:
@@ -241,11 +192,9 @@ def _loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def _pipeline_group(mesh: Mesh, world: World) -> dist.ProcessGroup:
-    """The ranks of this rank's pipeline; every rank makes every group, as torch wants it.
-
-    Not the mesh's own groups: those wait as long as torch's default, not as long as the run file
-    says.
-    """
+    # The ranks of this rank's pipeline; every rank makes every group, as torch wants it.
+    # Not the mesh's own groups: those wait as long as torch's default, not as long as the run file
+    # says.
     apart = world.world_size // mesh.layout.pp
     mine: dist.ProcessGroup | None = None
     for first in range(apart):

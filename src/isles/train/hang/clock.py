@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isles.train.hang.verdict import STAGES
+from isles.run.hang import STAGES
 
 _RECENT_STEPS = 31
 

@@ -18,17 +18,18 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from isles.config.sections.run import RunConfig
-from isles.config.sections.watchdog import WatchdogConfig
+from isles.config.sections.training import WatchdogConfig
 from isles.dist.beat import BEAT_S, Beats, open_beats
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
+from isles.run.hang import Stall, Standing, find_stall
+from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
 from isles.train.hang.clock import Frozen, Moment, StepClock
 from isles.train.hang.place import Place, flight_record, place_now
-from isles.train.hang.verdict import Stall, Standing, find_stall
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class Watchdog:
     def _compare(
         self, moment: Moment, living: list[int], silent: dict[int, float], unknown: list[int]
     ) -> Stall:
-        """The verdict, from what the living ranks have posted."""
+        """The decision, from what the living ranks have posted."""
         standings: dict[int, Standing] = {}
         for rank in (*living, *silent):
             view = self._beats.heard[rank].view if rank in self._beats.heard else {}
@@ -280,28 +281,24 @@ class Watchdog:
         """End this rank, and with it the others, with an error that names the culprit."""
         culprit = stall.culprits[0] if stall.culprits else self._rank
         host = self._hosts[culprit]
-        error: dict[str, Any] = {
-            "rank": culprit,
-            "host": host,
-            "at": time.time(),
-            "kind": "Stalled",
-            "what": text,
-            "where": f"rank {culprit} on {host}",
-            "fix": f"the stacks of the ranks are in {self._attempt.stalls}; watchdog.action: "
-            "report would wait for it",
-            "id": "step.stalled",
-            "exit_code": int(ExitCode.COMMUNICATION),
-            "is_communication": False,
-            "will_recur": False,
-            "restart": self._env.restart,
-            "traceback": None,
-        }
+        error = error_record(
+            text,
+            id="step.stalled",
+            kind="Stalled",
+            code=ExitCode.COMMUNICATION,
+            where=f"rank {culprit} on {host}",
+            fix=f"the stacks of the ranks are in {self._attempt.stalls}; watchdog.action: report "
+            "would wait for it",
+            rank=culprit,
+            host=host,
+            is_communication=False,
+            will_recur=False,
+            restart=self._env.restart,
+        )
         with suppress(OSError):
             write_record(self._attempt.rank_error(self._rank, self._env.restart), error)
-            if self._env.attempt == 0:  # no agent of isles looks for the culprit
-                outcome = {"state": "failed", "exit_code": error["exit_code"], "step": None}
-                outcome |= {"reason": text, "at": error["at"], "error": error}
-                write_record(self._attempt.outcome, outcome)
+            if self._env.attempt == 0:  # no agent looks for the root cause
+                end_without_agent(self._attempt, error)
         log.error("watchdog.action is stop: %s", text)
         sys.stderr.flush()
         os._exit(ExitCode.COMMUNICATION)  # its main thread waits where no exception reaches it

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
-from isles.dist.parcels import raise_first
+from isles.dist.nodes import raise_first
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
+from isles.outer.client.events import HivemindSettings, LinkSettings
+from isles.outer.client.link import Link, member_of
 from isles.outer.cluster import Cluster
 from isles.outer.codec.base import parse_codec
 from isles.outer.layout import Layout, make_layout
-from isles.outer.link.link import Link, member_of
-from isles.outer.link.settings import HivemindSettings, LinkSettings
 from isles.outer.messages import SAMPLE_TOKENS
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine
-from isles.train.outer.alone import Alone, OuterLine
-from isles.train.outer.chief import Chief
+from isles.train.outer.alone import Alone, Line
+from isles.train.outer.coordinator import OuterCoordinator
 from isles.train.outer.loop import Outer
 from isles.train.outer.samples import OwnSamples
 from isles.train.outer.turns import Turns
@@ -50,7 +50,7 @@ class Between:
         config: the section of the run file.
         name: of the cluster.
         member_id: of the cluster, for the whole run.
-        cluster: anchors and outer optimizer.
+        cluster: outer parameters and outer optimizer.
         layout: of the run.
         manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
     """
@@ -119,28 +119,28 @@ def make_between(
     return Between(outer, config.clusters[0].name, member_id, cluster, layout, manifest)
 
 
-def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Outer:
+def join_clusters(parts: Parts, between: Between, requested: Callable[[], int]) -> Outer:
     """Join the other clusters, with rank 0's line to them. All ranks must call this.
 
     Args:
         parts: all others of the loop.
         between: see there.
-        wish: what this rank wants at the end of a step: an exit code, or 0.
+        requested: what this rank wants at the end of a step: an exit code, or 0.
 
     Raises:
         UserError: this cluster is not let in, or does not reach the rendezvous.
     """
     turns, world, config = between.turns, parts.world, parts.config
     assert turns is not None
-    anchors = turns.anchors()
-    chief = None
+    outer_params = turns.outer_params()
+    coordinator = None
     fault: UserError | None = None
     if world.is_main:
         try:
             identity = _identity(parts)
             run = config.name.removesuffix(f"-{between.name}")
-            turns.line = _start_line(between, turns, parts.run_dir, anchors, identity, run)
-            chief = Chief(
+            turns.line = _start_line(between, turns, parts.run_dir, outer_params, identity, run)
+            coordinator = OuterCoordinator(
                 between.config,
                 turns.line,
                 num_fragments=turns.num_fragments,
@@ -155,13 +155,13 @@ def join_clusters(parts: Parts, between: Between, wish: Callable[[], int]) -> Ou
         between.config,
         world,
         turns,
-        chief,
+        coordinator,
         loader=parts.loader,
         progress=parts.progress,
         meter=parts.meter,
         recorder=parts.recorder,
         total_steps=parts.total_steps,
-        wish=wish,
+        requested=requested,
     )
     outer.begin(is_new=between.manifest is None)
     return outer
@@ -182,10 +182,10 @@ def _start_line(
     between: Between,
     turns: Turns,
     run_dir: RunDir,
-    anchors: list[str],
+    outer_params: list[str],
     identity: dict[str, str],
     run: str,
-) -> OuterLine:
+) -> Line:
     spool = run_dir.outer / "spool"
     is_hivemind = between.config.engine == "hivemind"
     if is_hivemind and importlib.util.find_spec("hivemind") is None:
@@ -209,24 +209,19 @@ def _start_line(
             version=turns.version,
             next_sample=turns.samples.frontier,
         )
-    rate = between.config.max_bytes_per_s
-    return Link.start(
+    return Link(
         member_of(
             between.layout, name=between.name, member_id=between.member_id, identity=identity
         ),
         LinkSettings(
-            engine=between.config.engine,
-            up_bytes_per_s=rate,
-            down_bytes_per_s=rate,
-            interface=between.config.interface,
+            max_bytes_per_s=between.config.max_bytes_per_s,
             hivemind=_hivemind(between.config, run) if is_hivemind else None,
         ),
         join_file=run_dir.join_line,
         spool=spool,
         version=turns.version,
-        anchors=anchors,
+        outer_params=outer_params,
         holding=turns.holding,
-        log_file=run_dir.outer / "side.log",
     )
 
 

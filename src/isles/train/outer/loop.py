@@ -10,10 +10,16 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.facts.units import format_duration
-from isles.outer.link.messages import Claimed, Donate, Ended, Reset, SamplesLost
+from isles.outer.client.events import Claimed, Donate, Ended, Reset, SamplesLost
 from isles.train.metrics import StepMeter
-from isles.train.outer.chief import Chief
-from isles.train.outer.orders import Adopt, Contribute, Order, Take, UseReserve
+from isles.train.outer.coordinator import (
+    Adopt,
+    Contribute,
+    Order,
+    OuterCoordinator,
+    Take,
+    UseReserve,
+)
 from isles.train.outer.turns import Turns
 from isles.train.progress import Progress
 from isles.train.record import Recorder
@@ -33,10 +39,10 @@ class Outer:
         config: the section of the run file.
         world: the ranks.
         turns: of this cluster.
-        chief: on rank 0; None elsewhere.
+        coordinator: on rank 0; None elsewhere.
         loader, progress, meter, recorder: of the run.
         total_steps: of the run, if it is known.
-        wish: what this rank wants at the end of the step: an exit code, or 0.
+        requested: what this rank wants at the end of the step: an exit code, or 0.
     """
 
     def __init__(
@@ -44,20 +50,20 @@ class Outer:
         config: DiLoCoConfig,
         world: World,
         turns: Turns,
-        chief: Chief | None,
+        coordinator: OuterCoordinator | None,
         *,
         loader: Loader,
         progress: Progress,
         meter: StepMeter,
         recorder: Recorder,
         total_steps: int | None,
-        wish: Callable[[], int],
+        requested: Callable[[], int],
     ) -> None:
-        self.turns, self._chief = turns, chief
+        self.turns, self._coordinator = turns, coordinator
         self._config, self._world = config, world
         self._loader, self._progress = loader, progress
         self._meter, self._recorder = meter, recorder
-        self._total_steps, self._wish = total_steps, wish
+        self._total_steps, self._requested = total_steps, requested
         self._waited: set[int] = set()
         self._paused_s = 0.0
         self._is_ending = False
@@ -76,17 +82,17 @@ class Outer:
         while True:
             orders: list[Order] = []
             is_done, fault = False, None
-            if self._chief is not None:
-                self._chief.listen(_LOOK_S)
+            if self._coordinator is not None:
+                self._coordinator.listen(_LOOK_S)
                 if self.turns.version > version:  # the turns since a checkpoint come one by one
                     began, version = time.monotonic(), self.turns.version
-                late_s = _STATE_S if self._chief.is_behind else self._config.deadline
+                late_s = _STATE_S if self._coordinator.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
-                self._chief.restock(self.turns.outlook(), is_late=is_late and not is_new)
-                orders = self._chief.take_orders()
-                fault = self._chief.fault(is_new=is_new)
-                is_in = self._chief.is_joined and not self._chief.is_behind
-                is_in = is_in and not self._lacks(self._chief.decided)
+                self._coordinator.restock(self.turns.sync_state(), is_late=is_late and not is_new)
+                orders = self._coordinator.take_orders()
+                fault = self._coordinator.fault(is_new=is_new)
+                is_in = self._coordinator.is_joined and not self._coordinator.is_behind
+                is_in = is_in and not self._lacks(self._coordinator.decided)
                 is_done = not orders and self._is_stocked and (is_in or is_late)
             orders, is_done, fault = self._world.broadcast((orders, is_done, fault))
             if fault is not None:
@@ -98,12 +104,12 @@ class Outer:
 
     def plan(self) -> bool:
         """Whether anything is to be done after the step that begins; rank 0 decides."""
-        if self._chief is None:
+        if self._coordinator is None:
             return False
         self.turns.hand_in()
-        self._chief.pace.step_done(self._paused_s)
+        self._coordinator.pace.step_done(self._paused_s)
         self._paused_s = 0.0
-        return self._chief.plan(self.turns.outlook())
+        return self._coordinator.plan(self.turns.sync_state())
 
     def after_inner_step(self, *, has_orders: bool) -> None:
         """Do what was decided, and wait for a turn whose time it is."""
@@ -125,7 +131,7 @@ class Outer:
                 break
         if not self._is_stocked:
             self._restock()
-        turns.record.state(turns.outlook(), self._chief)
+        turns.record.state(turns.sync_state(), self._coordinator)
         self._paused_s += time.perf_counter() - began
 
     def finish(self) -> int:
@@ -139,13 +145,15 @@ class Outer:
         if self._end_together():
             self._stop = 0
         self._is_ending = not self._stop
-        self.turns.record.state(self.turns.outlook(), self._chief, is_last=self._is_ending)
+        self.turns.record.state(self.turns.sync_state(), self._coordinator, is_last=self._is_ending)
         return self._stop
 
     def _end_together(self) -> bool:
         """Average until nothing is left that others lack; False: a turn was not decided."""
         turns = self.turns
-        decided = self._world.broadcast(0 if self._chief is None else self._chief.decided)
+        decided = self._world.broadcast(
+            0 if self._coordinator is None else self._coordinator.decided
+        )
         if self._lacks(decided):
             self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
             if self._lacks(decided):
@@ -169,16 +177,20 @@ class Outer:
         One that came late, or whose contribution did, has no part in the last turns: it must not
         end before they are decided. Where they are not reached it waits no longer than for a turn.
         """
-        chief, began = self._chief, time.monotonic()
-        if chief is not None:
-            chief.report(self.turns.outlook(), ends=True)
+        coordinator, began = self._coordinator, time.monotonic()
+        if coordinator is not None:
+            coordinator.report(self.turns.sync_state(), ends=True)
         paused = self._meter.pause("waiting for other clusters")
         limit_s = min(self._config.deadline, _LAST_WAIT_S)
         is_late = goes_on = True
         while is_late and goes_on:
             is_late = self._wait(self._is_last, limit_s, "to end together")
             waited_s = time.monotonic() - began
-            goes_on = chief is not None and chief.line.is_connected and waited_s < _LAST_WAIT_S
+            goes_on = (
+                coordinator is not None
+                and coordinator.line.is_connected
+                and waited_s < _LAST_WAIT_S
+            )
             is_late, goes_on = self._world.broadcast((is_late, goes_on))
         self._meter.resume(paused)
         if is_late:
@@ -200,20 +212,20 @@ class Outer:
             leaves: tell the others, so that nobody waits for it.
         """
         self.turns.close()
-        if self._chief is not None:
+        if self._coordinator is not None:
             # One that has come after the last turn makes no step of its own.
             is_over = self._is_ending or self._progress.step == self._total_steps
             is_over = is_over and not self._stop
-            self._chief.line.close(leaves=leaves, has_finished=is_over)
+            self._coordinator.line.close(leaves=leaves, has_finished=is_over)
 
     # What is decided.
 
     def _exchange(self, *, listens: bool = False) -> None:
         orders: list[Order] = []
-        if self._chief is not None:
+        if self._coordinator is not None:
             if listens:
-                self._chief.listen()
-            orders = self._chief.take_orders()
+                self._coordinator.listen()
+            orders = self._coordinator.take_orders()
         for order in self._world.broadcast(orders):
             self._obey(order)
 
@@ -222,7 +234,7 @@ class Outer:
         return max(self.turns.version, max(self.turns.sent, default=-1) + 1) < decided
 
     def _is_behind(self) -> bool:
-        return self._world.broadcast(self._chief is not None and self._chief.is_behind)
+        return self._world.broadcast(self._coordinator is not None and self._coordinator.is_behind)
 
     def _obey(self, order: Order) -> None:
         turns = self.turns
@@ -276,12 +288,12 @@ class Outer:
         """Wait for samples; where the rendezvous is away, take others."""
         paused = self._meter.pause("waiting for samples")
         limit_s = self._config.deadline
-        if self._chief is not None and not self._chief.line.is_connected:
-            limit_s = 0.0 if self._chief.uses_reserve else _AWAY_S
+        if self._coordinator is not None and not self._coordinator.line.is_connected:
+            limit_s = 0.0 if self._coordinator.uses_reserve else _AWAY_S
         self._wait(lambda: self._is_stocked, limit_s, "samples")
         while not self._is_stocked:
-            if self._chief is not None:
-                self._chief.restock(self.turns.outlook(), is_late=True)
+            if self._coordinator is not None:
+                self._coordinator.restock(self.turns.sync_state(), is_late=True)
             self._exchange()
         self._meter.resume(paused)
 
@@ -292,22 +304,22 @@ class Outer:
         while not is_done():
             if rounds == 1:
                 self._recorder.phase("waiting for clusters", what)
-                if self._chief is not None:
-                    self._chief.report(self.turns.outlook())
+                if self._coordinator is not None:
+                    self._coordinator.report(self.turns.sync_state())
             rounds += 1
             orders: list[Order] = []
-            if self._chief is not None:
+            if self._coordinator is not None:
                 left_s = end - time.monotonic()
-                self._chief.listen(max(0.01, min(_LOOK_S, left_s)))
-                self._chief.restock(self.turns.outlook(), is_late=False)
-                orders = self._chief.take_orders()
-            is_vain = self._chief is not None and self._chief.is_refused
+                self._coordinator.listen(max(0.01, min(_LOOK_S, left_s)))
+                self._coordinator.restock(self.turns.sync_state(), is_late=False)
+                orders = self._coordinator.take_orders()
+            is_vain = self._coordinator is not None and self._coordinator.is_refused
             is_late = not orders and (is_vain or time.monotonic() >= end)
-            told = self._world.gather((orders, is_late, self._wish()))
+            told = self._world.gather((orders, is_late, self._requested()))
             is_over = told[0][1]
             for order in told[0][0]:
                 self._obey(order)
-            self._stop = max(wish for _, _, wish in told)
+            self._stop = max(requested for _, _, requested in told)
             if is_over or self._stop:
                 break
         if rounds > 1:
@@ -315,9 +327,9 @@ class Outer:
         return is_over and not is_done()
 
     def _others(self) -> str:
-        if self._chief is None or not self._chief.line.is_connected:
+        if self._coordinator is None or not self._coordinator.line.is_connected:
             return "the others are not reached"
-        return f"taking part: {', '.join(self._chief.line.members) or 'nobody'}"
+        return f"taking part: {', '.join(self._coordinator.line.members) or 'nobody'}"
 
     @property
     def _is_stocked(self) -> bool:

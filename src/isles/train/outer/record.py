@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from isles.outer.base import Applied, Mode
-from isles.train.outer.chief import Chief, Outlook
-from isles.train.outer.orders import Sent, Take
+from isles.outer.client.events import Sent
+from isles.train.outer.coordinator import OuterCoordinator, SyncState, Take
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 
@@ -91,29 +91,31 @@ class OuterRecord:
         self._told_at = -math.inf
         self._recorder.row(row)
 
-    def state(self, outlook: Outlook, chief: Chief | None, *, is_last: bool = False) -> None:
+    def state(
+        self, sync_state: SyncState, coordinator: OuterCoordinator | None, *, is_last: bool = False
+    ) -> None:
         """How it stands, for status.json; seldom, save after a turn and at the end."""
         now = time.monotonic()
-        if chief is None or (now - self._told_at < _STATUS_EVERY_S and not is_last):
+        if coordinator is None or (now - self._told_at < _STATUS_EVERY_S and not is_last):
             return
         self._told_at = now
-        line = chief.line
+        line = coordinator.line
         total_s = self._exposed_s + self._hidden_s
         self._recorder.update(
             outer={
-                "turn": outlook.version,
-                "round": outlook.version // self._fragments,
+                "turn": sync_state.version,
+                "round": sync_state.version // self._fragments,
                 "fragments": self._fragments,
-                "sync_every": chief.round_steps(outlook.version),
-                "steps_since": outlook.steps - outlook.contributed_at,
-                "waits_for_turns": list(outlook.sent),
-                "is_averaged": not outlook.sent and not outlook.has_learnt,
+                "sync_every": coordinator.round_steps(sync_state.version),
+                "steps_since": sync_state.steps - sync_state.contributed_at,
+                "waits_for_turns": list(sync_state.sent),
+                "is_averaged": not sync_state.sent and not sync_state.has_learnt,
                 "clusters": list(line.members),
                 "is_connected": line.is_connected,
-                "is_behind": chief.is_behind,
+                "is_behind": coordinator.is_behind,
                 "sent_bytes": line.sent_bytes,
                 "received_bytes": line.received_bytes,
-                "bytes_per_s": chief.pace.bytes_per_s,
+                "bytes_per_s": coordinator.pace.bytes_per_s,
                 "exposed_s": self._exposed_s,
                 "hidden_s": self._hidden_s,
                 "hidden_share": self._hidden_s / total_s if total_s else None,

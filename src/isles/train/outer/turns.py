@@ -15,12 +15,11 @@ from torch import Tensor
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import TrainingError
 from isles.outer.base import Applied, Contribution, Mode
+from isles.outer.client.events import Interval, Sent, sent_from
 from isles.outer.cluster import Cluster
 from isles.outer.layout import Layout
-from isles.outer.link.messages import Interval
-from isles.train.outer.alone import OuterLine
-from isles.train.outer.chief import Outlook
-from isles.train.outer.orders import Adopt, Sent, Take, sent_from
+from isles.train.outer.alone import Line
+from isles.train.outer.coordinator import Adopt, SyncState, Take
 from isles.train.outer.record import OuterRecord
 from isles.train.outer.samples import OwnSamples
 from isles.train.progress import Progress
@@ -44,12 +43,13 @@ class _Move:
 class Turns:
     """Contributions and averages, the same on all ranks of the cluster; rank 0 has the line.
 
-    All ranks must call every method but `hand_in` and `outlook`, between the same two inner steps.
+    All ranks must call every method but `hand_in` and `sync_state`, between the same two inner
+    steps.
 
     Args:
         config: the section of the run file.
         name: of the cluster.
-        cluster: anchors and outer optimizer.
+        cluster: outer parameters and outer optimizer.
         layout: of the run.
         samples: which ones this cluster reads.
         progress, recorder: of the run.
@@ -65,7 +65,7 @@ class Turns:
         progress: Progress,
         recorder: Recorder,
     ) -> None:
-        self.line: OuterLine | None = None
+        self.line: Line | None = None
         """Rank 0 only; none before the cluster joins."""
         self.version = 0
         """Turns that have been applied."""
@@ -199,15 +199,7 @@ class Turns:
             if not encoding.done() or encoding.exception() is not None:
                 continue  # an exception is raised on all ranks, when they need it
             del self._encodings[turn]
-            sent = self.sent[turn]
-            self.line.contribute(
-                turn,
-                self.line.contribution_path(turn),
-                tokens=sent.tokens,
-                samples=sent.samples,
-                inner_steps=sent.inner_steps,
-                norm=encoding.result().norm,
-            )
+            self.line.contribute(self.sent[turn])
 
     def take(self, take: Take) -> None:
         """Take in an average; under overlap later, while inner steps go on."""
@@ -304,9 +296,9 @@ class Turns:
         for fragment in range(self.num_fragments):
             path = paths[fragment] if paths else _NOWHERE
             self._cluster.export_state(fragment, path, version=self.version)
-        anchors = self.anchors()
+        outer_params = self.outer_params()
         if self.line is not None:
-            self.line.give_state(self.version, paths, anchors)
+            self.line.give_state(self.version, paths, outer_params)
         log.info("outer state given version=%d", self.version)
 
     def adopt(self, adopt: Adopt) -> None:
@@ -326,15 +318,15 @@ class Turns:
             path = event.paths[fragment]
             self._cluster.import_state(fragment, path, keeps_steps=keeps_steps)
         self.version, self._is_own_past = event.version, False
-        anchors = self.anchors()
-        if anchors != list(event.anchors):
+        outer_params = self.outer_params()
+        if outer_params != list(event.outer_params):
             raise TrainingError(
-                f"the state that {event.donor} gave has other anchors than it said",
+                f"the state that {event.donor} gave has other outer parameters than it said",
                 where=str(event.paths[0].parent),
                 fix="start this cluster again: it takes the state once more",
             )
         if self.line is not None:
-            self.line.adopted(event.version, anchors)
+            self.line.adopted(event.version, outer_params)
         self._progress.skip_to(adopt.step)
         self._recorder.note(
             f"the weights of {event.donor} after {event.version} turns are taken over"
@@ -354,8 +346,8 @@ class Turns:
         if self.line is not None:
             self.line.obeyed()
 
-    def anchors(self) -> list[str]:
-        """The digest of each fragment's anchors."""
+    def outer_params(self) -> list[str]:
+        """The digest of each fragment's outer parameters."""
         return [self._cluster.digest(fragment) for fragment in range(self.num_fragments)]
 
     # How it stands.
@@ -381,9 +373,9 @@ class Turns:
         owed_tokens, _ = self._owed[fragment]
         return self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens
 
-    def outlook(self) -> Outlook:
+    def sync_state(self) -> SyncState:
         """What decisions rest on."""
-        return Outlook(
+        return SyncState(
             version=self.version,
             steps=self.steps,
             contributed_at=self._contributed_at,

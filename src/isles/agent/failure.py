@@ -1,0 +1,279 @@
+"""Why ranks have failed, and what follows: a restart, the end of the run, or a stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from isles.agent.server import NodeConnection
+from isles.errors import ExitCode
+from isles.run.outcome import AGAIN, ErrorRecord, end_failed, end_stopped, error_record
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record, write_text_atomic
+from isles.run.restarts import (
+    Decision,
+    Restart,
+    list_restarts,
+    newest_step,
+    read_last_step,
+    write_restart,
+)
+
+_TAIL_BYTES = 16_384
+
+
+def find_culprit(
+    errors: list[dict[str, Any]],
+    failures: Mapping[int, int],
+    ranks: Sequence[int],
+    *,
+    are_all: bool = True,
+) -> dict[str, Any] | None:
+    """The error that the others are consequences of.
+
+    Args:
+        errors: the error records that these ranks have left.
+        failures: exit codes of the ranks that the agent saw end first.
+        ranks: the ranks of this node.
+        are_all: whether there are no others: then one of these is to blame.
+
+    Returns:
+        An error record: a rank's own earliest error that is not the loss of another rank; else the
+        rank that died without a word; else the earliest error there is. None where the ranks of
+        this node have only lost one of another node.
+    """
+    own = [error for error in errors if not error["is_communication"]]
+    if own:
+        return min(own, key=lambda error: float(error["at"]))
+    silent = {rank: code for rank, code in failures.items() if code < 0}
+    left_word = {int(error["rank"]) for error in errors}
+    if not silent and are_all:
+        gone = [rank for rank in ranks if rank not in left_word]
+        silent = dict.fromkeys(gone[:1], 0) if errors else {}
+    if silent:
+        rank, exit_code = min(silent.items())
+        return _death(rank, exit_code)
+    if errors:
+        return min(errors, key=lambda error: float(error["at"])) if are_all else None
+    if not failures:
+        return _death(ranks[0], 0)
+    # Who has lost another one ends with a code of its own; a full disk may hold no record of it.
+    causes = {rank: code for rank, code in failures.items() if code != ExitCode.COMMUNICATION}
+    if not causes and not are_all:
+        return None
+    return _death(*next(iter((causes or failures).items())))
+
+
+def judge(
+    run_dir: RunDir,
+    attempt: Attempt,
+    restart: int,
+    culprit: dict[str, Any],
+    *,
+    max_restarts: int,
+    stop: ExitCode | None = None,
+) -> Restart:
+    """Decide what follows from a death, and put it on record; the first of several nodes decides.
+
+    Args:
+        run_dir: the run.
+        attempt: this start of it.
+        restart: how often its ranks were started again before.
+        culprit: the error of whoever caused it.
+        max_restarts: how often that may be.
+        stop: the exit code of a stop that was asked for meanwhile.
+    """
+    before = [entry for entry in list_restarts(attempt) if entry.is_counted]
+    reached, saved = read_last_step(attempt, restart), newest_step(run_dir)
+    last = before[-1] if before else None
+    note = ""
+    decision: Decision = "restart" if stop is None else "stop"
+    # A script on another host cannot see there that it has reported steps.
+    is_new = culprit.get("kind") == "ScriptFailed" and reached is not None
+    if culprit.get("will_recur") and not is_new:
+        decision = "fail"  # a wrong run file, a loss that is not finite: it would come again
+    elif (
+        last is not None
+        and _furthest(reached, saved) <= _furthest(last.reached, last.saved)
+        and not (culprit.get("is_script") and reached is None)  # it tells nobody how far it is
+    ):
+        decision = "fail"
+        note = (
+            f"it is the second loss of a rank without progress: {_at(last.reached)} before, "
+            f"{_at(reached)} now; starting once more would change nothing"
+        )
+    elif decision == "restart" and len(before) >= max_restarts:
+        decision = "fail"
+        note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
+    found = Restart(
+        number=restart + 1,
+        at=time.time(),
+        decision=decision,
+        culprit={**culprit, "note": note},
+        why=_why(culprit),
+        reached=reached,
+        saved=saved,
+        count=len(before) + 1,
+        max_restarts=max_restarts,
+        is_counted=True,
+    )
+    settled = write_restart(attempt, found)
+    if settled.decision == "fail" and settled.culprit is not None:
+        end_failed(attempt, settled.culprit, step=reached)
+    elif settled.decision == "stop" and stop is not None:
+        lost = f"; {settled.why} before it could save" if settled.reached != saved else ""
+        end_stopped(attempt, stop, saved, lost)
+    return settled
+
+
+def failure_report(
+    attempt: Attempt,
+    restart: int,
+    ranks: list[int],
+    world_size: int,
+    failures: dict[int, int],
+    *,
+    has_no_memory: bool = False,
+) -> dict[str, Any]:
+    """The part of a report that says why ranks have failed.
+
+    Args:
+        attempt: this start, as this host sees it.
+        restart: how often the ranks were started again before.
+        ranks: those of this node.
+        world_size: those of all nodes.
+        failures: exit codes of those that were seen to end first.
+        has_no_memory: whether the kernel has killed processes here for their memory; see
+            `oom_kills`.
+
+    Returns:
+        errors: the records that these ranks have left. culprit: the one that the others may be
+        consequences of; None where these ranks have only lost one of another node. tail: the end
+        of its log.
+    """
+    paths = [attempt.rank_error(rank, restart) for rank in ranks]
+    errors = [error for path in paths if (error := read_record(path))]
+    culprit = find_culprit(errors, failures, ranks, are_all=len(ranks) == world_size)
+    if has_no_memory and culprit is not None and culprit.get("id") == "memory.killed":
+        culprit |= {
+            "kind": "OutOfMemoryError",
+            "what": f"{culprit['what']}: this host, or the job's share of it, has no memory left",
+            "fix": "lower training.micro_batch_size or data.workers, or give it more memory: "
+            "clusters[0].launcher.memory_per_node where a queue has set the limit",
+            "exit_code": int(ExitCode.OUT_OF_MEMORY),
+            "will_recur": True,
+        }
+    tail = ""
+    if culprit is not None and culprit.get("rank") is not None:
+        tail = _end_of(attempt, int(culprit["rank"]))
+    return {"errors": errors, "culprit": culprit, "tail": tail}
+
+
+def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """How many processes of this one's cgroup the kernel has killed for their memory, ever.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst (memory.events) and
+    cgroup-v1/memory.rst (memory.oom_control). 0 where neither can be read.
+    """
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            inside = path.lstrip("/")
+            if number == "0" and not controllers:
+                events = cgroups / inside / "memory.events"
+            elif "memory" in controllers.split(","):
+                events = cgroups / "memory" / inside / "memory.oom_control"
+            else:
+                continue
+            if not events.exists():
+                continue
+            words = dict(entry.split(maxsplit=1) for entry in events.read_text().splitlines())
+            return int(words.get("oom_kill", 0))
+    return 0
+
+
+def own_time(error: dict[str, Any], peer: NodeConnection) -> dict[str, Any]:
+    """An error of another host by the clock of this one."""
+    return {**error, "at": float(error["at"]) + peer.skew_s}
+
+
+def keep_errors(
+    attempt: Attempt, restart: int, said: list[tuple[dict[str, Any], NodeConnection]]
+) -> None:
+    """Put on record here what ranks of other hosts have left there."""
+    for report, peer in said:
+        for error in report.get("errors", ()):
+            path = attempt.rank_error(int(error["rank"]), restart)
+            if not path.exists():
+                write_record(path, own_time(error, peer))
+        culprit = report.get("culprit") or {}
+        if culprit.get("rank") is None or not report.get("tail"):
+            continue
+        log = attempt.rank_log(int(culprit["rank"]))
+        if not log.exists():
+            head = f"---- the end of this log on {culprit['host']} ----\n"
+            with suppress(OSError):
+                write_text_atomic(log, head + report["tail"], durable=False)
+
+
+def _end_of(attempt: Attempt, rank: int) -> str:
+    try:
+        with attempt.rank_log(rank).open("rb") as log:
+            log.seek(0, 2)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _furthest(*steps: int | None) -> int:
+    return max(-1 if step is None else step for step in steps)
+
+
+def _at(step: int | None) -> str:
+    return "before the first step" if step is None else f"at step {step}"
+
+
+def _why(culprit: dict[str, Any]) -> str:
+    rank, what = culprit["rank"], str(culprit["what"]).splitlines()[0]
+    who = f"rank {rank}"
+    if rank is None:
+        return f"{culprit['host']}: {what}"
+    if what.startswith(f"{who} "):
+        return what.replace(who, f"{who} on {culprit['host']}", 1)
+    return f"{who} on {culprit['host']} failed: {what}"
+
+
+def _death(rank: int, exit_code: int) -> ErrorRecord:
+    """A record for a rank that could not write one."""
+    how, fix, id = (
+        "died without a word",
+        "the end of its log may say why: `isles logs`",
+        "rank.died",
+    )
+    if exit_code > 0:
+        how = f"ended with exit code {exit_code}"
+    elif exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        how = f"was killed by {name}"
+        if name == "SIGKILL":
+            fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+            id = "memory.killed"
+        if name == "SIGABRT":
+            fix = (
+                "on GPUs NCCL ends so the ranks that waited longer than comm_timeout for another: "
+                "the end of its log says for what, and the rank that has no such line is the one "
+                "that hung"
+            )
+    return error_record(
+        f"rank {rank} {how}",
+        id=id,
+        kind="ProcessDied",
+        code=ExitCode.TRAINING,
+        fix=f"{fix}; {AGAIN}",
+        rank=rank,
+    )

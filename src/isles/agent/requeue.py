@@ -1,0 +1,220 @@
+"""The job of a run in a queue: what its end means, and whether it is queued again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from isles.config.sections.cluster import QueueSection
+from isles.config.sections.run import RunConfig
+from isles.errors import ExitCode, UserError
+from isles.launch.queue.allocation import Allocation
+from isles.run.outcome import agent_error, end, end_failed
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.run.restarts import (
+    Restart,
+    current_restart,
+    list_restarts,
+    newest_step,
+    read_last_step,
+    write_restart,
+)
+from isles.run.stop_request import read_stop_request
+
+_LIMIT, _TAKEN, _SCRIPT = 1, 10, 20
+"""How often in a row a job may be queued again without coming further: after its time limit, after
+its nodes were taken from it, and where a script of the user's own does not say how far it is."""
+
+
+class QueuedRun:
+    """The run as its job sees it; only the coordinator has one.
+
+    Args:
+        run_dir, attempt: the run, on a disk that all nodes share.
+        config: its run file.
+        allocation: the job's nodes and its scheduler.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, attempt: Attempt, config: RunConfig, allocation: Allocation
+    ) -> None:
+        launcher = config.clusters[0].launcher
+        assert isinstance(launcher, QueueSection)
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._config = config
+        self._allocation = allocation
+        self._may_requeue = launcher.requeue
+        self._is_script = config.training.script is not None
+        self.is_terminated = False
+        """Whether the job was told to end: by its user, or for a job that comes first."""
+        self.is_requeued = False
+        """Whether the job is to be queued again once all agents have ended."""
+
+    def begin(self) -> int | None:
+        """Whether ranks are started as the job begins, perhaps not for the first time.
+
+        Returns:
+            The exit code where they are not.
+        """
+        attempt = self._attempt
+        outcome = read_record(attempt.outcome)
+        if outcome is not None and not outcome.get("may_go_on"):
+            return int(outcome["exit_code"])
+        if self._user_stop() is not None:
+            self.stop()
+            return int((read_record(attempt.outcome) or {})["exit_code"])
+        last = read_record(attempt.rank_record(0)) or {}
+        if outcome is not None or int(last.get("restart", -1)) == current_restart(attempt):
+            if not self._go_on(f"{self._allocation.job} was taken off its nodes", _TAKEN):
+                return int(ExitCode.TRAINING)
+            self.is_requeued = False  # it runs already
+        return None
+
+    def limit_is_near(self) -> None:
+        """Ask the ranks to save: rank 0 finds the request, as it finds one of `isles stop`."""
+        if self._attempt.stop_request.exists():
+            return
+        by = f"{self._allocation.job}, before its time limit"
+        request = {"kind": "save", "by": by, "at": time.time(), "requeue": self._may_requeue}
+        write_record(self._attempt.stop_request, request)
+
+    def stopped(self) -> None:
+        """The ranks have saved and ended, or there were none: the job goes on later, or is over."""
+        if self.is_requeued:
+            return
+        if (why := self._reason_to_go_on()) is None:
+            self.stop()
+        else:
+            self._go_on(*why)
+
+    def lost(self, why: str) -> bool:
+        """Go on with other nodes after one was lost; False where the job is not queued again."""
+        return self._may_requeue and not self.is_terminated and self._go_on(why, _TAKEN)
+
+    def stop(self) -> None:
+        """Put the stop on record. The run goes on if the queue itself starts this job again."""
+        attempt = self._attempt
+        record = read_record(attempt.stopped) or {}
+        saved = newest_step(self._run_dir)
+        if self._is_script:  # which saves by itself, and has said how it ended
+            kept = str(record.get("reason") or "").removeprefix("asked to stop; ")
+        else:
+            kept = (
+                "nothing is saved" if saved is None else f"everything up to step {saved} is saved"
+            )
+        by = f"{self._allocation.job} was told to end" if self.is_terminated else "asked to stop"
+        code = int(record.get("exit_code") or self._user_stop() or ExitCode.REQUEUE)
+        attempt.outcome.unlink(missing_ok=True)
+        reason = f"{by}; {kept}" if kept else by
+        step = record.get("step", saved)
+        end(attempt, "stopped", code, reason, step=step, may_go_on=self.is_terminated)
+        attempt.stopped.unlink(missing_ok=True)
+
+    def queue_again(self) -> int:
+        """Queue the job again, once all agents have ended; the exit code of this process."""
+        job = self._allocation.job
+        try:
+            sys.stderr.write(f"{time.strftime('%F %T')} {self._allocation.queue_again()}\n")
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            saved = "" if self._is_script else "everything is saved; "
+            reason = f"{saved}{job} could not be queued again: {error.what}"
+            code = ExitCode.REQUEUE
+            end(self._attempt, "stopped", code, reason, step=newest_step(self._run_dir))
+            return int(code)
+        return 0
+
+    def _user_stop(self) -> int | None:
+        """Exit code of a stop that a user has asked for; None: nobody has."""
+        request = read_stop_request(self._attempt)
+        if request is None or (read_record(self._attempt.stop_request) or {}).get("requeue"):
+            return None
+        return int(ExitCode.REQUEUE if request.kind == "save" else ExitCode.INTERRUPTED)
+
+    def _reason_to_go_on(self) -> tuple[str, int] | None:
+        """Why the job is to be queued again, and how often that may be in vain; None: it is not."""
+        job, request = self._allocation.job, read_record(self._attempt.stop_request) or {}
+        if self.is_terminated or not self._may_requeue:
+            return None
+        if request.get("requeue"):
+            return f"the time limit of {job} was near", _LIMIT
+        if request:
+            return None
+        if self._allocation.is_preempted():
+            return f"another job took the nodes of {job}", _TAKEN
+        stopped = read_record(self._attempt.stopped) or {}
+        if self._is_script and stopped.get("exit_code") == ExitCode.REQUEUE:
+            return "the script asked to be started again", _LIMIT
+        return None
+
+    def _go_on(self, why: str, most: int) -> bool:
+        """Put on record that the ranks go on later; False, with the outcome, if it is in vain."""
+        attempt, restart, saved = (
+            self._attempt,
+            current_restart(self._attempt),
+            newest_step(self._run_dir),
+        )
+        is_limit, most = most == _LIMIT, _SCRIPT if self._is_script else most
+        if (times := self._times_in_vain(restart)) >= most:
+            attempt.outcome.unlink(missing_ok=True)
+            end_failed(attempt, self._in_vain(why, times, is_limit=is_limit), step=saved)
+            attempt.stopped.unlink(missing_ok=True)
+            return False
+        launch = read_record(attempt.launch) or {}
+        entry = Restart(
+            number=restart + 1,
+            at=time.time(),
+            decision="restart",
+            culprit=None,
+            why=why,
+            reached=read_last_step(attempt, restart),
+            saved=saved,
+            count=sum(entry.is_counted for entry in list_restarts(attempt)),
+            max_restarts=self._config.clusters[0].max_restarts,
+            is_counted=False,
+            nodes=tuple(range(self._config.clusters[0].max_nodes)),
+            world_size=int(launch.get("world_size", 1)),
+        )
+        write_restart(attempt, entry)
+        for path in (attempt.outcome, attempt.stopped):
+            path.unlink(missing_ok=True)
+        # A stop that a user has asked for meanwhile stays: `begin` heeds it.
+        if (read_record(attempt.stop_request) or {}).get("requeue"):
+            attempt.stop_request.unlink(missing_ok=True)
+        self.is_requeued = True
+        return True
+
+    def _times_in_vain(self, restart: int) -> int:
+        """How often in a row, until now, the job was queued again and then came no further.
+
+        A trainer comes further when it saves, a script of the user's own when it reports a step.
+        """
+        if self._is_script:
+            now, marks = read_last_step(self._attempt, restart), "reached"
+        else:
+            now, marks = newest_step(self._run_dir), "saved"
+        times = 0
+        for entry in reversed(list_restarts(self._attempt)):
+            if (getattr(entry, marks) or 0) < (now or 0):
+                break
+            times += not entry.is_counted
+        return times
+
+    def _in_vain(self, why: str, times: int, *, is_limit: bool) -> dict[str, Any]:
+        step = newest_step(self._run_dir) or 0
+        if is_limit and not self._is_script:
+            what = f"the time limit leaves no time for a single step: {self._allocation.job} began "
+            what += f"and ended at step {step}"
+            fix = "raise clusters[0].launcher.time, or lower clusters[0].launcher.save_before"
+        elif self._is_script:
+            what = f"{why}, and it has come no further in {times + 1} starts"
+            fix = "let the script tell its steps (isles.report), so that it is seen to come further"
+        else:
+            what = f"{why}, and it has come no further in {times + 1} starts: the last step that "
+            what += f"was saved is {step}"
+            fix = "save more often (checkpoint.every_minutes), or ask for nodes that are not taken "
+            fix += "away"
+        return agent_error(what, fix, ExitCode.TRAINING, id="queue.limit", kind="NoProgress")

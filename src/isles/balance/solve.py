@@ -1,0 +1,240 @@
+"""The split of rows with the shortest step, from the ranks' measured curves."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from isles.balance.curve import Curve, step_seconds
+from isles.dist.split import RowSplit
+
+_ALIKE = 1.10
+"""Curves that differ by less are those of equal devices: the noise of measuring is no reason to
+treat them differently."""
+
+_ROUNDING = 1e-12
+
+_EFFORT = 4_000_000
+"""Ends the search for lock-stepped splits after about a second: dozens of unequal ranks with
+thousands of rows may so miss the best by a fraction of a percent."""
+
+
+def are_alike(curves: Sequence[Curve]) -> bool:
+    """Whether all ranks are equally fast, as well as that can be measured."""
+    shared = min(curve.limit for curve in curves)
+    sizes = {min(size, shared) for curve in curves for size in curve.sizes}
+    for size in sizes:
+        seconds = [curve.time(size) for curve in curves]
+        if max(seconds) > _ALIKE * min(seconds):
+            return False
+    return True
+
+
+def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: bool) -> RowSplit:
+    """The rows and micro-batch sizes with which `step_seconds` is shortest.
+
+    Args:
+        curves: of each data-parallel rank; each must have a time that never falls with the rows.
+        global_batch_size: rows to deal.
+        in_step: see RowSplit.
+    """
+    tables = [_Table(curve, global_batch_size) for curve in curves]
+    if in_step:
+        return _fastest_in_step(tables, curves, global_batch_size)
+    return _fastest_apart(tables, global_batch_size)
+
+
+class _Table:
+    """One rank's times at every size that it may use."""
+
+    def __init__(self, curve: Curve, global_batch_size: int) -> None:
+        self.limit = min(curve.limit, global_batch_size)
+        self.seconds = [curve.time(size) for size in range(1, self.limit + 1)]
+
+    def fits(self, seconds: float) -> int:
+        """Most rows of one micro-batch in so many seconds."""
+        return bisect_right(self.seconds, seconds * (1 + _ROUNDING))
+
+    def most_rows(self, seconds: float) -> tuple[int, int]:
+        """Most rows of any number of micro-batches in so many seconds, and of one of these."""
+        best = (0, 1)
+        for size, each in enumerate(self.seconds, 1):
+            whole = int(seconds * (1 + _ROUNDING) / each)
+            rest = min(self.fits(max(0.0, seconds - whole * each)), size - 1)
+            best = max(best, (whole * size + rest, size))
+        return best
+
+    def cheapest(self, rows: int) -> tuple[float, int]:
+        """Least seconds for so many rows, and the largest micro-batch size that needs no more."""
+        if rows == 0:
+            return self.seconds[0], 1
+        best, chosen = math.inf, 1
+        for size in range(min(rows, self.limit), 0, -1):
+            whole, rest = divmod(rows, size)
+            seconds = whole * self.seconds[size - 1] + (self.seconds[rest - 1] if rest else 0.0)
+            if seconds < best * (1 - _ROUNDING):
+                best, chosen = seconds, size
+        return best, chosen
+
+
+def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
+    """Each rank on its own: the shortest time in which all rows can be done.
+
+    Found by bisection; what a rank can do in a given time is known in closed form.
+    """
+    # No rank is done before its first row, even if it is given none: see Curve.time.
+    low = high = max(table.seconds[0] for table in tables)
+
+    def can(seconds: float) -> int:
+        return sum(table.most_rows(seconds)[0] for table in tables)
+
+    while can(high) < rows:
+        low, high = high, 2 * high
+    while high > low * (1 + _ROUNDING):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if can(middle) >= rows else (middle, high)
+    dealt = [table.most_rows(high)[0] for table in tables]
+    _take_back(dealt, [table.cheapest for table in tables], sum(dealt) - rows)
+    sizes = [table.cheapest(own)[1] for table, own in zip(tables, dealt, strict=True)]
+    return RowSplit(tuple(dealt), tuple(sizes), in_step=False)
+
+
+def _take_back(
+    dealt: list[int], cheapest: Sequence[Callable[[int], tuple[float, int]]], excess: int
+) -> None:
+    """Take `excess` rows from the ranks that would be done last.
+
+    The last row of a rank comes last of all: without it, it computes one all the same.
+    """
+
+    def entry(rank: int) -> tuple[bool, float, int]:
+        return dealt[rank] == 1, -cheapest[rank](dealt[rank])[0], -rank
+
+    heap = [entry(rank) for rank, rows in enumerate(dealt) if rows]
+    heapq.heapify(heap)
+    for _ in range(excess):
+        rank = -heapq.heappop(heap)[2]
+        dealt[rank] -= 1
+        if dealt[rank]:
+            heapq.heappush(heap, entry(rank))
+
+
+def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: int) -> RowSplit:
+    """All ranks make the same number of micro-steps, each as long as its slowest rank needs.
+
+    For every number of steps, and every length that the shortest of them may have (a rank's time at
+    some size), the rows that do not fit are put into longer steps as cheaply as possible.
+    """
+    floor = max(table.seconds[0] for table in tables)
+    times = sorted({t for table in tables for t in table.seconds if t > floor} | {floor})
+    plans = [_Plan(tables, t) for t in times]
+    best_split = _equal_steps(plans, rows)
+    best = step_seconds(best_split, curves)
+    hopeful = []
+    for steps in range(2, min(rows, int(best / floor) + 1) + 1):
+        for index, plan in enumerate(plans):
+            missing = rows - steps * plan.rows
+            if missing <= 0:
+                break  # equal steps of this length or less hold every row
+            if (least := plan.least_seconds(steps, missing)) < best:
+                hopeful.append((least, steps, index, missing))
+    effort = _EFFORT
+    for least, steps, index, missing in sorted(hopeful):
+        effort -= missing * len(tables) * steps
+        if least >= best * (1 - _ROUNDING) or effort < 0:
+            break
+        split = _split_of(plans[index].deal(steps, missing), steps, rows)
+        if (seconds := step_seconds(split, curves)) < best * (1 - _ROUNDING):
+            best, best_split = seconds, split
+    return best_split
+
+
+def _equal_steps(plans: Sequence[_Plan], rows: int) -> RowSplit:
+    """The best of those splits whose steps are all equally long."""
+    counts = [max(1, -(-rows // plan.rows)) for plan in plans]
+    chosen = min(
+        range(len(plans)), key=lambda index: (counts[index] * plans[index].shortest, counts[index])
+    )
+    dealt = [own * counts[chosen] for own in plans[chosen].held]
+    return _split_of(dealt, counts[chosen], rows)
+
+
+class _Plan:
+    """Steps the shortest of which takes `shortest` seconds, and in it each rank all it can."""
+
+    def __init__(self, tables: Sequence[_Table], shortest: float) -> None:
+        self.shortest = shortest
+        self.held = [table.fits(shortest) for table in tables]
+        self.rows = sum(self.held)
+        more = sorted(
+            (table.seconds[own], rank)
+            for rank, (table, own) in enumerate(zip(tables, self.held, strict=True))
+            if own < table.limit
+        )
+        self._order = [rank for _, rank in more]
+        # What a step costs more in which the first one, two … of these take one row more.
+        self._costs = [seconds - shortest for seconds, _ in more]
+        per_row = [cost / count for count, cost in enumerate(self._costs, 1)]
+        self._cost_per_row = min(per_row, default=math.inf)
+
+    def least_seconds(self, steps: int, missing: int) -> float:
+        """No split of so many steps, the others of which hold the missing rows, is faster."""
+        if missing > (steps - 1) * len(self._costs):
+            return math.inf
+        return steps * self.shortest + missing * self._cost_per_row
+
+    def deal(self, steps: int, missing: int) -> list[int]:
+        """Each rank's rows with the missing ones dealt as cheaply as possible, or some more."""
+        dealt = [own * steps for own in self.held]
+        for taken in _cheapest_sum(self._costs, missing, steps - 1):
+            for rank in self._order[:taken]:
+                dealt[rank] += 1
+        return dealt
+
+
+def _split_of(dealt: list[int], steps: int, rows: int) -> RowSplit:
+    """Take back what is too much, from those that have most; no step becomes longer by it."""
+    heap = [(-own, -rank) for rank, own in enumerate(dealt)]
+    heapq.heapify(heap)
+    for _ in range(sum(dealt) - rows):
+        own, rank = heap[0]
+        heapq.heapreplace(heap, (own + 1, rank))
+    kept = [-own for own, _ in sorted(heap, key=lambda entry: -entry[1])]
+    return RowSplit(tuple(kept), tuple(max(1, -(-own // steps)) for own in kept), in_step=True)
+
+
+def _cheapest_sum(costs: Sequence[float], missing: int, most: int) -> list[int]:
+    """At most `most` numbers n >= 1 that add up to `missing` or more, with the least sum of
+    costs[n-1]."""
+    plain: list[tuple[float, int]] = [(0.0, 0)]
+    for need in range(1, missing + 1):
+        plain.append(min((plain[max(0, need - n)][0] + cost, n) for n, cost in enumerate(costs, 1)))
+    found = _walk([plain] * (missing + 1), missing)
+    if len(found) <= most:
+        return found
+    # The cheapest needs too many: count them too.
+    rows = [[(0.0, 0)] + [(math.inf, 0)] * missing]
+    for _ in range(most):
+        before = rows[-1]
+        row = [(0.0, 0)]
+        for need in range(1, missing + 1):
+            row.append(
+                min((before[max(0, need - n)][0] + cost, n) for n, cost in enumerate(costs, 1))
+            )
+        rows.append(row)
+    return _walk(rows[::-1], missing)
+
+
+def _walk(tables: Sequence[Sequence[tuple[float, int]]], missing: int) -> list[int]:
+    """The numbers that were chosen on the way to `missing`."""
+    chosen = []
+    for table in tables:
+        if missing <= 0:
+            break
+        chosen.append(table[missing][1])
+        missing -= chosen[-1]
+    return chosen

@@ -1,0 +1,264 @@
+"""Files: folders of the run, what the run file names, the hub, and what the hosts share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isles.check.finding import Finding, Level
+from isles.check.hosts import Answers, Hosts
+from isles.check.plan import NodePlan
+from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.load import Loaded
+from isles.config.sections.run import RunConfig
+from isles.errors import UserError
+from isles.facts.units import format_bytes
+from isles.launch.hub import ask_hub, hub_fault
+from isles.run.env import cache_home, hub_cache
+from isles.run.refusals import NO_SPACE, NOT_A_FOLDER, how_to_write, refusal
+
+_LEAST_BYTES = 1 << 30
+_LEAST_INODES = 1000
+_WELL = {
+    "files.script": "the script is there",
+    "files.model": "the model and tokenizer are there, or on the hub",
+    "files.data": "the data is there, or on the hub",
+}
+
+
+def files(plan: NodePlan) -> Iterator[Finding]:
+    """The folders of a run, and what its run file names, seen from this node.
+
+    Raises:
+        UserError: this isles refuses the run file.
+    """
+    loaded = None if plan.run is None else _loaded(plan.run)
+    if not Path(plan.workdir).expanduser().is_dir():
+        yield _no_workdir(plan)
+    yield from _output(plan, loaded.config if loaded is not None else None)
+    yield from _cache(plan, "the cache", cache_home(), _LEAST_BYTES)
+    if plan.repos:
+        # The download of a model whose size is not known here is not guessed.
+        needed = max(_LEAST_BYTES, 2 * plan.num_params)
+        yield from _cache(plan, "the hub's cache", hub_cache(), needed)
+    if loaded is not None:
+        yield from _named(plan, loaded)
+
+
+def _loaded(record: dict[str, Any]) -> Loaded:
+    try:
+        config = RunConfig.model_validate(record["config"])
+    except ValueError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(
+            f"this isles refuses the run file: {lines[0][:200] if lines else ''}",
+            fix="install the same isles on all hosts: isles setup",
+            id="version.isles",
+        ) from None
+    return Loaded(config, record["origins"], record["text"], Path(record["path"]))
+
+
+def _no_workdir(plan: NodePlan) -> Finding:
+    text = f"there is no folder {plan.workdir}, in which the ranks are to run"
+    if plan.is_copied:
+        text += "; `isles train` makes it: sync"
+        return Finding("files.workdir", "ok", plan.name, text, "absent")
+    fix = f"on {plan.name}: mkdir -p {plan.workdir}; or name another in clusters.workdir"
+    if plan.launcher == "ssh":
+        fix += ", or let isles copy this one: clusters.sync"
+    return Finding("files.workdir", "error", plan.name, text, "absent", fix=fix)
+
+
+def existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _usable(folder: Path) -> tuple[int, str]:
+    """Bytes that are free, and why nothing can be written; empty where it can."""
+    try:
+        free = shutil.disk_usage(folder).free
+        if not folder.is_dir():
+            return 0, NOT_A_FOLDER
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".isles-check-") as stream:
+            stream.write(b"x" * 4096)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        return 0, refusal(error)
+    return free, ""
+
+
+def _output(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
+    path = Path(plan.output_dir).expanduser().absolute()
+    folder = existing(path)
+    where = str(path) if path == folder else f"{path} (to be made in {folder})"
+    free, fault = _usable(folder)
+    if fault and fault != NO_SPACE:
+        text = f"the output folder {where} cannot be written: {fault}"
+        fix = f"on {plan.name}: {how_to_write(fault, str(folder))}set another output_dir"
+        yield Finding("files.output", "error", plan.name, text, fault, fix=fix)
+        return
+    if not fault:
+        yield Finding("files.output", "ok", plan.name, f"{where} can be written", str(path))
+    # Other hosts hold a part of one checkpoint at a time.
+    kept = plan.checkpoint_bytes if plan.is_first else 0
+    needed = max(_LEAST_BYTES, kept)
+    text, fix = f"{format_bytes(free)} free in {folder}", ""
+    level: Level = "ok"
+    if free < needed:
+        level = "error" if free < max(kept, _LEAST_BYTES // 8) else "warning"
+        if kept and config is not None:
+            text += f"; the run's checkpoints ({config.checkpoint.keep} and one on its way) take "
+            text += format_bytes(needed)
+        fix = f"on {plan.name}: make room (du -xh {folder} | sort -h | tail); or another "
+        fix += "output_dir, or a smaller checkpoint.keep"
+    measured = format_bytes(free)
+    yield Finding("disk.free", level, plan.name, text, measured, format_bytes(needed), fix)
+    yield _inodes(plan.name, folder)
+
+
+def _inodes(name: str, folder: Path) -> Finding:
+    inodes = os.statvfs(folder)
+    free = inodes.f_favail
+    text = f"{free} more files can be made in {folder}"
+    level: Level = "ok"
+    fix = ""
+    if not inodes.f_files:  # some file systems (btrfs) have no fixed number, and say 0 of 0
+        text = "no limit of files"
+    elif free < _LEAST_INODES:
+        level = "error"
+        fix = f"on {name}: delete small files (du --inodes -x / | sort -n | tail)"
+    return Finding("disk.inodes", level, name, text, str(free), str(_LEAST_INODES), fix)
+
+
+def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Finding]:
+    """Where prepared data or downloads go: a finding only where it will not do."""
+    folder = existing(path)
+    free, fault = _usable(folder)
+    variables = "clusters[0].environment.variables"
+    if fault and fault != NO_SPACE:
+        text = f"{what} {path.absolute()} cannot be written: {fault}"
+        fix = f"on {plan.name}: {how_to_write(fault, str(folder))}set XDG_CACHE_HOME in {variables}"
+        yield Finding("files.output", "error", plan.name, text, fault, fix=fix)
+        return
+    if free < needed:
+        level: Level = "error" if free < needed // 8 else "warning"
+        measured = format_bytes(free)
+        text = f"{measured} free in {folder}, for {what}"
+        fix = f"on {plan.name}: make room, or set XDG_CACHE_HOME (HF_HOME for the hub's) in "
+        fix += f"{variables} to a larger disk"
+        yield Finding("disk.free", level, plan.name, text, measured, format_bytes(needed), fix)
+
+
+def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
+    """What the run file names and this node does not have."""
+    is_script = loaded.config.training.script is not None
+    looked = ["files.script"] if is_script else ["files.model", "files.data"]
+    ignored = "" if plan.is_first else "files.data"  # prepared data travels from the first host
+    bad = {ignored}
+    faults = [*data_faults(loaded), *shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
+    for fault in faults:
+        key = fault.where.rpartition(" ")[2]
+        finding_id = "files.script" if key.startswith("training.script") else "files.model"
+        if key.startswith("data"):
+            finding_id = "files.data"
+        if finding_id == ignored:
+            continue
+        bad.add(finding_id)
+        level: Level = "error"
+        text = f"{fault.where}: {fault.what}"
+        if plan.is_copied:
+            level, text = "warning", f"{text}; unless `isles train` copies it: sync"
+        yield Finding(finding_id, level, plan.name, text, "absent", fix=fault.fix)
+    for finding_id in looked:
+        if finding_id not in bad:
+            yield Finding(finding_id, "ok", plan.name, _WELL[finding_id])
+
+
+def hub(plan: NodePlan) -> Iterator[Finding]:
+    """Whether this node can read what the run file names of the Hugging Face hub."""
+    for row in ask_hub(plan.repos):
+        what, state = f"{row['kind']} {row['name']}", row["state"]
+        if state == "ok":
+            yield Finding("hub.access", "ok", plan.name, f"{what} can be read", "ok")
+        elif state == "cached":
+            text = f"{what} is here from before; the hub was not asked: {row['said']}"
+            yield Finding("hub.access", "ok", plan.name, text, "cached")
+        else:
+            finding_id, text, fix = hub_fault(row)
+            level: Level = "warning" if state == "unknown" else "error"
+            yield Finding(finding_id, level, plan.name, text, state, fix=fix)
+
+
+def try_shared(hosts: Hosts) -> None:
+    """Whether what one host writes into the output folder is seen by the others."""
+    if len(hosts.names) < 2:
+        return
+    first, *rest = hosts.names
+    asked = {"output_dir": hosts.run.output_dir}
+    left = hosts.ask("probe_write", asked, only=[first], finding_id="files.output")()
+    probe = left.get(first)
+    if not probe or not probe["path"]:
+        return
+    seen = hosts.ask("probe_read", probe, only=rest, finding_id="files.shared")()
+    hosts.findings += shared_findings(first, seen)
+    hosts.ask("probe_remove", {"path": probe["path"]}, only=[first], finding_id="files.output")()
+
+
+def shared_findings(first: str, seen: Answers) -> list[Finding]:
+    """Whether the others see the first host's output folder; `seen` are answers of `probe_read`."""
+    shared = [name for name, answer in seen.items() if answer["is_shared"]]
+    own = [name for name, answer in seen.items() if not answer["is_shared"]]
+    if not seen:
+        return []
+    if not own:
+        text = "the output folder is one file system, which all hosts see"
+        return [Finding("files.shared", "ok", "all hosts", text, "shared")]
+    if not shared:
+        text = "each host has an output folder of its own: checkpoints travel to "
+        text += f"{first}, which keeps the run directory"
+        return [Finding("files.shared", "ok", "all hosts", text, "not shared")]
+    there, lacks = ", ".join(shared), ", ".join(own)
+    text = (
+        f"the output folder of {first} is seen by {there} and not by {lacks}: is a mount missing?"
+    )
+    fix = f"on {own[0]}: mount it (findmnt -T on {shared[0]} shows what), or go on: checkpoints "
+    fix += "travel where they must"
+    limit = "as on the others"
+    return [Finding("files.shared", "warning", lacks, text, "not shared", limit, fix)]
+
+
+def probe_write(output_dir: str) -> dict[str, str]:
+    """Leave a file with a random name where the run directory will be; its path and content,
+    empty where it cannot be written."""
+    word = os.urandom(8).hex()
+    path = existing(Path(output_dir).expanduser()) / f".isles-check-{word}"
+    try:
+        path.write_text(word, encoding="ascii")
+    except OSError:
+        path.unlink(missing_ok=True)
+        return {"path": "", "word": ""}  # `files` says why
+    return {"path": str(path.absolute()), "word": word}
+
+
+def probe_read(path: str, word: str) -> dict[str, bool]:
+    """Whether that file is here too."""
+    try:
+        return {"is_shared": Path(path).read_text(encoding="ascii") == word}
+    except OSError:
+        return {"is_shared": False}
+
+
+def probe_remove(path: str) -> dict[str, bool]:
+    """Take it away again."""
+    if Path(path).name.startswith(".isles-check-"):
+        Path(path).unlink(missing_ok=True)
+    return {}

@@ -1,0 +1,446 @@
+"""The links between hosts: a listener on each, what its peers measure against it, and what that
+means for a pair."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import socketserver
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from isles.check.checks.network import compare_names, connect, interface_of
+from isles.check.finding import Finding
+from isles.check.hosts import Answers, Hosts
+from isles.errors import UserError
+from isles.facts.units import format_bytes, format_duration
+from isles.launch.ssh.addresses import Reach
+
+_CONNECT_S, _STREAM_S, _STALL_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
+_PING = 64
+_NUM_PINGS, _PING_EVERY_S, _PING_WAIT_S = 20, 0.02, 1.0
+_IP_HEADERS = 28
+_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 3
+"""linux/in.h; the module socket does not name them before Python 3.14."""
+
+_MANY = 16
+"""From so many hosts on, bandwidth is measured around a ring only."""
+
+_SLOW_TRIP_S = 0.01
+_LOST = 2
+_SLOW_BYTES, _STUCK_BYTES = 10e6, 64 << 10
+_SLOW_STEP_S = 10.0
+
+Links = dict[str, dict[str, "Link"]]
+"""By the host that has measured, and its peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one host has measured to another.
+
+    Args:
+        run, free: the run's port, and one that the system chose: ok, or what `connect` says.
+        rtt_s: median round trip over TCP; 0: not measured.
+        sent, lost: packets; none are sent where UDP is not answered, for ranks talk TCP.
+        is_full_size: whether packets of the interface's full size arrive; None: not known.
+    """
+
+    run: str
+    free: str
+    rtt_s: float = 0.0
+    sent: int = 0
+    lost: int = 0
+    is_full_size: bool | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks could talk over it."""
+        return self.run == self.free == "ok"
+
+
+class Listener:
+    """Answers the peers of this node: TCP on the run's port and on any, UDP on any."""
+
+    def __init__(self) -> None:
+        self._servers: list[socketserver.BaseServer] = []
+
+    def listen(self, port: int) -> dict[str, int]:
+        """Open ports: `run` is the first free one of a hundred, `any` and `udp` are the kernel's.
+
+        Raises:
+            UserError: all hundred are taken.
+        """
+        first = port
+        run = next((s for port in range(first, first + 100) if (s := _server(port))), None)
+        if run is None:
+            raise UserError(
+                f"the ports {first} to {first + 99} are all taken",
+                fix="set clusters[0].network.port to the first of a hundred that are not",
+                id="port.taken",
+            )
+        free, udp = _server(0), socketserver.UDPServer(("", 0), _Datagram)
+        assert free is not None
+        self._servers = [run, free, udp]
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, args=(_POLL_S,), daemon=True).start()
+        return {
+            "run": run.server_address[1],
+            "any": free.server_address[1],
+            "udp": udp.server_address[1],
+        }
+
+    def unlisten(self) -> dict[str, int]:
+        """Close them."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+        self._servers = []
+        return {}
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 256
+
+
+def _server(port: int) -> _Server | None:
+    try:
+        return _Server(("", port), _Stream)
+    except OSError:
+        return None
+
+
+class _Stream(socketserver.BaseRequestHandler):
+    """E: give back what comes. S: count it, and say how much came in how many seconds."""
+
+    def handle(self) -> None:
+        link: socket.socket = self.request
+        with suppress(OSError):
+            link.settimeout(30.0)
+            mode = link.recv(1)
+            if mode == b"E":
+                while data := link.recv(_PING):
+                    link.sendall(data)
+            elif mode == b"S":
+                total, begin = 0, time.monotonic()
+                while size := len(link.recv(1 << 18)):
+                    total += size
+                link.sendall(f"{total} {time.monotonic() - begin}\n".encode())
+
+
+class _Datagram(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        data, server = self.request
+        with suppress(OSError):
+            server.sendto(data[:8], self.client_address)  # the way back is not what is measured
+
+
+def reach(peers: list[dict[str, Any]], timeout_s: float, mtu: int) -> dict[str, Any]:
+    """Try every port of every peer at once.
+
+    Args:
+        peers: each with name, address, and ports as `Listener.listen` gave them.
+        timeout_s: longest wait for a connection.
+        mtu: of the interface that is used.
+
+    Returns:
+        For each peer the fields of a `Link`.
+    """
+
+    def measure(peer: dict[str, Any]) -> Link:
+        ports, address = peer["ports"], peer["address"]
+        with ThreadPoolExecutor(3) as pool:
+            run = pool.submit(connect, address, ports["run"], timeout_s)
+            free = pool.submit(_round_trips, address, ports["any"], timeout_s)
+            datagrams = pool.submit(_datagrams, address, ports["udp"], mtu)
+            opened, (state, rtt_s) = run.result(), free.result()
+        if not isinstance(opened, str):
+            opened.close()
+            opened = "ok"
+        return Link(opened, state, rtt_s, *datagrams.result())
+
+    with ThreadPoolExecutor(max(1, len(peers))) as pool:
+        found = list(pool.map(measure, peers))
+    return {peer["name"]: asdict(link) for peer, link in zip(peers, found, strict=True)}
+
+
+def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]:
+    """The state of a port, and the median of its round trips."""
+    link = connect(address, port, timeout_s)
+    if isinstance(link, str):
+        return link, 0.0
+    times = []
+    try:
+        with link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.sendall(b"E")
+            for _ in range(_NUM_PINGS):
+                begin = time.perf_counter()
+                link.sendall(bytes(_PING))
+                left = _PING
+                while left:
+                    data = link.recv(left)
+                    if not data:
+                        return "ok", 0.0
+                    left -= len(data)
+                times.append(time.perf_counter() - begin)
+    except TimeoutError:
+        return "ok", timeout_s  # it is open, and somebody there is very slow
+    except OSError as error:
+        return error.strerror or str(error), 0.0
+    return "ok", statistics.median(times)
+
+
+def _datagrams(address: str, port: int, mtu: int) -> tuple[int, int, bool | None]:
+    """Packets sent and lost, and whether one of the interface's full size arrives unbroken."""
+    is_full_size = None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link, suppress(OSError):
+        link.connect((address, port))
+        lost = _NUM_PINGS - _pings(link, [_PING] * _NUM_PINGS)
+        if lost == _NUM_PINGS:
+            return 0, 0, None
+        full = mtu - _IP_HEADERS
+        if _PING < full <= 65_507:
+            link.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _PMTUDISC_PROBE)
+            is_full_size = _pings(link, [full] * 5) > 0
+        return _NUM_PINGS, lost, is_full_size
+    return 0, 0, None
+
+
+def _pings(link: socket.socket, sizes: list[int]) -> int:
+    """How many of these packets are answered."""
+    numbers = itertools.count(int(time.monotonic() * 1000) << 16)
+    waiting: set[bytes] = set()
+
+    def drain(wait_s: float) -> None:
+        link.settimeout(wait_s)
+        with suppress(TimeoutError, ConnectionRefusedError, BlockingIOError):
+            while waiting:
+                waiting.discard(link.recv(64))
+
+    for size in sizes:
+        word = next(numbers).to_bytes(8, "big")
+        waiting.add(word)
+        with suppress(OSError):
+            link.send(word + bytes(size - 8))
+        drain(_PING_EVERY_S)
+    end = time.monotonic() + _PING_WAIT_S
+    while waiting and (left := end - time.monotonic()) > 0:
+        drain(left)
+    return len(sizes) - len(waiting)
+
+
+def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
+    """Bytes a second to one peer, as it has received them; 0 where nothing arrives."""
+    block = bytes(1 << 18)
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECT_S) as link:
+            link.sendall(b"S")
+            end = time.monotonic() + seconds
+            # A link that carries nothing shows at the first full buffer.
+            link.settimeout(_STALL_S)
+            while time.monotonic() < end:
+                link.sendall(block)
+            link.shutdown(socket.SHUT_WR)
+            size, duration = link.makefile().readline().split()
+    except (OSError, ValueError):
+        return {"bytes_per_s": 0.0}
+    return {"bytes_per_s": int(size) / max(float(duration), 1e-9)}
+
+
+def try_links(hosts: Hosts) -> None:
+    """Every port of every pair, names, and the bandwidth of every pair."""
+    if not hosts.reach:
+        return
+    hosts.say("trying every link")
+    port = {"port": hosts.run.cluster.network.port}
+    ports = hosts.ask("listen", port, finding_id="net.connect")()
+    peers = [
+        {"name": name, "address": hosts.reach[name].address, "ports": ports[name]}
+        for name in hosts.names
+        if name in ports
+    ]
+
+    def others(name: str) -> dict[str, Any]:
+        rest = [peer for peer in peers if peer["name"] != name]
+        own = interface_of(hosts, name)
+        return {"peers": rest, "timeout_s": _CONNECT_S, "mtu": own.mtu if own else 1500}
+
+    hostnames = {name: hosts.facts[name]["host"] for name in hosts.names}
+    asked = {"names": list(hostnames.values())}
+    names = hosts.ask("resolve", asked, finding_id="net.names")
+    reached = {
+        name: {other: Link(**link) for other, link in answer.items()}
+        for name, answer in hosts.ask("reach", others)().items()
+    }
+    hosts.findings += link_findings(hosts, reached, ports)
+    hosts.findings += compare_names(names(), hostnames, hosts.reach)
+    rates = _rates(hosts, ports, reached)
+    gradients = hosts.run.gradient_bytes()
+    hosts.findings += bandwidth_findings(rates, gradients, len(hosts.names))
+    hosts.ask("unlisten", finding_id="net.connect")()
+
+
+def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str], float]:
+    """Bytes a second from host to host: in each round everybody sends to one and hears from one, as
+    in a ring of an all-reduce."""
+    names = [name for name in hosts.names if name in ports]
+    rates: dict[tuple[str, str], float] = {}
+    for shift in range(1, len(names) if len(names) <= _MANY else 2):
+        to = {name: names[(index + shift) % len(names)] for index, name in enumerate(names)}
+        links = {name: reached.get(name, {}).get(to[name]) for name in names}
+        only = [name for name, link in links.items() if link is not None and link.free == "ok"]
+
+        def stream(name: str, to: Mapping[str, str] = to) -> dict[str, Any]:
+            address, port = hosts.reach[to[name]].address, ports[to[name]]["any"]
+            return {"address": address, "port": port, "seconds": _STREAM_S}
+
+        answers = hosts.ask("bandwidth", stream, only=only, finding_id="net.bandwidth")()
+        for name, answer in answers.items():
+            rates[name, to[name]] = float(answer["bytes_per_s"])
+    return rates
+
+
+def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]:
+    """Ports, packets and round trips of every pair, in both directions."""
+    findings: list[Finding] = []
+    trips = []
+    for name, others in reached.items():
+        for other, link in others.items():
+            pair = f"{name} -> {other}"
+            if link.is_open:
+                trips.append(link.rtt_s)
+                findings += _packets(pair, name, other, link)
+                continue
+            text = _closed(link, hosts.reach[other].address, ports[other])
+            back = reached.get(other, {}).get(name)
+            if back is not None and back.is_open:
+                text += f"; the other way works, so it is the firewall of {other}"
+            state = link.run if link.run != "ok" else link.free
+            fix = _open(other, hosts.reach[other], hosts.facts[other]["firewalls"])
+            findings.append(Finding("net.connect", "error", pair, text, state, "ok", fix))
+    if not trips:
+        return findings
+    bad = {finding.id for finding in findings}
+    where = "all pairs" if not bad else f"{len(trips)} pairs"
+    text = "the run's port and any other can be reached"
+    count = f"{len(trips)} of {sum(map(len, reached.values()))}"
+    findings.append(Finding("net.connect", "ok", where, text, count))
+    slowest = max(trips)
+    if slowest <= _SLOW_TRIP_S and "net.latency" not in bad:
+        text = f"a round trip takes {milliseconds(slowest)} at most, and no packet was lost"
+        findings.append(Finding("net.latency", "ok", "all pairs", text, milliseconds(slowest)))
+    if "net.mtu" not in bad:
+        findings.append(Finding("net.mtu", "ok", "all pairs", "packets of full size arrive"))
+    return findings
+
+
+def _closed(link: Link, address: str, ports: Mapping[str, int]) -> str:
+    if link.run == "ok":
+        return (
+            f"{address} port {ports['run']} is open, and {ports['any']} is not "
+            f"({_how(link.free)}): ranks talk over ports that the system chooses, so one open port "
+            "is not enough"
+        )
+    if link.free == "ok":
+        return f"{address} port {ports['run']}, the run's: {_how(link.run)}"
+    return f"{address} ports {ports['run']} and {ports['any']}: {_how(link.run)}"
+
+
+def _how(state: str) -> str:
+    if state == "dropped":
+        return "no answer: packets are dropped, as by a firewall"
+    if state == "refused":
+        return "refused, as by a firewall that rejects"
+    return state
+
+
+def _open(name: str, reach: Reach, firewalls: list[str]) -> str:
+    """The line that lets the other hosts in, for the firewall that is there."""
+    network = str(reach.network) if reach.network is not None else "SUBNET"
+    lines = {
+        "ufw": f"sudo ufw allow from {network}",
+        "firewall-cmd": f"sudo firewall-cmd --permanent --zone=trusted --add-source={network} && "
+        "sudo firewall-cmd --reload",
+        "nft": f"sudo nft insert rule inet filter input ip saddr {network} accept (names of table "
+        "and chain: sudo nft list ruleset)",
+        "iptables": f"sudo iptables -I INPUT -s {network} -j ACCEPT",
+    }
+    line = lines[firewalls[0]] if firewalls else f"let {network} in"
+    return f"on {name}: {line}"
+
+
+def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
+    if link.lost >= _LOST:
+        text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients will "
+        text += "stall"
+        lost = f"{100 * link.lost // link.sent} % lost"
+        fix = "try another cable or port of the switch; see ip -s link on both hosts"
+        yield Finding("net.latency", "warning", pair, text, lost, "0 % lost", fix)
+    elif link.rtt_s > _SLOW_TRIP_S:
+        trip = milliseconds(link.rtt_s)
+        text = f"a round trip takes {trip}: ranks wait for one another several times a step"
+        fix = "are both on one network, without Wi-Fi, VPN or internet between?"
+        yield Finding("net.latency", "warning", pair, text, trip, milliseconds(_SLOW_TRIP_S), fix)
+    if link.is_full_size is False:
+        text = f"packets of the full size of {name} do not arrive at {other}: something between "
+        text += "has a smaller MTU and does not say so"
+        fix = "give all hosts and switches one MTU: sudo ip link set INTERFACE mtu 1500"
+        yield Finding("net.mtu", "warning", pair, text, "lost", fix=fix)
+
+
+def bandwidth_findings(
+    rates: Mapping[tuple[str, str], float], gradient_bytes: int, num_hosts: int
+) -> Iterator[Finding]:
+    """What each link carries, bytes a second, against the gradients of a step (0: not known)."""
+    if not rates:
+        return
+    sent = gradient_bytes * 2 * (num_hosts - 1) / max(1, num_hosts)
+    is_well = True
+    for (name, other), rate in rates.items():
+        pair, measured = f"{name} -> {other}", bit_rate(rate)
+        if rate < _STUCK_BYTES:
+            is_well = False
+            text = "a connection opens, and then carries nothing: large packets are lost on the way"
+            fix = "a smaller MTU on all hosts shows whether it is that: sudo ip link set INTERFACE "
+            fix += "mtu 1400"
+            yield Finding("net.bandwidth", "error", pair, text, "0", fix=fix)
+        elif rate < _SLOW_BYTES or (sent and sent / rate > _SLOW_STEP_S):
+            is_well = False
+            text = measured
+            if sent:
+                text += f"; a step's gradients take {format_duration(sent / rate)}"
+            fix = "a faster cable or switch (see ethtool INTERFACE | grep Speed); fewer exchanges: "
+            fix += "a larger training.global_batch_size; or train an adapter"
+            limit = bit_rate(_SLOW_BYTES)
+            yield Finding("net.bandwidth", "warning", pair, text, measured, limit, fix)
+    if is_well:
+        slowest = min(rates.values())
+        text = f"{bit_rate(slowest)} or more, both ways"
+        if sent:
+            text += f"; a step's gradients ({format_bytes(sent)}) take {short_time(sent / slowest)}"
+        yield Finding("net.bandwidth", "ok", "all pairs", text, bit_rate(slowest))
+
+
+def milliseconds(seconds: float) -> str:
+    """A short time as ms."""
+    return f"{seconds * 1000:.2f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+
+
+def short_time(seconds: float) -> str:
+    """A time as ms, or s from one second on."""
+    return milliseconds(seconds) if seconds < 1 else f"{seconds:.1f} s"
+
+
+def bit_rate(bytes_per_s: float) -> str:
+    """As networks are sold."""
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

@@ -1,0 +1,206 @@
+"""The machine: system, memory, cores, /dev/shm, limits, the address that ssh uses, the clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from isles.check.checks.network import interfaces
+from isles.check.finding import Finding, Level
+from isles.check.plan import NodePlan
+from isles.facts.units import format_bytes, format_duration
+from isles.launch.node.facts import reached_at
+
+_GIB, _MIB = 1 << 30, 1 << 20
+_RANK_BYTES = _GIB
+"""What a rank takes besides the model: Python, torch and its libraries."""
+_SHM_BAD, _SHM_LOW = 32 * _MIB, 512 * _MIB
+_SKEW_WARNING_S, _SKEW_ERROR_S = 2.0, 30.0
+_RANK_THREADS, _RANK_FILES = 200, 64
+_PINNED = 64 * _MIB
+
+
+def machine(plan: NodePlan) -> Iterator[Finding]:
+    """Everything about this machine that needs neither torch nor a network."""
+    try:
+        system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        system = f"{platform.system()} {platform.release()}"
+    yield Finding("os.kernel", "ok", plan.name, f"{system}, Linux {platform.release()}", system)
+    yield from _memory(plan)
+    yield _cores(plan)
+    yield _shm(plan)
+    yield from _limits(plan)
+    yield from _lease(plan)
+
+
+def _memory(plan: NodePlan) -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    total, available = _within_cgroup(memory.total, memory.available)
+    needed = plan.nproc * (_RANK_BYTES + plan.load_bytes)
+    text = f"{format_bytes(available)} of {format_bytes(total)} memory free"
+    level: Level = "ok"
+    fix = ""
+    if available < needed:
+        level = "error" if available < plan.nproc * plan.load_bytes else "warning"
+        text += f"; {plan.nproc} ranks take some {format_bytes(needed)} while they load the model"
+        fix = f"end what else runs on {plan.name} (ps aux --sort=-rss | head)"
+    free, limit = format_bytes(available), format_bytes(needed)
+    yield Finding("memory.free", level, plan.name, text, free, limit, fix)
+
+    swapped = psutil.swap_memory().used
+    level, fix = "ok", ""
+    text = f"{format_bytes(swapped)} on swap"
+    if swapped > _GIB and available < total // 10:
+        level = "warning"
+        text = f"{format_bytes(swapped)} of its memory lie on disk, and little is free: "
+        text += "steps will stall"
+        fix = f"end what else runs on {plan.name}"
+    yield Finding("memory.swap", level, plan.name, text, format_bytes(swapped), fix=fix)
+
+
+def _within_cgroup(total: int, available: int) -> tuple[int, int]:
+    """Memory as a container or a job's control group leaves it."""
+    root = Path("/sys/fs/cgroup")
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, used = int((root / limit).read_text()), int((root / usage).read_text())
+        except (OSError, ValueError):  # there is none, or it says "max"
+            continue
+        if most < total:
+            return most, min(available, most - used)
+    return total, available
+
+
+def _cores(plan: NodePlan) -> Finding:
+    cores, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    count, load = f"{cores} cores", f"load {busy:.1f}"
+    if cores < plan.nproc:
+        text = f"{plan.nproc} ranks share {count}, and each takes one to feed its GPU"
+        fix = f"use fewer ranks on {plan.name}, or ask the scheduler for more cores"
+    elif busy > max(1.0, cores - plan.nproc):
+        text = f"other programs keep {busy:.1f} of {count} busy"
+        fix = f"end them, or expect {plan.name} to be the slowest: top"
+    else:
+        return Finding("cpu.cores", "ok", plan.name, f"{count}, {load}", count)
+    return Finding("cpu.cores", "warning", plan.name, text, load, count, fix)
+
+
+def _shm(plan: NodePlan) -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+        text = f"{format_bytes(free)} free in /dev/shm"
+    except OSError:
+        free, text = 0, "there is no /dev/shm"
+    if free >= _SHM_LOW:
+        return Finding("shm.size", "ok", plan.name, text, format_bytes(free))
+    level: Level = "error" if free < _SHM_BAD else "warning"
+    text += ", through which ranks of one machine talk"
+    fix = "sudo mount -o remount,size=8G /dev/shm; in Docker: --shm-size=8g"
+    limit = format_bytes(_SHM_LOW)
+    return Finding("shm.size", level, plan.name, text, format_bytes(free), limit, fix)
+
+
+def _limits(plan: NodePlan) -> Iterator[Finding]:
+    needed = 512 + _RANK_FILES * plan.world_size
+    now = "ulimit -n 65536"
+    yield _limit(plan, "nofile", resource.RLIMIT_NOFILE, needed, "open files", now)
+    needed = _num_threads() + _RANK_THREADS * plan.nproc
+    now = "ulimit -u 65536"
+    yield _limit(plan, "nproc", resource.RLIMIT_NPROC, needed, "processes and threads", now)
+    if not Path("/sys/class/infiniband").is_dir():
+        return
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text, measured = "memory may be locked without limit", "unlimited"
+    level: Level = "ok"
+    fix = ""
+    if locked != resource.RLIM_INFINITY:
+        measured = format_bytes(locked)
+        text = f"{measured} may be locked, and InfiniBand locks its buffers"
+        if locked < _PINNED * plan.nproc:
+            level, fix = "error", _for_good("memlock", "unlimited")
+    yield Finding("limits.memlock", level, plan.name, text, measured, "unlimited", fix)
+
+
+def _limit(plan: NodePlan, kind: str, number: int, needed: int, what: str, now: str) -> Finding:
+    most = resource.getrlimit(number)[0]
+    level: Level = "ok"
+    text, measured, fix = f"at most {most} {what}", str(most), ""
+    if most == resource.RLIM_INFINITY:
+        text, measured = f"no limit of {what}", "unlimited"
+    elif most < needed:
+        level, fix = "warning", f"{now} before the start; for good: {_for_good(kind, '65536')}"
+    return Finding(f"limits.{kind}", level, plan.name, text, measured, str(needed), fix)
+
+
+def _for_good(kind: str, value: str) -> str:
+    return f"the line `* - {kind} {value}` in /etc/security/limits.conf, and log in again"
+
+
+def _num_threads() -> int:
+    """Threads of this user: what the limit of processes counts."""
+    total = 0
+    for process in psutil.process_iter(["uids", "num_threads"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real == os.getuid():
+            total += process.info["num_threads"] or 1
+    return total
+
+
+def _lease(plan: NodePlan) -> Iterator[Finding]:
+    """Addresses that a router lends may be others after its next restart."""
+    used = reached_at()
+    if plan.num_hosts < 2 or used is None:
+        return
+    for own in interfaces():
+        if own.address != used:
+            continue
+        if not own.is_leased:
+            text = f"{used} is its own address"
+            yield Finding("address.dhcp", "ok", plan.name, text, used)
+            return
+        prefix = sum(int(part).bit_count() for part in own.netmask.split("."))
+        text = f"{used} on {own.name} is lent by DHCP, and may be another tomorrow"
+        fix = "reserve it in the router, or make it static: /etc/netplan/*.yaml with "
+        fix += f"{own.name}: {{dhcp4: no, addresses: [{used}/{prefix}]}}, then sudo netplan apply"
+        yield Finding("address.dhcp", "warning", plan.name, text, f"{used}, dynamic", fix=fix)
+
+
+def clock_skew(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    """Clocks against the median of all, this machine's among them.
+
+    Args:
+        offsets: of each host: seconds that it is ahead of this machine, and the round trip.
+    """
+    if not offsets:
+        return
+    middle, worst, is_well = 0.0, 0.0, True
+    if len(offsets) > 1:
+        middle = median([0.0, *(offset for offset, _ in offsets.values())])
+    for name, (offset, trip) in offsets.items():
+        skew = offset - middle
+        worst = max(worst, abs(skew))
+        sure = max(0.0, abs(skew) - trip / 2)
+        if sure <= _SKEW_WARNING_S:
+            continue
+        is_well = False
+        level: Level = "error" if sure > _SKEW_ERROR_S else "warning"
+        text = f"its clock is {format_duration(abs(skew))} {'ahead' if skew > 0 else 'behind'}; "
+        text += "signs of life and records of the hosts are compared by their times"
+        fix = f"on {name}: sudo timedatectl set-ntp true (or: sudo chronyc makestep)"
+        limit = f"{_SKEW_WARNING_S:.0f} s"
+        yield Finding("clock.skew", level, name, text, f"{skew:+.1f} s", limit, fix)
+    if is_well:
+        where = next(iter(offsets)) if len(offsets) == 1 else "all hosts"
+        ms = f"{worst * 1000:.0f} ms"
+        yield Finding("clock.skew", "ok", where, f"clocks agree within {ms}", ms)

@@ -1,0 +1,321 @@
+"""How hosts are found: addresses and interfaces, names, and the rendezvous of clusters."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from isles.check.finding import Finding
+from isles.check.hosts import Answers, Hosts
+from isles.config.load import Loaded
+from isles.config.sections.outer import DiLoCoConfig
+from isles.errors import ConfigError, PreflightError
+from isles.launch.meeting import own_addresses, split_address
+from isles.launch.multi_cluster import is_elsewhere, meeting_place, refuse_peers
+from isles.launch.ssh.addresses import Reach, choose_addresses
+
+_CONNECT_S, _RESOLVE_S = 5.0, 3.0
+_FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")
+_SBIN = os.pathsep.join((os.defpath, "/usr/sbin", "/sbin", "/usr/local/sbin"))
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """An IPv4 address of a node.
+
+    Args:
+        name: of the interface that has it.
+        address, netmask: of the interface.
+        mtu: largest packet, bytes; 0: not known.
+        is_leased: whether it ends some day unless a DHCP server renews it.
+        is_wireless: as it says.
+    """
+
+    name: str
+    address: str
+    netmask: str
+    mtu: int
+    is_leased: bool
+    is_wireless: bool
+
+
+def interfaces() -> list[Interface]:
+    """Every IPv4 address of this node."""
+    leased, stats = _leased(), psutil.net_if_stats()
+    return [
+        Interface(
+            name,
+            own.address,
+            own.netmask or "255.255.255.255",
+            stats[name].mtu if name in stats else 0,
+            own.address in leased,
+            Path(f"/sys/class/net/{name}/wireless").exists(),
+        )
+        for name, addresses in psutil.net_if_addrs().items()
+        for own in addresses
+        if own.family == socket.AF_INET
+    ]
+
+
+def _leased() -> set[str]:
+    command = shutil.which("ip", path=_SBIN)
+    if command is None:
+        return set()
+    try:
+        answer = subprocess.run(
+            [command, "-j", "-4", "addr"], capture_output=True, text=True, timeout=3, check=True
+        ).stdout
+        links = json.loads(answer)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return set()
+    return {
+        address["local"]
+        for link in links
+        for address in link.get("addr_info", ())
+        if address.get("dynamic")
+    }
+
+
+def firewalls() -> list[str]:
+    """The programs of this node that set up a firewall, the usual one first."""
+    return [name for name in _FIREWALLS if shutil.which(name, path=_SBIN)]
+
+
+def interface_of(hosts: Hosts, name: str) -> Interface | None:
+    """What has the address at which a host is reached; None: the host does not know it."""
+    address = hosts.reach[name].address
+    known = (Interface(**own) for own in hosts.facts[name]["interfaces"])
+    return next((own for own in known if own.address == address), None)
+
+
+def choose_reach(hosts: Hosts) -> Iterator[Finding]:
+    """Choose the addresses that the ranks would use, and look at what carries them."""
+    names, cluster = hosts.names, hosts.run.cluster
+    if len(hosts.facts) == 1:
+        hosts.reach = {name: Reach("127.0.0.1", None, None) for name in names}
+        return
+    given = {host.ssh: host.address for host in cluster.hosts}
+    facts = [hosts.facts[name] for name in names]
+    try:
+        found = choose_addresses(names, facts, [given.get(name) for name in names], cluster.network)
+    except PreflightError as error:
+        yield Finding("net.interface", "error", error.where, error.what, fix=error.fix)
+        return
+    hosts.reach = dict(zip(names, found, strict=True))
+    own = {name: interface_of(hosts, name) for name in names}
+    for name in names:
+        yield _carrier(name, hosts.reach[name], own[name], cluster.network.interface)
+    mtus = {name: carrier.mtu for name, carrier in own.items() if carrier and carrier.mtu}
+    usual = max(mtus.values(), default=0)
+    for name, mtu in mtus.items():
+        if mtu == usual:
+            continue
+        text = f"its largest packet is {mtu} bytes, and {usual} on other hosts"
+        fix = f"on {name}: sudo ip link set {hosts.reach[name].interface} mtu {usual}, if the "
+        fix += "switch takes it; else the smaller one on all hosts"
+        yield Finding("net.mtu", "warning", name, text, str(mtu), str(usual), fix)
+
+
+def _carrier(name: str, reach: Reach, own: Interface | None, wanted: str | None) -> Finding:
+    address = reach.address
+    if own is None:
+        text = f"{address} is none of its own addresses: is there a router between?"
+        fix = "let every port through to it, or write an address of its own: "
+        fix += f"{{ssh: {name}, address: …}}"
+        return Finding("net.interface", "warning", name, text, address, fix=fix)
+    text, measured = f"{address} on {wanted or reach.interface}", f"{address} on {own.name}"
+    if not own.is_wireless:
+        return Finding("net.interface", "ok", name, text, measured)
+    text += ", which is wireless: slow, and it loses packets"
+    fix = "use a cable, or expect few steps a minute"
+    return Finding("net.interface", "warning", name, text, measured, fix=fix)
+
+
+def resolve(names: list[str]) -> dict[str, Any]:
+    """The IPv4 `addresses` of names, as this node finds them; `silent`: no answer in time."""
+    found: dict[str, list[str]] = {}
+
+    def look(name: str) -> None:
+        try:
+            rows = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:
+            rows = []
+        found[name] = sorted({str(row[4][0]) for row in rows})
+
+    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in set(names)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _RESOLVE_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return {"addresses": dict(found), "silent": sorted(set(names) - set(found))}
+
+
+def compare_names(
+    answers: Answers, hostnames: Mapping[str, str], reach: Mapping[str, Reach]
+) -> Iterator[Finding]:
+    """Whether every host finds the others by name; ranks do not need it, other programs may."""
+    is_well, unknown = True, []
+    for name, answer in answers.items():
+        own = answer["addresses"].get(hostnames[name], [])
+        if any(address.startswith("127.") for address in own):
+            is_well = False
+            # Debian's /etc/hosts. torchrun and others would give that address to the others.
+            text = f"{hostnames[name]} is {own[0]} there: programs that tell others their name are "
+            text += "not found (isles uses addresses; a script of yours may not)"
+            address = reach[name].address
+            fix = f"in /etc/hosts of {name}: {address} {hostnames[name]}, in place of {own[0]}"
+            yield Finding("net.names", "warning", name, text, own[0], address, fix)
+        for other, hostname in hostnames.items():
+            if other == name:
+                continue
+            if reach[other].address not in answer["addresses"].get(hostname, []):
+                unknown.append(f"{name} -> {other}")
+            if hostname in answer["silent"]:
+                is_well = False
+                long = f"more than {_RESOLVE_S:.0f} s"
+                text = f"asking for the address of {hostname} takes {long}"
+                fix = f"see /etc/resolv.conf of {name}; lines in /etc/hosts help at once"
+                yield Finding("net.names", "warning", name, text, long, fix=fix)
+    if is_well:
+        text = "no host takes its own name for the loopback"
+        if unknown:
+            text += f"; not found by name: {', '.join(unknown[:4])} (isles uses addresses)"
+        yield Finding("net.names", "ok", "all hosts", text, f"{len(unknown)} not found")
+
+
+def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
+    """A connection; or why there is none: refused, dropped, or what the kernel says."""
+    try:
+        return socket.create_connection((address, port), timeout=timeout_s)
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return "dropped"
+    except OSError as error:
+        # A firewall that rejects may answer with either.
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):
+            return f"refused: {error.strerror}"
+        return error.strerror or str(error)
+
+
+def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
+    """Whether something listens there: `state` is ok, or what `connect` says; and `seconds`."""
+    begin = time.perf_counter()
+    found = connect(address, port, timeout_s)
+    seconds = time.perf_counter() - begin
+    if isinstance(found, str):
+        return {"state": found, "seconds": seconds}
+    found.close()
+    return {"state": "ok", "seconds": seconds}
+
+
+@contextmanager
+def rendezvous_stand_in(loaded: Loaded) -> Iterator[Loaded]:
+    """While clusters are checked, listen where the rendezvous of their run will.
+
+    Yields:
+        The run file with that address as `outer.rendezvous`; as it is where clusters of another
+        machine take no part, or meet elsewhere.
+
+    Raises:
+        UserError: there is no address at which they could meet here.
+    """
+    outer = loaded.config.diloco
+    if len(loaded.config.clusters) > 1:
+        refuse_peers(loaded)
+    is_here = outer is not None and outer.engine != "hivemind" and outer.rendezvous is None
+    if outer is None or not is_here or not any(map(is_elsewhere, loaded.config.clusters)):
+        yield loaded
+        return
+    listen, public = meeting_place(loaded)
+    where = loaded.where("outer.public", "outer")
+    host, port = split_address(listen, where)
+    with _listening(host, port, where) as opened:
+        address = f"{(public or listen).rpartition(':')[0]}:{opened}"
+        update = {"rendezvous": address, "public": None}
+        config = loaded.config.model_copy(update={"outer": outer.model_copy(update=update)})
+        yield replace(loaded, config=config)
+
+
+@contextmanager
+def _listening(host: str, port: int, where: str) -> Iterator[int]:
+    """Let whoever comes in; the port. Where somebody listens already it is the rendezvous."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        server = socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(
+                f"the rendezvous cannot listen at {host} port {port}: {error.strerror or error}",
+                where=where,
+                fix="outer.public: HOST:PORT, with an address that leads here and a port from "
+                "1024 on",
+                id="rendezvous.address",
+            ) from None
+        yield port
+        return
+
+    def let_in() -> None:
+        with suppress(OSError):  # closed
+            while True:
+                server.accept()[0].close()
+
+    threading.Thread(target=let_in, daemon=True).start()
+    try:
+        yield int(server.getsockname()[1])
+    finally:
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def try_rendezvous(hosts: Hosts) -> None:
+    """The first host of the cluster, whose rank 0 speaks with the others, dials the rendezvous."""
+    config = hosts.run.config
+    outer = config.diloco if config is not None else None
+    if outer is None or outer.rendezvous is None or not hosts.names:
+        return
+    first = hosts.names[0]
+    host, port = split_address(outer.rendezvous, "outer.rendezvous")
+    args = {"address": host, "port": port, "timeout_s": _CONNECT_S}
+    asked = hosts.ask("dial", args, only=[first], finding_id="net.rendezvous")
+    if (answer := asked().get(first)) is not None:
+        hosts.findings.append(rendezvous_finding(first, outer, answer))
+
+
+def rendezvous_finding(first: str, outer: DiLoCoConfig, answer: Mapping[str, Any]) -> Finding:
+    """What dialling the rendezvous has shown: `answer` is that of `dial`, of the first host."""
+    address, state = outer.rendezvous or "", str(answer["state"])
+    if state == "ok":
+        taken = f"{answer['seconds'] * 1e3:.0f} ms"
+        text = f"it reaches the rendezvous at {address}"
+        return Finding("net.rendezvous", "ok", first, text, measured=taken)
+    host, _, port = address.rpartition(":")
+    place = "this machine" if host.strip("[]") in own_addresses() else host
+    open_it = f"open port {port} on {place} for it, such as sudo ufw allow {port}/tcp"
+    if state == "refused":
+        why = "nothing listens there, or a firewall refuses"
+        fix = f"is it running (`isles rendezvous`)? {open_it}"
+    elif state == "dropped":
+        why = f"no answer within {_CONNECT_S:.0f} s: packets are dropped, as by a firewall"
+        fix = open_it
+    else:
+        why, fix = state, f"is {host} its name or address, and is there a way to it?"
+    if outer.engine == "hub":
+        fix += "; or name an address that it reaches: outer.public, or a rendezvous elsewhere"
+    text = f"it does not reach the rendezvous at {address}: {why}"
+    return Finding("net.rendezvous", "error", first, text, measured=state, fix=fix)

@@ -1,0 +1,366 @@
+"""The ranks: torch on every device, an all-reduce over all of them, a training of three steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from isles.check.checks.links import bit_rate, short_time
+from isles.check.finding import Finding
+from isles.check.hosts import Answers, Hosts
+from isles.check.plan import NodePlan
+from isles.config.sections.cluster import NetworkConfig
+from isles.facts.units import format_bytes
+from isles.launch.ssh.network import network_variables
+
+_NOISE = 2000
+_MEET_S = 30.0
+_SMOKE_S = 180.0
+_CPU_SIZES = [4 << 10, 1 << 20, 16 << 20]
+_GPU_SIZES = [4 << 10, 4 << 20, 64 << 20]
+
+_WHEELS = (((12, 0), "cu128"), ((10, 0), "cu128"), ((7, 5), "cu126"))
+"""The oldest CUDA of torch's wheels that has kernels for this capability and those above it.
+
+Source: PyTorch's release compatibility matrix (RELEASE.md of pytorch/pytorch)."""
+
+_HINDERS = (
+    "net.connect",
+    "net.interface",
+    "torch.imports",
+    "gpu.visible",
+    "gpu.kernel",
+    "gpu.count",
+)
+"""With an error in one of these an all-reduce can only hang."""
+
+_STAGES = {
+    "store": "to meet at rank 0",
+    "group": "to connect the ranks",
+    "sum": "to add up",
+    "died": "in the library",
+    "silent": "to end in time",
+}
+
+
+class Ranks:
+    """A process of torch for each rank of this node: started early, and asked later."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Start them, and wait until each has imported torch and launched a kernel.
+
+        Args:
+            plan: the fields of a `NodePlan`.
+            timeout_s: longest wait.
+
+        Returns:
+            findings; versions: torch, cuda and nccl as rank 0 has imported them.
+        """
+        own = NodePlan(**plan)
+        command = [sys.executable, "-m", "isles.train.check_rank", "--device", own.device]
+        pipe = subprocess.PIPE
+        # A tiny sum on many cores only waits; and the ranks share this machine with the check.
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._processes = [
+            subprocess.Popen(
+                [*command, "--index", str(index)],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=environ,
+                start_new_session=True,
+            )
+            for index in range(own.nproc)
+        ]
+        found = self._answers(timeout_s)
+        versions = {key: found[0].get(key) for key in ("torch", "cuda", "nccl")}
+        findings = [asdict(finding) for finding in torch_findings(own, found)]
+        return {"findings": findings, "versions": versions}
+
+    def reduce(self, orders: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+        """Give each its order, as `isles.train.check_rank.reduce` takes it; all their answers."""
+        for process, order in zip(self._processes, orders, strict=True):
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.flush()
+            except OSError:
+                pass  # it has ended: its answer says so
+        return {"ranks": self._answers(timeout_s)}
+
+    def end(self) -> dict[str, Any]:
+        """End them all, and wait until they have: whoever asks has a deadline."""
+        self.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes = []
+        return {}
+
+    def kill(self) -> None:
+        """End them, without waiting for one that is stuck in a driver."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+
+    def _answers(self, timeout_s: float) -> list[dict[str, Any]]:
+        end = time.monotonic() + timeout_s
+        return [_answer(process, end) for process in self._processes]
+
+
+def _answer(process: subprocess.Popen[bytes], end: float) -> dict[str, Any]:
+    """The next line of a rank; or how it ended, or that it hangs."""
+    assert process.stdout is not None and process.stderr is not None
+    streams, line, noise = [process.stdout.fileno(), process.stderr.fileno()], b"", b""
+    while (left := end - time.monotonic()) > 0:
+        for stream in select.select(streams, [], [], left)[0]:
+            data = os.read(stream, 65_536)
+            if not data:
+                streams.remove(stream)
+            elif stream == process.stdout.fileno():
+                line += data
+            else:
+                noise = (noise + data)[-_NOISE:]
+        if line.endswith(b"\n"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        if not streams:
+            return {"stage": "died", "fault": _ending(process, noise)}
+    return {"stage": "silent", "fault": "no answer in time"}
+
+
+def _ending(process: subprocess.Popen[bytes], noise: bytes) -> str:
+    code = process.wait(timeout=10)
+    words = noise.decode(errors="replace").strip().splitlines()
+    said = f": {words[-1]}" if words else ""
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}{said}"
+    return f"ended with exit code {code}{said}"
+
+
+def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Torch and a first kernel on every device of this node.
+
+    Args:
+        plan: of the node.
+        ranks: what `isles.train.check_rank.look` says of each.
+    """
+    bad = [_fault(plan, index, own) for index, own in enumerate(ranks) if own.get("fault")]
+    if bad:
+        # What is wrong with the installation is wrong for every rank.
+        yield from {finding.text: finding for finding in bad}.values()
+        return
+    seconds = f"{ranks[0]['seconds']:.1f} s"
+    yield Finding("torch.imports", "ok", plan.name, f"torch {ranks[0]['torch']}", seconds)
+    if plan.device == "cuda":
+        where = "its GPU" if len(ranks) == 1 else f"each of its {len(ranks)} GPUs"
+        yield Finding("gpu.visible", "ok", plan.name, f"torch sees {where}")
+        text = f"a kernel ran on {where}, with the right result"
+        yield Finding("gpu.kernel", "ok", plan.name, text)
+
+
+def _fault(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
+    name, fault = plan.name, str(own["fault"])
+    match own["stage"]:
+        case "kernel":
+            return _kernel(name, index, own)
+        case "visible":
+            text = f"torch cannot use the GPUs: {fault}"
+            measured = f"torch {own['torch']}, CUDA {own['cuda'] or 'none'}"
+            fix = "compare the driver (nvidia-smi, top right: the newest CUDA that it knows) with "
+            fix += f"torch's CUDA {own['cuda']}: update the driver, or take torch for an older CUDA"
+            if own["cuda"] is None:
+                fix = _pip("cu128")
+            return Finding("gpu.visible", "error", name, text, measured, fix=fix)
+        case "silent":
+            text = "torch was not imported, or its first kernel not done, in time"
+            fix = f"try it on {name}: time python -c 'import torch'; a slow network disk? "
+            fix += "--timeout 3m waits longer; a kernel that hangs: dmesg | grep -i -e nvrm -e xid"
+            return Finding("torch.imports", "error", name, text, fix=fix)
+        case _:
+            text = f"torch cannot be used: {fault}"
+            fix = f"try it on {name}: python -c 'import torch'; isles setup run.yaml installs it"
+            return Finding("torch.imports", "error", name, text, fault, fix=fix)
+
+
+def _kernel(name: str, index: int, own: dict[str, Any]) -> Finding:
+    fault = str(own["fault"])
+    if "no kernel image" not in fault:
+        where = f"GPU {index}" if own.get("gpu") else "the CPU"
+        text = f"a kernel failed on {where}: {fault}"
+        fix = f"on {name}: dmesg | grep -i -e nvrm -e xid; a fault that comes back is the card's "
+        fix += "or the driver's"
+        return Finding("gpu.kernel", "error", name, text, fault, fix=fix)
+    major, minor = own["capability"]
+    capability = f"sm_{major}{minor}"
+    text = f"torch {own['torch']} has no kernels for GPU {index}, {own['gpu']} ({capability})"
+    wheel = next((cuda for least, cuda in _WHEELS if (major, minor) >= least), "cu126")
+    archs = " ".join(own["archs"])
+    return Finding("gpu.kernel", "error", name, text, capability, archs, _pip(wheel))
+
+
+def _pip(index: str) -> str:
+    return (
+        f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}"
+    )
+
+
+def try_reduce(hosts: Hosts) -> None:
+    """A real all-reduce over all ranks, unless it is known that it must hang."""
+    names, timeout_s = hosts.names, hosts.extent.timeout_s
+    bad = [f for f in hosts.findings if f.level == "error" and f.id in _HINDERS]
+    if bad or not hosts.reach or len(names) < len(hosts.facts):
+        why = f"{bad[0].where}: {bad[0].text}" if bad else "hosts are missing"
+        text, fix = f"the all-reduce was not tried ({why})", "mend that first, and check again"
+        hosts.findings.append(Finding("reduce.works", "warning", "all hosts", text, fix=fix))
+        return
+    hosts.say("adding up tensors over all ranks")
+    asked = {"port": hosts.run.cluster.network.port}
+    free = hosts.ask("facts", asked, only=names[:1])()
+    if not free:
+        return
+    orders = _orders(hosts, free[names[0]]["port"])
+    answers = hosts.ask(
+        "reduce",
+        lambda name: {"orders": orders[name], "timeout_s": timeout_s - 2},
+        timeout_s=timeout_s,
+        finding_id="reduce.works",
+    )()
+    hosts.findings += reduce_findings(answers, orders, hosts.run.cluster.network)
+
+
+def _orders(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
+    """For each rank of each host what `isles.train.check_rank.reduce` takes."""
+    names, network, device = hosts.names, hosts.run.cluster.network, hosts.device
+    world_size = sum(hosts.nproc[name] for name in names)
+    first = 0
+    orders: dict[str, list[dict[str, Any]]] = {}
+    for name in names:
+        interface = hosts.reach[name].interface or ("lo" if len(names) == 1 else None)
+        orders[name] = [
+            {
+                "rank": first + index,
+                "world_size": world_size,
+                "address": hosts.reach[names[0]].address,
+                "port": port,
+                "backend": "nccl" if device == "cuda" else "gloo",
+                "index": index,
+                "variables": network_variables(network, interface, device),
+                "sizes": _GPU_SIZES if device == "cuda" else _CPU_SIZES,
+                "timeout_s": min(_MEET_S, hosts.extent.timeout_s / 2),
+            }
+            for index in range(hosts.nproc[name])
+        ]
+        first += hosts.nproc[name]
+    return orders
+
+
+def reduce_findings(
+    answers: Answers, orders: Mapping[str, list[dict[str, Any]]], network: NetworkConfig
+) -> Iterator[Finding]:
+    """The all-reduce: its speed, or who failed and where.
+
+    Args:
+        answers: of `Ranks.reduce`.
+        orders: that the ranks of each host were given.
+        network: of the run file.
+    """
+    owner = {order["rank"]: name for name, own in orders.items() for order in own}
+    backend = str(orders[next(iter(orders))][0]["backend"])
+    found = {
+        order["rank"]: answer
+        for name, own in answers.items()
+        for order, answer in zip(orders[name], own["ranks"], strict=True)
+    }
+    bad = {rank: answer for rank, answer in found.items() if answer.get("fault")}
+    missing = sorted({rank for answer in bad.values() for rank in answer.get("missing", ())})
+    where_missing = ", ".join(sorted({owner[rank] for rank in missing if rank in owner}))
+    for rank, answer in bad.items():
+        what = answer["fault"]
+        if answer.get("missing"):
+            what = f"ranks {', '.join(map(str, missing))} on {where_missing} did not come"
+        elif missing and rank not in missing:
+            continue  # it only waited for those
+        text = f"{backend} failed {_STAGES.get(answer['stage'], answer['stage'])}: {what}"
+        fix = "is the interface right (clusters[0].network.interface)? is every port open between "
+        fix += "the hosts?"
+        if backend == "nccl":
+            fix = "NCCL_DEBUG=INFO in clusters[0].environment.variables says more"
+            if network.profile != "ethernet":
+                fix = f"clusters[0].network.profile: ethernet leaves out InfiniBand; {fix}"
+        where = f"{owner[rank]} rank {rank}"
+        yield Finding("reduce.works", "error", where, text, answer["stage"], fix=fix)
+    if bad or 0 not in found:
+        return
+    rows = found[0]["rows"]
+    world = f"{len(found)} rank{'s' if len(found) > 1 else ''}"
+    sizes = [f"{format_bytes(row['bytes'])} in {short_time(row['seconds'])}" for row in rows]
+    text = f"{backend}, {world}: {', '.join(sizes)}"
+    yield Finding("reduce.works", "ok", "all hosts", text, world)
+    if len(found) > 1:
+        best = max(rows, key=lambda row: row["bytes"])
+        bus = bit_rate(best["bus"])
+        text = f"bus bandwidth {bus}, algorithm bandwidth {bit_rate(best['algorithm'])}"
+        yield Finding("reduce.speed", "ok", "all hosts", text, bus)
+
+
+_RUN_FILE = """\
+name: smoke
+output_dir: {folder}/runs
+model: {{name_or_path: llama-2m, init: scratch}}
+data:
+  sources: [{{type: fake}}]
+  seq_length: 64
+  validation_fraction: 0
+training:
+  max_steps: 3
+  global_batch_size: {rows}
+  learning_rate: 1e-3
+  logging_steps: 1
+checkpoint: {{every_steps: null, every_minutes: null, export_on_finish: false}}
+track: [jsonl]
+"""
+
+
+def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
+    """Train a small model on this machine alone: whatever a check of parts would miss."""
+    isles, begin = [sys.executable, "-m", "isles"], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="isles-smoke-") as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(_RUN_FILE.format(folder=folder, rows=4 * plan.nproc))
+        words = [f"clusters.0.gpus_per_node={plan.nproc}"] if plan.nproc > 1 else []
+        try:
+            done = subprocess.run(
+                [*isles, "train", str(path), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+            )
+            code, said = done.returncode, done.stdout
+            fault = f"ended with exit code {code}" if code else ""
+        except subprocess.TimeoutExpired as error:
+            stop = [*isles, "stop", "--now", "--output-dir", f"{folder}/runs"]
+            subprocess.run(stop, capture_output=True, timeout=30, check=False)
+            fault, said = f"not done in {timeout_s:.0f} s", error.stdout or b""
+    seconds = f"{time.monotonic() - begin:.1f} s"
+    if not fault:
+        yield Finding("train.smoke", "ok", plan.name, "three steps trained", seconds)
+        return
+    last = "\n".join(said.decode(errors="replace").strip().splitlines()[-6:])
+    text = f"a training of three steps {fault}:\n{last}"
+    fix = "the lines above say why; isles train there shows more"
+    yield Finding("train.smoke", "error", plan.name, text, seconds, fix=fix)

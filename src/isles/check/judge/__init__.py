@@ -1,1 +1,0 @@
-"""What the measurements mean: generators of findings, one file for each subject."""

@@ -1,1 +1,0 @@
-"""What a node measures while it is checked; `operations.py` answers the starter's requests."""

@@ -1,1 +1,0 @@
-"""What keys and values of other tools are called here, for a run file that has them."""

@@ -1,0 +1,152 @@
+"""One of several clusters: its part of a run file, and what all of them share."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from isles.config.keys import as_written
+from isles.config.load import Loaded
+from isles.config.sections.run import RunConfig
+from isles.config.yaml import dump_yaml
+from isles.errors import ConfigError
+
+MAX_NAME_LENGTH = 63
+"""Of a run's name."""
+
+_OWN = ("strategy", "balance")
+"""Keys at the top that a cluster may have of its own."""
+
+_SHARED = (
+    "name",
+    "seed",
+    "model",
+    "tokenizer",
+    "adapter",
+    "data",
+    "training",
+    "outer",
+    "checkpoint",
+)
+_NOT_SHARED = (
+    "data.cache_dir",
+    "training.script",
+    "training.script_args",
+    "training.micro_batch_size",
+    "training.max_time",
+    "outer.rendezvous",
+    "outer.public",
+    "outer.max_rate",
+    "checkpoint.push_to_hub",
+)
+"""Of the shared sections, what each cluster has for itself."""
+
+_PATHS = re.compile(r"(data\.sources\.\d+\.path|.*\.name_or_path|tokenizer\.chat_template)")
+
+
+def of_cluster(loaded: Loaded, index: int) -> Loaded:
+    """A run file as one of its clusters has it; where each value came from is kept.
+
+    Its text is that of the whole file.
+    """
+    cluster = loaded.config.clusters[index]
+    own = [name for name in _OWN if getattr(cluster, name) is not None]
+    if len(loaded.config.clusters) == 1 and not own:
+        return loaded
+    given = f"clusters.{index}"
+    origins: dict[str, str] = {}
+    for key, origin in loaded.origins.items():
+        first = key.partition(".")[0]
+        if key == given or key.startswith(f"{given}."):
+            inside = key.removeprefix(given).removeprefix(".")
+            name = inside.partition(".")[0]
+            if name not in _OWN:
+                origins["clusters.0" + key.removeprefix(given)] = origin
+            elif name in own:
+                origins[inside] = origin
+        elif first not in own and (first != "clusters" or key == first):
+            origins[key] = origin
+    return replace(loaded, config=loaded.config.of_cluster(index), origins=origins)
+
+
+def keys_of_cluster(text: str, index: int) -> str:
+    """What one cluster has said of its keys, with the keys that it has in the run file of all.
+
+    To itself it is the only one: `clusters[0]`, or `clusters.0.` in an override.
+    """
+    text = text.replace("clusters[0]", f"clusters[{index}]")
+    return text.replace("clusters.0.", f"clusters.{index}.")
+
+
+def only_cluster(loaded: Loaded) -> Loaded:
+    """A run file with one cluster, whose own strategy and balance are the run's.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if len(loaded.config.clusters) > 1:
+        raise ConfigError(
+            f"one cluster is started at a time, and the run file has {len(loaded.config.clusters)}",
+            where=loaded.where("clusters"),
+            fix="`isles train` starts them all; for this command keep one of them",
+        )
+    return of_cluster(loaded, 0)
+
+
+def for_cluster(loaded: Loaded, index: int) -> Loaded:
+    """The run file of one of several clusters, as that cluster's run directory has it.
+
+    It loads again, and gives the same values.
+    """
+    own = of_cluster(loaded, index)
+    head = f"# The cluster {own.config.clusters[0].name} of {loaded.path}; written by isles.\n"
+    return replace(own, text=head + dump_yaml(as_written(own.config.values())))
+
+
+def named_cluster(loaded: Loaded, name: str) -> Loaded:
+    """The run of one of several clusters: RUN-CLUSTER, with the text of `for_cluster`.
+
+    Raises:
+        ConfigError: there is no such cluster, or both names together are too long.
+    """
+    names = [cluster.name for cluster in loaded.config.clusters]
+    if name not in names:
+        raise ConfigError(
+            f"there is no cluster {name}",
+            where=loaded.where("clusters"),
+            fix=f"the run file has {', '.join(names)}",
+        )
+    index = names.index(name)
+    both = f"{loaded.config.name}-{name}"
+    if len(both) > MAX_NAME_LENGTH:
+        raise ConfigError(
+            f"the cluster's run would be called {both}, which has {len(both)} characters",
+            where=loaded.where(f"clusters.{index}.name", "clusters"),
+            fix=f"use shorter names of run and cluster: {MAX_NAME_LENGTH - 1} characters together",
+        )
+    config = loaded.config.model_copy(update={"name": both})
+    return for_cluster(replace(loaded, config=config), index)
+
+
+def shared_text(config: RunConfig) -> str:
+    """The values that all clusters of a run have, as a run file.
+
+    It says nothing of machines, folders or people.
+    """
+    data = config.values()
+    found: dict[str, Any] = {key: deepcopy(data[key]) for key in _SHARED if key in data}
+    for key in _NOT_SHARED:
+        section, _, name = key.partition(".")
+        found.get(section, {}).pop(name, None)
+    if found.get("training", {}).get("max_steps") is None and config.training.max_time:
+        found["training"]["max_time"] = config.training.max_time  # it is the run's length
+    return dump_yaml(as_written(found))
+
+
+def leads_outside(key: str, value: object) -> bool:
+    """Whether a value that another cluster has chosen is a path beyond the folder of the run."""
+    if not _PATHS.fullmatch(key) or not isinstance(value, str):
+        return False
+    return value.startswith(("/", "~")) or ".." in re.split(r"[/\\]", value)

@@ -1,0 +1,227 @@
+"""Issues of a run file: how rules say them, and what an unknown key was meant to be.
+
+The names that other tools use are data: aliases.yaml.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from isles import __version__
+from isles.config import keys
+from isles.config.sections.base import Section
+from isles.config.yaml import KeyPath, dotted, parse_yaml
+
+_OUTER = "outer"
+"""A section whose keys, such as lr, are mostly meant for the inner steps where they stand alone."""
+_MESH_KEYS = ("tp_size", "cp_size", "pp_size", "pp_schedule", "cp_method")
+_NOT_WITH_DEEPSPEED = (
+    "; DeepSpeed's ZeRO stands alone here: from stage 2 on it cuts the gradients that a pipeline "
+    "still adds up, and it does not know matrices that are cut already. fsdp does what ZeRO-3 "
+    "does, also in a pipeline"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A rule between keys that a run file breaks.
+
+    Args:
+        keys: the dotted keys that it is about; where it is reported: the first that was given.
+        what: what is wrong, with the values.
+        fix: what to do about it.
+    """
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str
+
+
+def no_effect(
+    section: Section, key: str, to: str, instead: str = "", *other_keys: str
+) -> Iterator[Issue]:
+    """The issue of a key that has no effect beside others; none where it has its default.
+
+    A default is no value given: a file that `isles config show` wrote names every key.
+
+    Args:
+        section: the section that has it.
+        key: dotted; `name` is its last part.
+        to: what makes it meaningless, with the value: `pp_size 1`.
+        instead: what to write to give it a meaning; empty: it can only be deleted.
+        other_keys: where else to report it.
+    """
+    name = key.rpartition(".")[2]
+    value = getattr(section, name)
+    if value != type(section).model_fields[name].default:
+        what = f"{name} {show_value(value)} means nothing to {to}"
+        yield Issue(
+            (key, *other_keys), what, f"delete it, or {instead}" if instead else "delete it"
+        )
+
+
+def show_value(value: object) -> str:
+    """A value as rules write it: `true`, `0.3`, `q_proj, v_proj`."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:g}"
+        case tuple():
+            return ", ".join(str(item) for item in value)
+        case _:
+            return str(value)
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` next to `number`, as a fix: `384 or 576`."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A key of another tool.
+
+    Args:
+        name: as that tool writes it, with underscores: `training.seq_len`.
+        tools: who calls it so.
+        target: the key of isles, dotted; None where there is none.
+        note: why there is none, or what to mind.
+    """
+
+    name: str
+    tools: tuple[str, ...]
+    target: str | None
+    note: str
+
+
+@cache
+def aliases() -> Mapping[str, Any]:
+    """aliases.yaml as it is: `keys`, `values`, `not_yet`, `sections`."""
+    entry = resources.files("isles.config") / "aliases.yaml"
+    text = entry.read_text(encoding="utf-8").replace("{version}", __version__)
+    value = parse_yaml(text, entry.name).value
+    assert isinstance(value, dict)
+    return value
+
+
+@cache
+def alias_keys() -> dict[str, Alias]:
+    """Every known key of another tool, by its name."""
+    found: dict[str, Alias] = {}
+    for entry in aliases()["keys"]:
+        target, note = entry.get("here"), entry.get("note", entry.get("why", ""))
+        for tool, names in entry.items():
+            if tool in ("here", "note", "why"):
+                continue
+            for name in names.split():
+                known = found.get(name, Alias(name, (), target, note))
+                if tool not in known.tools:
+                    found[name] = Alias(name, (*known.tools, tool), known.target, known.note)
+    return found
+
+
+@cache
+def alias_words(kind: str, key: str) -> dict[str, str]:
+    """Words of other tools and what they are here.
+
+    Args:
+        kind: `values` of a key, or `sections`: what stands in a section's place.
+        key: dotted, items of lists as item 0.
+    """
+    meanings: Mapping[str, str] = aliases()[kind].get(key, {})
+    return {word: here for here, words in meanings.items() for word in words.split()}
+
+
+def is_not_yet(key: str, word: str) -> bool:
+    """Whether a word for a value is known, and isles lacks what it means."""
+    return word in aliases()["not_yet"].get(key, "").split()
+
+
+def find_alias(path: Sequence[str | int]) -> Alias | None:
+    """The other tool's name that a key is, by its whole path or its last part."""
+    names = alias_keys()
+    parts = [_normal(part) for part in path if isinstance(part, str)]
+    found = (names.get(".".join(parts[start:])) for start in range(len(parts)))
+    return next((alias for alias in found if alias is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """A guess at what an unknown key was meant to be.
+
+    Args:
+        fix: what to write instead.
+        keys: the dotted keys of isles that may have been meant.
+        tools: the tools that have a key of this name.
+    """
+
+    fix: str
+    keys: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+
+
+def guess_meant(path: KeyPath) -> Meant:
+    """The best guess: this spelling elsewhere, another tool's name, then the nearest name."""
+    return next(_guesses(path))
+
+
+def _guesses(path: KeyPath) -> Iterator[Meant]:
+    name, parent = _normal(str(path[-1])), path[:-1]
+    above = keys.schema_at(parent) or {}
+    siblings = keys.children(above)
+    if name == path[-1] and (kinds := keys.kinds_with(above, name)):
+        why = _NOT_WITH_DEEPSPEED if name in _MESH_KEYS else ""
+        yield Meant(f"it goes with kind: {' or '.join(kinds)}{why}", (dotted(path),))
+    if name in siblings:
+        yield Meant(f"write it as {name}", (dotted((*parent, name)),))
+    alias = find_alias(path)
+    if "." in name:
+        inner = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+        for whole in (dotted(p) for p in ((*parent, *inner), inner) if keys.schema_at(p)):
+            fix = f"a dotted key works on the command line only: write it {_place(whole)}"
+            yield Meant(fix, (whole,))
+        if alias is None:
+            yield from _guesses((*parent, *inner))
+    if alias is not None and "." in alias.name:
+        yield _from_alias(alias)
+    same = [dotted(known) for known in keys.all_paths() if known[-1] == name]
+    if elsewhere := tuple(key for key in same if not key.startswith(f"{_OUTER}.")):
+        yield Meant(f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere)
+    if alias is not None:
+        yield _from_alias(alias)
+    if same:
+        yield Meant(f"it belongs {_place(same[0])}: {' or '.join(same)}", tuple(same))
+    for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
+        yield Meant(f"did you mean {near}?", (dotted((*parent, near)),))
+    leaves = {str(known[-1]): dotted(known) for known in reversed(keys.all_paths())}
+    for near in difflib.get_close_matches(name, leaves, n=1, cutoff=0.8):
+        target = leaves[near]
+        yield Meant(f"did you mean {target}? It belongs {_place(target)}", (target,))
+    for near in difflib.get_close_matches(name, alias_keys(), n=1, cutoff=0.85):
+        yield _from_alias(alias_keys()[near])
+    there = f"{dotted(parent)} has" if parent else "the top of the file has"
+    yield Meant(f"{there} these keys: {', '.join(siblings)}" if siblings else "delete it")
+
+
+def _from_alias(alias: Alias) -> Meant:
+    if alias.target is None:
+        return Meant(f"delete it: {alias.note}", (), alias.tools)
+    note = f" ({alias.note})" if alias.note else ""
+    return Meant(f"here it is called {alias.target}{note}", (alias.target,), alias.tools)
+
+
+def _place(target: str) -> str:
+    section = target.rpartition(".")[0].replace(".0", "")
+    return f"under {section}" if section else "at the top, without indentation"
+
+
+def _normal(name: str) -> str:
+    """A key as the table has it: lower case, underscores, no leading dashes."""
+    return name.strip().lstrip("-").replace("-", "_").lower()

@@ -1,0 +1,216 @@
+"""The rules between a run file and the model's shape: its config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from isles.config.issues import Issue
+from isles.config.sections.data import isolates_any
+from isles.config.sections.run import RunConfig
+from isles.config.sections.strategy import MeshSection
+from isles.facts.architectures import (
+    BLIND,
+    CONTEXT_PARALLEL,
+    DEAF,
+    ISOLATED,
+    PIPELINE,
+    REASONS,
+    TENSOR_PARALLEL,
+)
+
+# A Hugging Face config: JSON, with values of every kind.
+Shape = Mapping[str, Any]
+
+# What older architectures call the same.
+_ALIASES = {
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+_DROPOUTS = (
+    "dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "residual_dropout",
+)
+_UNTOLD = frozenset(
+    [("flex_attention", kind) for kind in BLIND] + [("flash_attention_2", kind) for kind in DEAF]
+)
+"""Attention that is not told of documents by these kinds of models."""
+
+_TWO_STAGES = ("interleaved-1f1b", "zbv")
+_INSTEAD = "strategy: {kind: fsdp} alone cuts any model over the ranks"
+
+
+def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
+    """Every rule between the run file and the model's shape that is broken.
+
+    Args:
+        config: the run.
+        shape: a config.json, or `to_dict()` of a config of transformers. A key that is absent from
+            a config.json has a default that only transformers knows; its rule is not checked.
+    """
+    issues = [*_length(config, shape), *_isolation(config, shape)]
+    strategy = config.strategy
+    if isinstance(strategy, MeshSection):
+        issues += _tensor_parallel(strategy, shape)
+        issues += _context_parallel(strategy, shape, config.data.seq_length)
+        issues += _pipeline(strategy, shape)
+    return issues
+
+
+def _length(config: RunConfig, shape: Shape) -> Iterator[Issue]:
+    """Beyond its positions a model fails, or trains on nonsense."""
+    wanted, positions = config.data.seq_length, _number(shape, "max_position_embeddings")
+    if positions is not None and 0 < positions < wanted:
+        yield Issue(
+            ("data.seq_length", "model.name_or_path"),
+            f"seq_length {wanted} is longer than the model's max_position_embeddings, {positions}",
+            f"use {positions} or less, or another model",
+        )
+
+
+def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:
+    """A model that does not heed where documents begin would train on all before them."""
+    kind = shape.get("model_type")
+    if kind is None or not isolates_any(config.data):
+        return
+    if kind not in ISOLATED:
+        reason = REASONS["isolate_documents"].get(kind)
+        yield Issue(
+            ("data.isolate_documents", "data.packing", "model.name_or_path"),
+            f"documents that share a sample are not known to be kept apart by model_type {kind}"
+            + (f": {reason}" if reason else ""),
+            "set data.packing: false, which gives each a row of its own; or "
+            "data.isolate_documents: false, and each then sees those before it",
+        )
+    elif (config.model.attn_implementation, kind) in _UNTOLD:
+        yield Issue(
+            ("model.attn_implementation", "data.isolate_documents", "model.name_or_path"),
+            f"{config.model.attn_implementation} does not keep documents apart that share a sample "
+            f"in a model of type {kind}",
+            "use model.attn_implementation: sdpa or eager, or data.packing: false",
+        )
+
+
+def _tensor_parallel(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
+    size, key = strategy.tp_size, "strategy.tp_size"
+    if size == 1:
+        return
+    yield from _kind(shape, key, "tensor parallel", TENSOR_PARALLEL)
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    numbers = {name: number for name in names if (number := _number(shape, name))}
+    undivided = [f"{name} {number}" for name, number in numbers.items() if number % size]
+    if undivided:
+        common = math.gcd(*numbers.values())
+        sizes = [str(n) for n in range(2, min(common, 64) + 1) if common % n == 0]
+        yield Issue(
+            (key,),
+            f"tp_size {size} does not divide the model's {', '.join(undivided)}",
+            f"use {' or '.join(sizes)}" if sizes else f"set tp_size: 1; {_INSTEAD}",
+        )
+    dropouts = [name for name in _DROPOUTS if (shape.get(name) or 0) > 0]
+    if dropouts:
+        yield Issue(
+            (key,),
+            f"the model's {dropouts[0]} is {shape[dropouts[0]]:g}: ranks that hold parts of one "
+            "matrix would drop different values",
+            f"set it to 0 in the model's config.json, or set tp_size: 1; {_INSTEAD}",
+        )
+
+
+def _context_parallel(strategy: MeshSection, shape: Shape, seq_length: int) -> Iterator[Issue]:
+    size, key = strategy.cp_size, "strategy.cp_size"
+    if size == 1:
+        return
+    yield from _kind(shape, key, "context parallel", CONTEXT_PARALLEL)
+    yield from _windows(shape, key)
+    yield from _long_rope(shape, key, seq_length)
+    heads, tp_size = _number(shape, "num_key_value_heads"), strategy.tp_size
+    if strategy.cp_method == "ulysses" and heads and heads % (size * tp_size):
+        over = f" over tp_size {tp_size}" if tp_size > 1 else ""
+        yield Issue(
+            ("strategy.cp_method", key),
+            f"the model's num_key_value_heads {heads}{over} do not divide by cp_size {size}",
+            "use cp_method: allgather, or another cp_size",
+        )
+
+
+def _pipeline(strategy: MeshSection, shape: Shape) -> Iterator[Issue]:
+    size, key = strategy.pp_size, "strategy.pp_size"
+    if size == 1:
+        return
+    yield from _kind(shape, key, "pipeline parallel", PIPELINE)
+    yield from _windows(shape, key)
+    if shape.get("tie_word_embeddings"):
+        yield Issue(
+            (key,),
+            "the model's head shares the weights of its embedding (tie_word_embeddings), and the "
+            "two lie in different stages",
+            f"use a model without it, or set pp_size: 1; {_INSTEAD}",
+        )
+    each = 2 if strategy.pp_schedule in _TWO_STAGES else 1
+    layers, stages = _number(shape, "num_hidden_layers"), size * each
+    if layers is not None and layers < stages:
+        twice = (
+            f" x {each} stages on each, by pp_schedule {strategy.pp_schedule}," if each > 1 else ""
+        )
+        yield Issue(
+            (key, "strategy.pp_schedule"),
+            f"pp_size {size}{twice} needs {stages} layers, and the model has {layers}",
+            f"use pp_size: {layers // each} or less"
+            + (", or pp_schedule: 1f1b" if twice and layers >= size else ""),
+        )
+
+
+def _kind(shape: Shape, key: str, what: str, known: frozenset[str]) -> Iterator[Issue]:
+    kind = shape.get("model_type")
+    if kind is None or kind in known:
+        return
+    name = key.rpartition(".")[2]
+    reason = f": {REASONS[name][kind]}" if kind in REASONS[name] else ""
+    yield Issue(
+        (key, "model.name_or_path"),
+        f"{what} is not known to be exact for model_type {kind}{reason}",
+        f"set {name}: 1; {_INSTEAD}; known are {', '.join(sorted(known))}",
+    )
+
+
+def _windows(shape: Shape, key: str) -> Iterator[Issue]:
+    kinds = sorted(set(shape.get("layer_types") or ["full_attention"]))
+    window = shape.get("sliding_window") if shape.get("use_sliding_window", True) else None
+    if kinds == ["full_attention"] and not window:
+        return
+    how = f"in a sliding window of {window} tokens" if window else f"by {', '.join(kinds)}"
+    yield Issue(
+        (key, "model.name_or_path"),
+        f"the model has layers that attend {how}, and {key.rpartition('.')[2]} needs layers that "
+        "attend to all tokens",
+        f"set {key.rpartition('.')[2]}: 1; {_INSTEAD}",
+    )
+
+
+def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Issue]:
+    """Frequencies by the largest position of a rank's piece: the first pieces would take others."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) != "longrope":
+        return
+    name = "original_max_position_embeddings"
+    original = _number(rope, name) or _number(shape, name)
+    if original is not None and seq_length > original:
+        yield Issue(
+            (key, "data.seq_length"),
+            f"the model's position embeddings (longrope) change beyond {original} tokens, which "
+            f"only some pieces of seq_length {seq_length} reach",
+            f"use data.seq_length: {original} or less, or set cp_size: 1; {_INSTEAD}",
+        )
+
+
+def _number(shape: Shape, name: str) -> int | None:
+    value = shape.get(name)
+    value = shape.get(_ALIASES.get(name, name)) if value is None else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

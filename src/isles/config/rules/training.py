@@ -1,0 +1,217 @@
+"""The rules of `training`, `track` and `checkpoint`, and those of a script of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isles.config.issues import Issue, nearest_multiples, no_effect
+from isles.config.sections.output import MLflowConfig, tracker_sections
+from isles.config.sections.run import NO_DATA, NO_MODEL, USED, USED_IN_TRAINING, RunConfig
+from isles.config.sections.training import TrainingConfig, WatchdogConfig
+
+
+def training_rules(config: RunConfig) -> Iterator[Issue]:
+    """Every rule of the built-in trainer that is broken."""
+    yield from _length(config.training)
+    yield from _schedule(config.training)
+    yield from _batch(config.training)
+    yield from _optimizer(config)
+    yield from _dpo(config)
+    yield from _trackers(config)
+    checkpoint = config.checkpoint
+    if checkpoint.push_to_hub is not None and not checkpoint.export_on_finish:
+        yield Issue(
+            ("checkpoint.push_to_hub", "checkpoint.export_on_finish"),
+            "push_to_hub uploads the export, and export_on_finish is false",
+            "delete one of the two lines",
+        )
+
+
+def _length(training: TrainingConfig) -> Iterator[Issue]:
+    steps, epochs = training.max_steps, training.num_train_epochs
+    if steps is not None and epochs is not None:
+        yield Issue(
+            ("training.num_train_epochs", "training.max_steps"),
+            f"max_steps {steps} and num_train_epochs {epochs:g} both say how long the run is",
+            "keep one of them",
+        )
+    if steps is not None or epochs is not None:
+        return
+    keys = ("training.max_steps", "training.num_train_epochs")
+    if training.max_time is None:
+        yield Issue(
+            ("training", *keys, "training.max_time"),
+            "the run has no length",
+            "add max_steps, num_train_epochs or max_time",
+        )
+    elif (scheduler := training.lr_scheduler_type) != "constant":
+        yield Issue(
+            ("training.max_time", "training.lr_scheduler_type", *keys),
+            f"max_time alone gives no last step, and {scheduler} needs to know it",
+            "add max_steps or num_train_epochs, or use lr_scheduler_type: constant",
+        )
+
+
+def _schedule(training: TrainingConfig) -> Iterator[Issue]:
+    steps, warmup, decay = training.max_steps, training.warmup_steps, training.decay_steps
+    scheduler = training.lr_scheduler_type
+    if steps is not None and warmup >= steps:
+        yield Issue(
+            ("training.warmup_steps", "training.max_steps"),
+            f"warmup_steps {warmup} leaves no step of max_steps {steps} at the peak learning rate",
+            f"use {steps // 20} or another number below {steps}",
+        )
+    elif steps is not None and decay is not None and scheduler == "wsd" and warmup + decay > steps:
+        yield Issue(
+            ("training.decay_steps", "training.warmup_steps", "training.max_steps"),
+            f"warmup_steps {warmup} + decay_steps {decay} is more than max_steps {steps}",
+            f"use at most {steps - warmup} decay_steps",
+        )
+    key = "training.lr_scheduler_type"
+    if scheduler != "wsd":
+        to, use = f"lr_scheduler_type {scheduler}", "use lr_scheduler_type: wsd"
+        yield from no_effect(training, "training.decay_steps", to, use, key)
+    if scheduler == "constant":
+        use = "use lr_scheduler_type: linear, cosine or wsd"
+        to = "a constant learning rate"
+        yield from no_effect(training, "training.min_lr_ratio", to, use, key)
+
+
+def _batch(training: TrainingConfig) -> Iterator[Issue]:
+    rows, micro = training.global_batch_size, training.micro_batch_size
+    keys = ("training.global_batch_size", "training.micro_batch_size")
+    if not isinstance(micro, int) or rows % micro == 0:
+        return
+    if micro > rows:
+        yield Issue(
+            keys[::-1],
+            f"micro_batch_size {micro} is larger than global_batch_size {rows}",
+            f"use at most {rows}, or auto",
+        )
+    else:
+        yield Issue(
+            keys,
+            f"global_batch_size {rows} is not a multiple of micro_batch_size {micro}",
+            f"use {nearest_multiples(rows, micro)}",
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[Issue]:
+    training = config.training
+    if training.stochastic_rounding and training.precision != "bf16-true":
+        yield Issue(
+            ("training.stochastic_rounding", "training.precision"),
+            f"stochastic_rounding is for weights in bf16, and precision {training.precision} keeps "
+            "them in fp32",
+            "delete it, or use precision: bf16-true",
+        )
+    if training.stochastic_rounding and training.optimizer not in ("adamw", "adamw_8bit"):
+        yield Issue(
+            ("training.stochastic_rounding", "training.optimizer"),
+            f"optimizer {training.optimizer} does not round stochastically",
+            "delete it, or use optimizer: adamw or adamw_8bit",
+        )
+    if training.optimizer == "adamw_8bit" and config.strategy.kind == "deepspeed":
+        yield Issue(
+            ("training.optimizer", "strategy.kind"),
+            "adamw_8bit codes matrices row by row, and deepspeed cuts them into flat pieces",
+            "use strategy: {kind: fsdp}, or optimizer: adamw with strategy.offload_optimizer: cpu",
+        )
+
+
+def _dpo(config: RunConfig) -> Iterator[Issue]:
+    """What a method that compares the scores of whole answers does not go with."""
+    training, strategy = config.training, config.strategy
+    if training.method != "dpo":
+        for key in ("training.dpo_beta", "training.dpo_label_smoothing"):
+            to = f"method {training.method}"
+            yield from no_effect(training, key, to, "use method: dpo", "training.method")
+        return
+    for key, what in (("pp_size", "stages"), ("cp_size", "pieces of a sequence")):
+        if (size := getattr(strategy, key, 1)) > 1:
+            yield Issue(
+                (f"strategy.{key}", "training.method"),
+                f"dpo needs the score of a whole answer on one rank, and {key} {size} deals {what} "
+                "over ranks",
+                f"set {key}: 1; fsdp, deepspeed and tp_size share the memory too",
+            )
+    if config.data.streaming:
+        yield Issue(
+            ("data.streaming", "training.method"),
+            "dpo scores every pair once before training, and a stream is not known beforehand",
+            "delete streaming: true",
+        )
+
+
+def _trackers(config: RunConfig) -> Iterator[Issue]:
+    """Trackers that stand twice, and addresses that no tracker may have."""
+    seen: set[str] = set()
+    for index, tracker in enumerate(tracker_sections(config.track)):
+        at = f"track.{index}"
+        if tracker.kind in seen:
+            yield Issue(
+                (f"{at}.kind", at, "track"), f"{tracker.kind} stands twice", "keep one of them"
+            )
+        seen.add(tracker.kind)
+        if not isinstance(tracker, MLflowConfig) or tracker.tracking_uri is None:
+            continue
+        uri = tracker.tracking_uri
+        scheme, separator, rest = uri.partition("://")
+        if not separator and uri != "databricks":
+            yield Issue(
+                (f"{at}.tracking_uri",),
+                f"tracking_uri {uri} has no scheme, and MLflow would take it for a folder",
+                f"write http://{uri}, or file:///... for a folder",
+            )
+        elif "@" in rest.partition("/")[0] and not scheme.startswith("databricks"):
+            host = rest.rpartition("@")[2]
+            yield Issue(
+                (f"{at}.tracking_uri",),
+                f"tracking_uri {scheme}://...@{host} holds a user name or a password, and run "
+                "files are copied into run directories, trackers and model cards",
+                f"write {scheme}://{host}, and set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment",
+            )
+
+
+def script_rules(config: RunConfig) -> Iterator[Issue]:
+    """Keys that a script would never see, and keys of a script where there is none."""
+    training = config.training
+    if training.script is not None:
+        for key in _unused_by_script(config):
+            yield Issue(
+                (key,),
+                f"{key} means nothing beside training.script: {training.script} is started as it "
+                "is, and reads no run file",
+                "delete it; what the script must know belongs in training.script_args",
+            )
+        return
+    if training.script_args:
+        yield Issue(
+            ("training.script_args",),
+            "script_args are the arguments of a script, and there is none",
+            "add script: my_train.py, or delete them",
+        )
+    # As the shown run file gives it, it asks for nothing.
+    if config.watchdog.max_silence != WatchdogConfig.model_fields["max_silence"].default:
+        yield Issue(
+            ("watchdog.max_silence",),
+            "max_silence is for a script of your own: the built-in trainer's steps are watched by "
+            "slow_factor and min_time",
+            "delete it",
+        )
+
+
+def _unused_by_script(config: RunConfig) -> Iterator[str]:
+    """Keys that were given and that no script sees, in the order of the sections."""
+    stand_ins = {"model": NO_MODEL, "data": NO_DATA}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        is_used = name in (*USED, "checkpoint") or value is stand_ins.get(name)
+        if name in config.model_fields_set and not is_used:
+            yield name
+    for section, used in (("training", USED_IN_TRAINING), ("checkpoint", ("timeout",))):
+        value = getattr(config, section)
+        for name in type(value).model_fields:
+            if name in value.model_fields_set and name not in used:
+                yield f"{section}.{name}"

@@ -1,0 +1,317 @@
+"""Builders of sample tables: which tokens of a store make which sample.
+
+`packed` and `cut` are for text, `whole` for documents that stay whole, `pairs` for preferences.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.data import isolates as isolates_documents
+from isles.data.rng import Int64Array
+from isles.data.samples import SampleCounts, SampleTable
+from isles.data.tokens.store import Ranges, TokenStore
+
+TooLong = Literal["truncate", "drop"]
+
+_DOCUMENTS_AT_ONCE = 4096
+"""Documents whose trained tokens are counted at once, so that memory stays small."""
+
+
+def make_table(
+    data: DataConfig, source: SourceConfig, store: TokenStore, ranges: Ranges
+) -> SampleTable:
+    """The samples of a part of a source's tokens, by the kind of its documents."""
+    length = data.seq_length
+    isolates = isolates_documents(data, source)
+    match store.kind:
+        case "text" if data.packing:
+            return packed(store, ranges, length, isolates=isolates)
+        case "text":
+            return cut(store, ranges, length)
+        case "preference":
+            return pairs(store, ranges, length, too_long=data.too_long)
+        case _:
+            how = {"packs": data.packing, "isolates": isolates}
+            return whole(store, ranges, length, too_long=data.too_long, **how)
+
+
+def packed(
+    store: TokenStore, ranges: Ranges, seq_length: int, *, isolates: bool = False
+) -> SampleTable:
+    """Documents one after another as one text, cut into full samples.
+
+    What does not fill a sample at the end is left out; a text too short for one is a single padded
+    sample. Isolated, a document's last token does not predict the first of the next, as it would
+    not if each were a row of its own.
+    """
+    spans = ranges if isolates else ranges.joined()
+    last = ranges.num_tokens - 1  # has nothing to predict
+    num_samples = last // seq_length or min(last, 1)
+    length = min(seq_length, last)
+    is_full = length == seq_length
+    return SampleTable(
+        store,
+        spans.starts,
+        spans.ends - spans.starts,
+        "none" if isolates else "next",
+        seq_length if is_full else (np.zeros(1, np.int64), np.full(1, length, np.int64)),
+        num_samples=num_samples,
+        how=f"packed:{seq_length}{':isolated' if isolates else ''}",
+        counts=SampleCounts(
+            documents=len(ranges.starts),
+            truncated=0,
+            too_long=0,
+            untrained=0,
+            samples=num_samples,
+            used=num_samples * length,
+            places=num_samples * seq_length,
+        ),
+        isolates=isolates,
+    )
+
+
+def cut(store: TokenStore, ranges: Ranges, seq_length: int) -> SampleTable:
+    """One document of text a sample; long ones cut, short ones padded at the end.
+
+    Pieces overlap by one token, so each token of a document but its first is a target once.
+    """
+    lengths = ranges.ends - ranges.starts - 1
+    pieces = -(-lengths // seq_length)
+    ends = np.cumsum(lengths)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = np.repeat(ends - lengths, pieces) + number * seq_length
+    return SampleTable(
+        store,
+        ranges.starts,
+        lengths,
+        "own",
+        (first, np.minimum(first + seq_length, np.repeat(ends, pieces))),
+        num_samples=len(first),
+        how=f"documents:{seq_length}",
+        counts=SampleCounts(
+            documents=len(lengths),
+            truncated=0,
+            too_long=0,
+            untrained=int((lengths == 0).sum()),
+            samples=len(first),
+            used=int(lengths.sum()),
+            places=len(first) * seq_length,
+        ),
+    )
+
+
+def whole(
+    store: TokenStore,
+    ranges: Ranges,
+    seq_length: int,
+    *,
+    packs: bool,
+    isolates: bool,
+    too_long: TooLong,
+) -> SampleTable:
+    """Whole documents, as many as fit a sample, or one each.
+
+    A document's last token is no input, so n tokens take n-1 places, each with its target. One
+    that needs more places than a sample has loses its end, or is left out; one without a trained
+    token is left out. Documents that share a sample stand in the order of the source.
+    """
+    isolates = packs and isolates
+    kept = _fit(store, ranges, seq_length, 1, too_long)
+    lengths = kept.ends - kept.starts - 1
+    if packs:
+        order, sample_ends = best_fit(lengths, seq_length)
+    else:
+        order, sample_ends = np.arange(len(lengths)), np.arange(1, len(lengths) + 1)
+    borders = _sums(lengths[order], sample_ends)
+    how = f"{'packed' if packs else 'single'}:{'isolated' if isolates else 'joined'}"
+    num_samples = len(sample_ends)
+    return SampleTable(
+        store,
+        kept.starts[order],
+        lengths[order],
+        "own",
+        (borders[:-1], borders[1:]),
+        num_samples=num_samples,
+        how=f"{how}:{seq_length}:{too_long}",
+        counts=kept.counts(num_samples, int(lengths.sum()), num_samples * seq_length),
+        targets=np.diff(_sums(kept.targets[order], sample_ends)),
+        isolates=isolates,
+    )
+
+
+def pairs(store: TokenStore, ranges: Ranges, seq_length: int, *, too_long: TooLong) -> SampleTable:
+    """Two answers to one prompt: the chosen one in the first row, the rejected one in the second.
+
+    Pairs are not packed. One with a document of more places than a row has loses that document's
+    end, or is left out; one with a document without a trained token is left out.
+    """
+    kept = _fit(store, ranges, seq_length, 2, too_long)
+    lengths = kept.ends - kept.starts - 1
+    ends = np.cumsum(lengths)
+    num_samples = len(lengths) // 2
+    return SampleTable(
+        store,
+        kept.starts,
+        lengths,
+        "own",
+        (ends - lengths, ends),
+        num_samples=num_samples,
+        how=f"pairs:{seq_length}:{too_long}",
+        counts=kept.counts(num_samples, int(lengths.sum()), 2 * num_samples * seq_length),
+        targets=kept.targets.reshape(-1, 2).sum(1),
+        rows_per_sample=2,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The documents that are left, cut to their length.
+
+    Args:
+        starts, ends: their tokens in the store.
+        targets: trained tokens of each.
+        units: documents, or pairs, that there were.
+        truncated, too_long, untrained: as in SampleCounts.
+    """
+
+    starts: Int64Array
+    ends: Int64Array
+    targets: Int64Array
+    units: int
+    truncated: int
+    too_long: int
+    untrained: int
+
+    def counts(self, samples: int, used: int, places: int) -> SampleCounts:
+        """With what the samples hold."""
+        return SampleCounts(
+            self.units, self.truncated, self.too_long, self.untrained, samples, used, places
+        )
+
+
+def _fit(store: TokenStore, ranges: Ranges, seq_length: int, each: int, too_long: TooLong) -> _Kept:
+    """Cut documents to seq_length + 1 tokens, and leave out what cannot be used, `each` at once."""
+    starts = np.asarray(ranges.starts, dtype=np.int64)
+    given = np.asarray(ranges.ends, dtype=np.int64)
+    assert len(starts) % each == 0, "pairs are not split"
+    ends = np.minimum(given, starts + seq_length + 1)
+    is_long = np.logical_or.reduce((given > ends).reshape(-1, each), axis=1)
+    targets = _count_trained(store, starts, ends)
+    is_trained = np.logical_and.reduce((targets > 0).reshape(-1, each), axis=1)
+    fits = np.logical_not(is_long & (too_long == "drop"))
+    kept = fits & is_trained
+    by_document = np.repeat(kept, each)
+    return _Kept(
+        starts=starts[by_document],
+        ends=ends[by_document],
+        targets=targets[by_document],
+        units=len(is_long),
+        truncated=int((is_long & kept).sum()),
+        too_long=int((~fits).sum()),
+        untrained=int((fits & ~is_trained).sum()),
+    )
+
+
+def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> Int64Array:
+    """Trained tokens of each document; the first token of one is never predicted."""
+    counts: Int64Array = np.maximum(ends - starts - 1, 0)
+    if store.trained is None:
+        return counts
+    long_enough = np.flatnonzero(counts)
+    for first in range(0, len(long_enough), _DOCUMENTS_AT_ONCE):
+        documents = long_enough[first : first + _DOCUMENTS_AT_ONCE]
+        low, high = int(starts[documents].min()), int(ends[documents].max())
+        # One more, as a border may lie behind the last token.
+        trained = np.zeros(high - low + 1, dtype=np.int32)
+        trained[:-1] = store.trained[low:high]
+        borders = np.stack([starts[documents] + 1, ends[documents]], 1).ravel() - low
+        counts[documents] = np.add.reduceat(trained, borders)[::2]
+    return counts
+
+
+def _sums(per_document: Int64Array, sample_ends: Int64Array) -> Int64Array:
+    """Sums over the documents of all samples before each sample, and over all."""
+    sums = np.concatenate([[0], np.cumsum(per_document)])
+    return np.asarray(sums[np.concatenate([[0], sample_ends])], dtype=np.int64)
+
+
+def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array]:
+    """Deal documents into as few samples as best fit decreasing finds.
+
+    Longest first, each goes to the sample in which it leaves least room; documents of one length
+    are dealt together, so that millions take seconds. The same lengths give the same samples.
+
+    Args:
+        lengths: places that each document takes; 1 to `capacity`.
+        capacity: places in a sample.
+
+    Returns:
+        The documents' numbers, sample after sample and in each in ascending order; and for each
+        sample the place after its last one among them.
+
+    Source: Johnson 1973, Near-optimal bin packing algorithms, section 3; grouped by length as in
+    Krell et al. 2021 (arXiv:2107.02027), section 3.1.
+    """
+    if not lengths.size:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    assert 1 <= lengths.min() <= lengths.max() <= capacity
+    longest_first = np.argsort(-lengths, kind="stable")
+    sizes, firsts = np.unique(-lengths[longest_first], return_index=True)
+    sample_of = np.empty(lengths.shape, dtype=np.int64)
+    room = _Room(capacity)
+    for size, documents in zip(-sizes, np.split(longest_first, firsts[1:]), strict=True):
+        room.deal(int(size), documents, sample_of)
+    by_sample = np.argsort(sample_of, kind="stable")
+    return by_sample, np.cumsum(np.bincount(sample_of, minlength=room.num_samples))
+
+
+class _Room:
+    """The samples so far, by the places that are left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.num_samples = 0
+        self._capacity = capacity
+        self._free: list[int] = []  # ascending; the keys below
+        self._samples: dict[int, list[Int64Array]] = {}
+
+    def deal(self, size: int, documents: Int64Array, sample_of: Int64Array) -> None:
+        """Give each of these documents of one size a sample, noted in `sample_of`."""
+        while documents.size:
+            free, samples = self._take(size, documents.size)
+            each = free // size
+            dealt = min(documents.size, samples.size * each)
+            sample_of[documents[:dealt]] = np.repeat(samples, each)[:dealt]
+            filled, rest = divmod(dealt, each)
+            self._put(free - each * size, samples[:filled])
+            if rest:
+                self._put(free - rest * size, samples[filled : filled + 1])
+                filled += 1
+            self._put(free, samples[filled:])
+            documents = documents[dealt:]
+
+    def _take(self, size: int, wanted: int) -> tuple[int, Int64Array]:
+        """Samples with the least room in which `size` fits, or new ones, and that room."""
+        at = bisect_left(self._free, size)
+        if at < len(self._free):
+            free = self._free[at]
+            samples = self._samples[free].pop()
+            if not self._samples[free]:
+                del self._samples[free], self._free[at]
+            return free, samples
+        count = -(-wanted // (self._capacity // size))
+        self.num_samples += count
+        return self._capacity, np.arange(self.num_samples - count, self.num_samples)
+
+    def _put(self, free: int, samples: Int64Array) -> None:
+        if not samples.size or not free:
+            return
+        if free not in self._samples:
+            self._samples[free] = []
+            insort(self._free, free)
+        self._samples[free].append(samples)

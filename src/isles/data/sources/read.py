@@ -1,0 +1,440 @@
+"""Rows of one file, from any place on; the file's ending tells what it holds.
+
+A place is the number of bytes before a row (unpacked, where the file is packed) and the number of
+rows or lines before it. A file of lines is opened there, a packed one is unpacked up to there; of a
+Parquet file the row groups before it are not read. CSV and JSON arrays are read from the beginning,
+and the rows before it left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, cast
+
+from isles.data.sources.rows import PLAIN, Columns, Row, Rows
+from isles.errors import DataError
+
+WHOLE_BYTES = 64 * 2**20
+"""A text file up to this size is one document."""
+
+PIECE_BYTES = 16 * 2**20
+"""A larger one is cut into documents of about this size, at a blank line where there is one."""
+
+ARRAY_BYTES = 2**30
+"""A JSON array is read as a whole, up to this size."""
+
+CHUNK_ROWS = 256
+CHUNK_BYTES = 2**20
+
+Place = tuple[int, int]
+"""Bytes and rows (lines, where the file is text) before a row."""
+
+FilePiece = tuple[Place, Place, list[Row | DataError]]
+"""Where some rows begin, where the one after them does, and the rows."""
+
+_CELL_CHARS = 2**27  # csv's own limit of 128 KiB is shorter than a long answer
+
+_OBJECTS = "one JSON object a line is expected"
+_FROM_ARRAY = "; for a JSON array: jq -c '.[]' FILE > NEW.jsonl"
+
+
+def file_pieces(path: Path, columns: Columns, place: Place = (0, 0)) -> Iterator[FilePiece]:
+    """The rows of one file from this place on, some at a time.
+
+    .jsonl and .ndjson: one JSON object a line. .json: the same, or one JSON array of objects.
+    .csv and .tsv: the first line names the columns. .parquet: a row each. Anything else: UTF-8
+    text, one row with the column PLAIN; above WHOLE_BYTES cut into several. A further .gz is
+    unpacked.
+
+    Args:
+        path: the file.
+        columns: of whoever reads the rows.
+        place: one that this function gave; (0, 0): from the first row.
+
+    Raises:
+        DataError: it cannot be read, is damaged or not UTF-8, or lacks a column. A row that is bad
+            by itself is among the rows, as its error.
+    """
+    match (path.with_suffix("") if path.suffix == ".gz" else path).suffix:
+        case ".parquet" | ".pq":
+            return _counted_pieces(_read_parquet(path, columns, place[1]), place[1])
+        case ".csv":
+            return _counted_pieces(islice(_read_csv(path, columns, ","), place[1], None), place[1])
+        case ".tsv":
+            return _counted_pieces(islice(_read_csv(path, columns, "\t"), place[1], None), place[1])
+        case ".json" if _is_json_array(path):
+            return _counted_pieces(islice(_read_json_array(path), place[1], None), place[1])
+        case ".jsonl" | ".ndjson" | ".json":
+            return _line_pieces(path, place)
+    columns.check((PLAIN,), str(path))
+    return _text_pieces(path, place)
+
+
+def _counted_pieces(rows: Rows, first: int) -> Iterator[FilePiece]:
+    while piece := list(islice(rows, CHUNK_ROWS)):
+        end = first + len(piece)
+        yield (0, first), (0, end), piece
+        first = end
+
+
+def _line_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
+    offset, number = begin = place
+    rows: list[Row | DataError] = []
+    with opened(path) as stream:
+        stream.seek(offset)
+        for line in stream:
+            number += 1
+            row = _json_row(line, path, offset, number)
+            offset += len(line)
+            if row is not None:
+                rows.append(row)
+            if len(rows) >= CHUNK_ROWS or offset - begin[0] >= CHUNK_BYTES:
+                yield begin, (offset, number), rows
+                begin, rows = (offset, number), []
+    if rows:
+        yield begin, (offset, number), rows
+
+
+def _text_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
+    offset, line = place
+    with opened(path) as stream:
+        stream.seek(offset)
+        block = stream.read(2 * PIECE_BYTES if offset else WHOLE_BYTES + 1)
+        whole = not offset and len(block) <= WHOLE_BYTES
+        while block:
+            piece = block if whole else block[: _border(block)]
+            begin, where = (offset, line), str(path) if whole else f"{path}:{line + 1}"
+            text = decode(piece, path, offset, line + 1)
+            offset, line = offset + len(piece), line + piece.count(b"\n")
+            yield begin, (offset, line), [Row(where, {PLAIN: text})]
+            block = block[len(piece) :]
+            if not whole and len(block) < 2 * PIECE_BYTES:
+                block += stream.read(2 * PIECE_BYTES)
+
+
+def _border(block: bytes) -> int:
+    """Where to cut a long text, up to PIECE_BYTES: after a blank line, a line or a character."""
+    if len(block) <= PIECE_BYTES:
+        return len(block)
+    for mark in (b"\n\n", b"\n"):
+        found = block.rfind(mark, PIECE_BYTES // 2, PIECE_BYTES)
+        if found >= 0:
+            return found + len(mark)
+    cut = PIECE_BYTES
+    while cut > PIECE_BYTES - 4 and block[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+        cut -= 1
+    return cut
+
+
+def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataError | None:
+    """The row that one line of JSON lines holds, or what is wrong with it; None: it is blank.
+
+    Args:
+        line: with its end of line, which the last one of a file may lack.
+        path: the file.
+        offset: where the line begins in the file, bytes.
+        number: of the line, from 1.
+
+    Raises:
+        DataError: the file is not UTF-8.
+    """
+    where = f"{path}:{number}"
+    try:
+        text = decode(line, path, offset, number)
+        if text.isspace():
+            return None
+        row = json.loads(text)
+    except (DataError, ValueError, RecursionError) as error:
+        if _is_cut_off(line):
+            return DataError(
+                "the file ends in the middle of this row: it is cut off",
+                where=where,
+                fix="fetch or write the file again, or delete this line",
+            )
+        if isinstance(error, DataError):
+            raise
+        array = number == 1 and line.lstrip().startswith(b"[")
+        return DataError(
+            f"not JSON: {error}",
+            where=where,
+            fix=_OBJECTS + ("; name a file that is one JSON array NAME.json" if array else ""),
+        )
+    if not isinstance(row, dict):
+        return DataError(
+            f"not a JSON object but {type(row).__name__}", where=where, fix=_OBJECTS + _FROM_ARRAY
+        )
+    return Row(where, row)
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a line ends before its JSON object does, and the file with it."""
+    text = line.decode("utf-8", errors="ignore").rstrip()  # perhaps in the middle of a character
+    if line.endswith(b"\n") or not text.lstrip().startswith("{"):
+        return False
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text) or error.msg.startswith("Unterminated string")
+    except RecursionError:
+        return False
+    return False
+
+
+def _is_json_array(path: Path) -> bool:
+    with opened(path) as stream:
+        return stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _read_json_array(path: Path) -> Rows:
+    with opened(path) as stream:
+        data = stream.read(ARRAY_BYTES + 1)
+    if len(data) > ARRAY_BYTES:
+        raise DataError(
+            f"a JSON array of more than {ARRAY_BYTES // 2**20} MiB, which is read as a whole",
+            where=str(path),
+            fix=f"make JSON lines of it: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}",
+        )
+    text = decode(data, path, 0, 1)
+    del data
+    at = _Cursor(path, text)
+    decoder = json.JSONDecoder()
+    at.skip("[")
+    number = 0
+    while not at.skip("]"):
+        number += 1
+        at.row = number
+        if number > 1 and not at.skip(","):
+            raise at.fault("a comma or ] is missing")
+        at.skip("")
+        try:
+            value, end = decoder.raw_decode(text, at.position)
+        except (ValueError, RecursionError) as error:
+            # What follows cannot be told from what is broken.
+            what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise at.fault(what, getattr(error, "pos", at.position)) from error
+        where = f"{path}:{at.line()} row {number}"
+        if isinstance(value, dict):
+            yield Row(where, value)
+        else:
+            what = f"not a JSON object but {type(value).__name__}"
+            yield DataError(what, where=where, fix="an array of JSON objects is expected")
+        at.position = end
+    at.skip("")
+    if at.position != len(text):
+        raise at.fault("there is more after the array's end")
+
+
+class _Cursor:
+    """A place in a text of JSON, and its line."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path, self._text = path, text
+        self._counted, self._line = 0, 1
+        self.position = 0
+        self.row = 0
+
+    def skip(self, character: str) -> bool:
+        """Go past white space, and then past the character if it stands there."""
+        while self._text[self.position : self.position + 1] in (" ", "\t", "\r", "\n"):
+            self.position += 1
+        found = bool(character) and self._text.startswith(character, self.position)
+        self.position += found
+        return found
+
+    def line(self) -> int:
+        """Number of the line, from 1."""
+        self._line += self._text.count("\n", self._counted, self.position)
+        self._counted = self.position
+        return self._line
+
+    def fault(self, what: str, position: int | None = None) -> DataError:
+        """The error for an array that is broken here."""
+        self.position = self.position if position is None else position
+        column = self.position - self._text.rfind("\n", 0, self.position)
+        return DataError(
+            f"not JSON: {what} (row {self.row}, column {column})",
+            where=f"{self._path}:{self.line()}",
+            fix=f"repair it there; python -m json.tool {self._path} tests it",
+        )
+
+
+def _read_csv(path: Path, columns: Columns, delimiter: str) -> Rows:
+    """Rows below a line with the columns' names, as RFC 4180 has them."""
+    csv.field_size_limit(max(_CELL_CHARS, csv.field_size_limit()))
+    with opened(path) as stream:
+        reader = csv.reader(_lines(path, stream), delimiter=delimiter, strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise DataError(
+                    f"the column {twice!r} stands twice",
+                    where=f"{path}:1",
+                    fix="give every column a name of its own",
+                )
+            columns.check(names, f"{path}:1")
+            line = reader.line_num + 1
+            for cells in reader:
+                if cells:
+                    yield _csv_row(names, cells, f"{path}:{line}")
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(
+                f"not CSV: {error}",
+                where=f"{path}:{reader.line_num}",
+                fix='put cells with quotes, commas or line breaks in "quotes", and double the '
+                "quotes inside",
+            ) from error
+
+
+def _lines(path: Path, stream: Any) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(stream, start=1):
+        yield decode(line, path, offset, number)
+        offset += len(line)
+
+
+def _csv_row(names: list[str], cells: list[str], where: str) -> Row | DataError:
+    if len(cells) == len(names):
+        return Row(where, dict(zip(names, cells, strict=True)))
+    return DataError(
+        f"{len(cells)} cells, and the first line names {len(names)} columns",
+        where=where,
+        fix='put cells with commas or line breaks in "quotes"',
+    )
+
+
+def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
+    """A row each, from row `first` on; only the columns that are wanted are read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = first
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns.check(names, str(path))
+            wanted = [name for name in names if name in columns.wanted]
+            groups, skipped = _groups_from(file, first)
+            # The row groups before the first row are not read.
+            for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted):
+                kept = batch.slice(min(first - skipped, batch.num_rows))
+                skipped += batch.num_rows - kept.num_rows
+                for values in kept.to_pylist():
+                    yield Row(f"{path} row {row}", values)
+                    row += 1
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"a column holds text that is not UTF-8: {error}",
+            where=f"{path} from row {row} on",
+            fix="write the file again",
+        ) from error
+    except pa.ArrowException as error:
+        raise DataError(
+            f"the Parquet file is damaged (near row {row}): {str(error).splitlines()[0]}",
+            where=str(path),
+            fix="fetch it again, or leave it out",
+            id="data.damaged",
+        ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _groups_from(file: Any, row: int) -> tuple[list[int], int]:
+    """The row groups of a Parquet file from the one with this row on, and the rows before them."""
+    before = 0
+    for group in range(file.num_row_groups):
+        num_rows = file.metadata.row_group(group).num_rows
+        if before + num_rows > row:
+            return list(range(group, file.num_row_groups)), before
+        before += num_rows
+    return [], before
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read, unpacked if its name ends with .gz.
+
+    Raises:
+        DataError: it cannot be read, or the gzip file is damaged.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            yield cast("IO[bytes]", stream)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"the gzip file is damaged: {error}",
+            where=str(path),
+            fix=f"fetch it again; gzip -t {path} tests it",
+            id="data.damaged",
+        ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def decode(block: bytes, path: Path, offset: int, line: int) -> str:
+    """UTF-8 to text.
+
+    Args:
+        block: bytes of the file.
+        path: the file.
+        offset: where the block begins in the file, bytes.
+        line: number of its first line, from 1.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    if offset == 0:
+        block = block.removeprefix(b"\xef\xbb\xbf")
+    try:
+        return block.decode("utf-8")
+    except UnicodeDecodeError as error:
+        utf16 = offset == 0 and block[:2] in (b"\xff\xfe", b"\xfe\xff")
+        known = "UTF-16" if utf16 else "WINDOWS-1252"
+        line += block.count(b"\n", 0, error.start)
+        raise DataError(
+            f"not UTF-8: byte 0x{block[error.start]:02x} at offset {offset + error.start}",
+            where=f"{path}:{line}",
+            fix=f"convert it: iconv -f {known} -t UTF-8 FILE > NEW (if it is {known})",
+        ) from error
+
+
+def near_names(path: Path) -> list[str]:
+    """Names beside this path that look like its own."""
+    try:
+        return get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3)
+    except OSError:
+        return []
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error for a file that the system does not let us read."""
+    if not isinstance(error, PermissionError):
+        fix = "look at the disk or the network that it lies on"
+        return DataError(
+            f"cannot be read: {error.strerror or error}",
+            where=str(path),
+            fix=fix,
+            id="data.damaged",
+        )
+    try:
+        status = path.stat()
+        rights = f"{stat.filemode(status.st_mode)}, owner uid {status.st_uid}"
+    except OSError:
+        rights = "its folder is closed to us"
+    return DataError(
+        f"no read permission ({rights}; this process runs as uid {os.geteuid()})",
+        where=str(path),
+        fix=f"chmod a+r {path}, or run as its owner",
+        id="data.damaged",
+    )

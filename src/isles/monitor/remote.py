@@ -1,0 +1,321 @@
+"""Runs whose directory is on another machine: how they stand, followed and stopped over ssh."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from isles import __version__
+from isles.errors import ExitCode, PreflightError, UserError, cut_more
+from isles.facts.units import format_duration
+from isles.launch.queue.jobs import refresh_all
+from isles.launch.remote.passing import SSH_FAILED, ask_isles, lost_python, pass_on, remote_isles
+from isles.launch.ssh.shell import on_all
+from isles.monitor.follow import Follower
+from isles.monitor.signals import WORDS
+from isles.monitor.status import RunReport, collect
+from isles.run.find import is_run_dir, list_runs, remote_runs
+from isles.run.paths import RunDir
+from isles.run.remote import RemoteRun, forget_remote, keep_report, last_report
+from isles.run.state import QUEUES
+
+ANSWER = "ISLES-REPORT "
+"""Begins the line with the answer; what a login prints before it is skipped."""
+
+_END_S = 30.0
+_AGAIN_S = 2.0
+_GIVE_UP_S = 600.0
+"""How long a lost connection is tried again."""
+
+_STEADY_S = 20.0
+"""A connection that has lasted so long is no longer a try."""
+
+
+def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
+    """How one run stands.
+
+    Raises:
+        PreflightError: its machine cannot be reached, and has never answered.
+    """
+    report = reports_of([found], output_dir)[0]
+    if isinstance(found, RemoteRun) and report.state == "unreachable" and report.begun_at is None:
+        raise PreflightError(
+            report.reason,
+            where=f"host {found.host}",
+            fix=f"try it by hand: ssh {found.ssh}",
+            id="host.answers",
+        )
+    return report
+
+
+def reports_of_all(output_dir: Path) -> list[RunReport]:
+    """How every run stands, the newest first; a machine that cannot be reached has a row, too."""
+    reports = reports_of([*list_runs(output_dir), *remote_runs(output_dir)], output_dir)
+    return sorted(reports, key=lambda report: report.begun_at or 0.0, reverse=True)
+
+
+def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[RunReport]:
+    """How some runs stand, in their order; each machine is asked once, and all at once."""
+    here = [run for run in runs if isinstance(run, RunDir)]
+    groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
+    for run in runs:
+        if isinstance(run, RemoteRun):
+            groups[run.ssh, run.lines, run.python].append(run)
+    answers, _ = on_all(list(groups.values()), lambda group: _ask(group, output_dir))
+    jobs = refresh_all(here)
+    found = {id(run): collect(run, jobs=jobs) for run in here}
+    for group, answer in zip(groups.values(), answers, strict=True):
+        found |= {id(run): report for run, report in zip(group, answer or (), strict=True)}
+    return [found[id(run)] for run in runs]
+
+
+def records_of(paths: Sequence[Path]) -> str:
+    """The answer of the machine that has these run directories, as one line."""
+    runs = {path: RunDir(path) for path in paths if is_run_dir(path)}
+    jobs = refresh_all(list(runs.values()))
+    records = [
+        collect(runs[path], jobs=jobs).record() if path in runs else {"gone": True}
+        for path in paths
+    ]
+    return ANSWER + json.dumps({"version": __version__, "reports": records})
+
+
+def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
+    """Ask one machine about its runs."""
+    first = runs[0]
+    try:
+        done = ask_isles(first, ["report", *(run.path for run in runs)])
+        answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+        if not answers:
+            fault = lost_python(first.host, first.python, done.stderr, done.returncode)
+            noise, id = cut_more(done.stderr)
+            words = noise.strip().splitlines()
+            what = words[-1] if words else "no answer"
+            raise fault or PreflightError(what, where=first.host, id=id or "host.answers")
+        answer = json.loads(answers[-1].removeprefix(ANSWER))
+    except UserError as error:
+        return [_last_known(run, output_dir, error) for run in runs]
+    reports = []
+    for run, record in zip(runs, answer["reports"], strict=True):
+        if record.get("gone"):
+            forget_remote(output_dir, run)
+            hint = "its directory is no longer there; it will not be shown again"
+            reports.append(_bare(run, "gone", "", hint))
+            continue
+        keep_report(output_dir, run, record)
+        reports.append(RunReport.of(record, on=run.ssh))
+    return reports
+
+
+def _last_known(run: RemoteRun, output_dir: Path, error: UserError) -> RunReport:
+    known = last_report(output_dir, run)
+    what = f"{run.host} cannot be asked: {error.what}"
+    if known is None:
+        return _bare(run, "unreachable", what, error.fix)
+    at, record = known
+    state = str(record.get("state", ""))
+    changes: dict[str, Any] = {"on": run.ssh}
+    if state != "finished":  # what is over for good is as it was
+        hint = f"{format_duration(time.time() - at)} ago it was {state}"
+        hint += f"; {error.fix}" if error.fix else ""
+        changes |= {"state": "unreachable", "reason": what, "hint": hint, "phase": None}
+    return RunReport.of(record, **changes)
+
+
+def _bare(run: RemoteRun, state: str, reason: str, hint: str) -> RunReport:
+    record = {"name": run.name, "path": run.path, "launcher": run.launcher, "host": run.host}
+    return RunReport.of(record, state=state, reason=reason, hint=hint, on=run.ssh)
+
+
+class RemoteFollower(Follower):
+    """Follows a run by `isles attend` on its machine, for as long as ssh holds and again.
+
+    On a terminal the other isles draws and receives Ctrl+C itself, as in any ssh session;
+    elsewhere signals are passed on as words. `is_begun`: only what is new is shown.
+    """
+
+    def __init__(
+        self,
+        run: RemoteRun,
+        attempt: int,
+        console: Console,
+        errors: Console,
+        *,
+        is_begun: bool = False,
+    ) -> None:
+        super().__init__(run.name, run.typed, console, errors)
+        self._run = run
+        self._attempt = attempt
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._is_begun = is_begun
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._tried_at = 0.0
+        self._lost_at: float | None = None
+        self._missed: list[signal.Signals] = []
+        """Signals that could not be passed on while the connection was lost."""
+        self._words: list[str] = []
+        self._old_words: set[str] = set()
+        """What lost connections have printed on stderr: each try would print it again."""
+
+    def look(self) -> int | None:
+        """Keep the connection; see `Follower.look`."""
+        now = time.monotonic()
+        if self._process is None:
+            if self._lost_at is not None and now - self._tried_at < _AGAIN_S:
+                return None
+            if self._lost_at is not None and now - self._lost_at > _GIVE_UP_S:
+                return self._leave(f"{self._run.host} could not be reached again")
+            self._connect()
+        assert self._process is not None and self._reader is not None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._reader.join(timeout=1.0)
+        if code != SSH_FAILED and code >= 0:
+            return code
+        self._old_words |= set(self._words)
+        self.close()
+        if self._lost_at is None or now - self._tried_at > _STEADY_S:
+            self._lost_at = now
+            self.say(
+                f"the connection to {self._run.host} is lost; the run goes on there. Trying "
+                f"again for {format_duration(_GIVE_UP_S)}; Ctrl+C leaves it running"
+            )
+        self._tried_at = now
+        return None
+
+    def handle(self, number: signal.Signals) -> int | None:
+        """Pass it on; see `Follower.handle`."""
+        if self._process is not None:
+            self._pass_on(self._process, number)
+        elif number == signal.SIGTERM:
+            self._missed.append(number)
+        else:
+            return self._leave("not followed any more")
+        return None
+
+    def close(self) -> None:
+        """Whoever follows there ends with the connection."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=2)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+    def _connect(self) -> None:
+        self._tried_at = time.monotonic()
+        words = ["--begun"] if self._is_begun else []
+        words += [] if self._is_terminal else ["--orders"]
+        process = self._process = subprocess.Popen(
+            self._argv(words, is_terminal=self._is_terminal),
+            stdin=None if self._is_terminal else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl+C is passed on in words there; it must not end the connection.
+            start_new_session=not self._is_terminal,
+        )
+        self._is_begun = True
+        self._words = words = []
+
+        def read() -> None:
+            assert process.stderr is not None
+            for raw in process.stderr:
+                line = raw.decode(errors="replace").rstrip()
+                words.append(line)
+                if line not in self._old_words:
+                    self.say(line)
+
+        self._reader = threading.Thread(target=read, daemon=True)
+        self._reader.start()
+        for number in self._missed:
+            self._pass_on(process, number)
+        self._missed = []
+
+    def _argv(self, words: list[str], *, is_terminal: bool) -> list[str]:
+        words = ["attend", self._run.path, "--attempt", str(self._attempt), *words]
+        ssh, *rest = remote_isles(self._run, words)
+        options = ["-tt", "-e", "none", "-o", "LogLevel=ERROR"] if is_terminal else []
+        if any(word.startswith("ControlPath=") for word in rest):
+            # A connection of its own: the end of another command must not cut this one.
+            options += ["-S", "none"]
+        return [ssh, *options, *rest]
+
+    def _pass_on(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        word = f"{WORDS[number]}\n".encode()
+        if process.stdin is not None:
+            with suppress(OSError):  # the connection is lost: its end says so
+                process.stdin.write(word)
+                process.stdin.flush()
+            return
+        # On a terminal Ctrl+C goes through it; what comes as a signal needs another connection.
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                self._argv(["--begun", "--orders"], is_terminal=False),
+                input=word,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=30,
+                check=False,
+            )
+
+    def _leave(self, what: str) -> int:
+        self.say(f"{what}; {self.name} was left running:")
+        self.say(
+            f"  isles status {self.typed} · isles logs -f {self.typed} · isles stop {self.typed}"
+        )
+        return ExitCode.COMMUNICATION
+
+
+def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str], object]) -> int:
+    """Stop a run where its directory is; with `now` also on hosts that have lost the first one.
+
+    Raises:
+        PreflightError: its machine cannot be reached.
+    """
+    words = ["stop", run.path, f"--timeout={timeout}", *(["--now"] if now else [])]
+    try:
+        return pass_on(run, words)
+    except PreflightError as error:
+        if run.launcher in QUEUES or len(run.hosts) < 2:
+            raise
+        if not now:
+            raise PreflightError(
+                error.what,
+                where=error.where,
+                fix=f"{error.fix}. If it is gone for good: the ranks on the other hosts end by "
+                f"themselves, and `isles stop {run.typed} --now` ends them at once",
+                id=error.id,
+            ) from error
+        say(f"{error.what}; ending what runs on the other hosts")
+
+    def end(host: str) -> str:
+        words = ["stop", run.path_on(host), "--now", "--here"]
+        done = ask_isles(run, words, host=host, timeout_s=_END_S)
+        text, _ = cut_more(done.stdout if done.returncode == 0 else done.stderr)
+        return (text.strip().splitlines() or ["no word"])[-1]
+
+    answers, faults = on_all(run.hosts[1:], end)
+    for host, answer in zip(run.hosts[1:], answers, strict=True):
+        if answer is not None:
+            say(f"  {host.rpartition('@')[2]}: {answer}")
+    for host, fault in faults:
+        say(f"  {host.rpartition('@')[2]}: {fault.what.splitlines()[0]}")
+    say(f"  {run.host}: not reached; what still runs there ends with the run's other nodes")
+    return ExitCode.COMMUNICATION

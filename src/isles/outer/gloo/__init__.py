@@ -1,1 +1,0 @@
-"""Engine gloo: clusters that reach one another average directly."""

@@ -1,0 +1,162 @@
+"""The rendezvous's memory: one sqlite file that survives kill -9 at any instant."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from isles.errors import ConfigError, UserError
+
+JOURNAL = "rendezvous.sqlite"
+
+_VERSION = 3
+"""Raised when the tables are others than before."""
+
+_KEPT = 10_000
+"""Events, at least."""
+_LONGEST = 2000
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS members (
+  number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('living', 'dropped', 'left')),
+  is_behind INTEGER NOT NULL DEFAULT 0, from_turn INTEGER NOT NULL DEFAULT 0,
+  version INTEGER NOT NULL DEFAULT 0, refusals INTEGER NOT NULL DEFAULT 0,
+  orders TEXT NOT NULL DEFAULT '', order_reason TEXT NOT NULL DEFAULT '',
+  claim INTEGER NOT NULL DEFAULT 0, claimed TEXT NOT NULL DEFAULT '[]',
+  has_finished INTEGER NOT NULL DEFAULT 0, refusal TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS turns (
+  turn INTEGER PRIMARY KEY,
+  state TEXT NOT NULL CHECK (state IN ('collecting', 'averaging', 'committed')),
+  participants TEXT NOT NULL DEFAULT '[]', digest TEXT NOT NULL DEFAULT '',
+  size INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0,
+  outer_params TEXT NOT NULL DEFAULT '',
+  committed_at REAL NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS parts (
+  turn INTEGER NOT NULL, member INTEGER NOT NULL,
+  state TEXT NOT NULL CHECK (state IN ('complete', 'refused')),
+  tokens INTEGER NOT NULL, steps INTEGER NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
+  reason TEXT NOT NULL DEFAULT '', samples INTEGER NOT NULL DEFAULT 0,
+  spans TEXT NOT NULL DEFAULT '[]',
+  PRIMARY KEY (turn, member));
+CREATE TABLE IF NOT EXISTS blocks (
+  start INTEGER PRIMARY KEY, stop INTEGER NOT NULL CHECK (stop > start),
+  member INTEGER, read INTEGER NOT NULL CHECK (read BETWEEN 0 AND stop - start));
+CREATE INDEX IF NOT EXISTS blocks_by_member ON blocks (member);
+CREATE TABLE IF NOT EXISTS applied (
+  turn INTEGER NOT NULL, member INTEGER NOT NULL, outer_params TEXT NOT NULL,
+  PRIMARY KEY (turn, member));
+CREATE TABLE IF NOT EXISTS ended (member INTEGER PRIMARY KEY, turns INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS states (
+  number INTEGER PRIMARY KEY, member INTEGER NOT NULL, version INTEGER NOT NULL,
+  offer TEXT NOT NULL, is_complete INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS events (
+  number INTEGER PRIMARY KEY, at REAL NOT NULL, member TEXT NOT NULL, kind TEXT NOT NULL,
+  what TEXT NOT NULL);
+"""
+
+
+class Journal:
+    """Tables and transactions. One thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.row_factory = sqlite3.Row
+            self._open(path)
+        except sqlite3.OperationalError as error:  # a full disk, say
+            raise UserError(
+                f"the rendezvous's memory cannot be opened: {error}",
+                where=str(path),
+                fix="free some space there, and look whether this user may write there",
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise damaged(path, str(error)) from error
+        self._depth = 0
+
+    def _open(self, path: Path) -> None:
+        """Make the tables, and look whether all of the file can be read."""
+        is_new = not self.number("SELECT COUNT(*) FROM sqlite_master")
+        if not is_new and (found := self.number("PRAGMA user_version")) != _VERSION:
+            raise ConfigError(
+                f"this state directory is of another version of isles ({found}, not {_VERSION})",
+                where=str(path),
+                fix="use the version that began it, or an empty folder",
+            )
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        faults = [row[0] for row in self.rows("PRAGMA quick_check(1)") if row[0] != "ok"]
+        if faults:
+            raise damaged(path, faults[0])
+        self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of what is written within, or nothing; one within another belongs to that one."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._db.execute("BEGIN IMMEDIATE")
+            yield
+            if self._depth == 1:
+                self._db.execute("COMMIT")
+        except BaseException:
+            if self._depth == 1 and self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        finally:
+            self._depth -= 1
+
+    def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        """What a query gives."""
+        return self._db.execute(sql, values).fetchall()
+
+    def row(self, sql: str, *values: Any) -> sqlite3.Row | None:
+        """The first row that a query gives."""
+        found: sqlite3.Row | None = self._db.execute(sql, values).fetchone()
+        return found
+
+    def number(self, sql: str, *values: Any) -> int:
+        """The one number that a query gives; 0 for NULL."""
+        found = self._db.execute(sql, values).fetchone()
+        return int(found[0] or 0)
+
+    def run(self, sql: str, *values: Any) -> int:
+        """Write; how many rows it touched."""
+        return self._db.execute(sql, values).rowcount
+
+    def get(self, key: str) -> str | None:
+        """A value that belongs to no table."""
+        found = self.row("SELECT value FROM meta WHERE key = ?", key)
+        return None if found is None else str(found["value"])
+
+    def put(self, key: str, value: str) -> None:
+        """Keep a value that belongs to no table."""
+        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def note(self, member: str, kind: str, what: str) -> None:
+        """Append to the log of events."""
+        said = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
+        sql = "INSERT INTO events (at, member, kind, what) VALUES (?, ?, ?, ?)"
+        self.run(sql, time.time(), member, kind, said)
+        last = self.number("SELECT MAX(number) FROM events")
+        if last % _KEPT == 0:  # whoever has the token must not fill the disk with them
+            self.run("DELETE FROM events WHERE number < ?", last - _KEPT)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+
+def damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"the rendezvous's memory is damaged: {what}",
+        where=str(path),
+        fix="take a copy back if there is one; else move the file away, start the rendezvous "
+        "again, and then the clusters: the one that has applied most turns first",
+    )

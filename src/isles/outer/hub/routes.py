@@ -1,0 +1,362 @@
+"""The requests that the hub answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from isles.outer.hub.files import (
+    Incoming,
+    Sealed,
+    WrongHash,
+    chunk_list,
+    is_safetensors,
+    write_hashes,
+)
+from isles.outer.hub.requests import (
+    Refusal,
+    explain_errors,
+    incomplete,
+    json_answer,
+    member_id,
+    number,
+    read,
+    said,
+    token_check,
+    waiting,
+)
+from isles.outer.hub.status import events, status
+from isles.outer.hub.work import Work
+from isles.outer.messages import (
+    Applied,
+    Beat,
+    Claim,
+    Contribution,
+    ContributionAnswer,
+    HeldAnswer,
+    Join,
+    LeaveRun,
+    OnlyId,
+    StateOffer,
+    chunk_size,
+    num_chunks,
+)
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST_DIGITS = 12
+_CHUNK_S = 600.0
+_JSON_BYTES = 16 * 2**20
+
+
+def make_app(work: Work, token: str, welcome: Callable[[object], None]) -> web.Application:
+    """Answers requests that carry the token; `welcome` is told the connections that do."""
+    app = web.Application(
+        middlewares=[token_check(token, welcome), explain_errors], client_max_size=_JSON_BYTES
+    )
+    routes, files = Routes(work), FileRoutes(work)
+    turn, file = "/v1/turns/{turn}", "/v1/states/{state}/files/{index}"
+    app.add_routes(
+        [
+            web.post("/v1/join", routes.join),
+            web.post("/v1/beat", routes.beat),
+            web.post("/v1/leave", routes.leave),
+            web.post("/v1/obeyed", routes.obeyed),
+            web.post("/v1/claim", routes.claim),
+            web.get("/v1/turns/{turn}", routes.turn),
+            web.post("/v1/turns/{turn}/complete", routes.complete),
+            web.post("/v1/turns/{turn}/held", routes.held),
+            web.post("/v1/applied", routes.applied),
+            web.post("/v1/state", routes.want_state),
+            web.post("/v1/states", routes.offer_state),
+            web.get("/v1/status", routes.status),
+            web.get("/v1/events", routes.events),
+            web.get("/v1/run-file", routes.run_file),
+            web.get(f"{turn}/parts/{{id}}", files.part),
+            web.put(f"{turn}/parts/{{id}}/{{chunk}}", files.put_part),
+            web.get(f"{turn}/average", files.average),
+            web.get(f"{turn}/average/hashes", files.average_hashes),
+            web.get(f"{file}/from/{{id}}", files.received),
+            web.put(f"{file}/from/{{id}}/{{chunk}}", files.put_state),
+            web.post("/v1/states/{state}/complete", files.complete_state),
+            web.get(file, files.state),
+            web.get(f"{file}/hashes", files.state_hashes),
+        ]
+    )
+    return app
+
+
+class Routes:
+    """Requests that say something, one method each."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._core = work.core
+
+    async def join(self, request: web.Request) -> web.Response:
+        """POST /v1/join"""
+        join = await read(request, Join)
+        sizes = await self._work.sizes(join)
+        return said(await self._work.ask(self._core.join, join, sizes))
+
+    async def beat(self, request: web.Request) -> web.Response:
+        """POST /v1/beat"""
+        return said(await self._work.look(self._core.beat, await read(request, Beat)))
+
+    async def leave(self, request: web.Request) -> web.Response:
+        """POST /v1/leave"""
+        leave = await read(request, LeaveRun)
+        await self._work.ask(self._core.leave, leave.id, has_finished=leave.has_finished)
+        return json_answer({})
+
+    async def obeyed(self, request: web.Request) -> web.Response:
+        """POST /v1/obeyed"""
+        await self._work.ask(self._core.obeyed, (await read(request, OnlyId)).id)
+        return json_answer({})
+
+    async def claim(self, request: web.Request) -> web.Response:
+        """POST /v1/claim"""
+        return said(await self._work.ask(self._core.claim, await read(request, Claim)))
+
+    async def turn(self, request: web.Request) -> web.Response:
+        """GET /v1/turns/T?wait=SECONDS: at once where it is committed; else after a while."""
+        turn = number(request, "turn")
+        loop = asyncio.get_running_loop()
+        end = loop.time() + waiting(request)
+        while True:
+            changed = self._work.changed  # before looking, so that no change is missed
+            answer = await self._work.look(self._core.answer, turn)
+            left = end - loop.time()
+            if answer.state == "committed" or left <= 0:
+                return said(answer)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), left)
+
+    async def held(self, request: web.Request) -> web.Response:
+        """POST /v1/turns/T/held?wait=SECONDS: at once where all have the average of a turn."""
+        turn = number(request, "turn")
+        asker = (await read(request, OnlyId)).id
+        loop = asyncio.get_running_loop()
+        end = loop.time() + waiting(request)
+        is_everywhere = await self._work.ask(self._core.held, asker, turn)
+        while not is_everywhere and (left := end - loop.time()) > 0:
+            changed = self._work.changed
+            is_everywhere = await self._work.look(self._core.held, asker, turn)
+            if not is_everywhere:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), left)
+        return said(HeldAnswer(is_everywhere=is_everywhere))
+
+    async def complete(self, request: web.Request) -> web.Response:
+        """POST /v1/turns/T/complete: all chunks are there; they are looked at, then they count."""
+        turn = number(request, "turn")
+        contribution = await read(request, Contribution)
+        counted = await self._work.look(self._core.counted, contribution.id, turn)
+        if counted is not None:
+            return said(counted)
+        _, fragment, path = await self._work.look(self._core.check_part, contribution.id, turn)
+        incoming = await self._work.incoming(path, self._core.sizes[fragment])
+        if missing := await self._work.in_file_thread(incoming.seal, contribution.digest):
+            raise incomplete(missing)
+        measured = await self._work.measure(turn, path, contribution.digest)
+        if measured is None:
+            return said(ContributionAnswer(is_measured=False))
+        norm, fault = measured
+        try:
+            answer = await self._work.ask(self._core.complete, turn, contribution, norm, fault)
+        except Refusal as error:
+            if error.kind == "refused":
+                await self._work.forget(path, discard=True)
+            raise
+        await self._work.forget(path)
+        return said(answer)
+
+    async def applied(self, request: web.Request) -> web.Response:
+        """POST /v1/applied"""
+        await self._work.ask(self._core.applied, await read(request, Applied))
+        return json_answer({})
+
+    async def want_state(self, request: web.Request) -> web.Response:
+        """POST /v1/state"""
+        asker = (await read(request, OnlyId)).id
+        return said(await self._work.ask(self._core.want_state, asker))
+
+    async def offer_state(self, request: web.Request) -> web.Response:
+        """POST /v1/states"""
+        offer = await read(request, StateOffer)
+        return json_answer({"state": await self._work.ask(self._core.offer_state, offer)})
+
+    async def status(self, _: web.Request) -> web.Response:
+        """GET /v1/status"""
+        found = await self._work.look(status, self._core)
+        return json_answer({"run": self._work.run, **found})
+
+    async def run_file(self, _: web.Request) -> web.Response:
+        """GET /v1/run-file: what a cluster elsewhere needs to take part"""
+        path = self._work.run_file
+        if not path.exists():
+            raise Refusal(
+                404,
+                "no_run_file",
+                f"the rendezvous of {self._work.run} was started without a run file",
+                "give this cluster a run file of its own",
+            )
+        text = await self._work.in_file_thread(path.read_text)
+        return json_answer({"run": self._work.run, "text": text})
+
+    async def events(self, request: web.Request) -> web.Response:
+        """GET /v1/events?after=NUMBER"""
+        after = request.query.get("after", "0")
+        if not after.isdecimal() or len(after) > _MOST_DIGITS:
+            raise Refusal(422, "malformed", f"after={after[:80]!r} is no number")
+        return json_answer(await self._work.look(events, self._core, int(after)))
+
+
+class FileRoutes:
+    """Requests that move files, in chunks."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._core = work.core
+
+    # Contributions.
+
+    async def _part(self, request: web.Request) -> Incoming:
+        turn = number(request, "turn")
+        _, fragment, path = await self._work.look(self._core.check_part, member_id(request), turn)
+        return await self._work.incoming(path, self._core.sizes[fragment])
+
+    async def part(self, request: web.Request) -> web.Response:
+        """GET /v1/turns/T/parts/ID: which chunks are there."""
+        return _received(await self._part(request))
+
+    async def put_part(self, request: web.Request) -> web.Response:
+        """PUT /v1/turns/T/parts/ID/CHUNK"""
+        return await self._put(request, await self._part(request))
+
+    async def _put(self, request: web.Request, incoming: Incoming) -> web.Response:
+        index = number(request, "chunk")
+        if index >= num_chunks(incoming.size_bytes):
+            raise Refusal(
+                422,
+                "malformed",
+                f"chunk {index} of a file of {num_chunks(incoming.size_bytes)} chunks",
+            )
+        due = chunk_size(incoming.size_bytes, index)
+        sha256 = request.headers.get("X-Sha256", "")
+        if request.content_length != due or not _SHA256.fullmatch(sha256):
+            raise Refusal(
+                413,
+                "malformed",
+                f"chunk {index} has {request.content_length} bytes; {due} and their sha256 are due",
+                "cut the same weights into the same pieces on all clusters",
+            )
+        async with asyncio.timeout(_CHUNK_S):
+            try:
+                data = await request.content.readexactly(due)
+            except asyncio.IncompleteReadError as error:
+                raise ConnectionResetError("cut in the middle of a chunk") from error
+        try:
+            await self._work.in_file_thread(incoming.put, index, data, sha256)
+        except WrongHash as error:
+            raise Refusal(422, "hash", str(error), "send it again") from None
+        except Sealed:
+            raise Refusal(409, "sealed", "this contribution is complete already") from None
+        return json_answer({})
+
+    # Averages.
+
+    async def _average(self, request: web.Request) -> Path:
+        turn = number(request, "turn")
+        answer = await self._work.look(self._core.answer, turn)
+        if answer.state != "committed":
+            raise Refusal(409, "early", f"turn {turn} is {answer.state}, not committed")
+        if not answer.is_kept:
+            raise Refusal(410, "gone", f"the average of turn {turn} is not kept any more")
+        return self._core.turns.average_path(turn)
+
+    async def average(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/turns/T/average, or a range of it"""
+        return web.FileResponse(await self._average(request))
+
+    async def average_hashes(self, request: web.Request) -> web.Response:
+        """GET /v1/turns/T/average/hashes"""
+        return await self._hashes(await self._average(request))
+
+    async def _hashes(self, path: Path) -> web.Response:
+        text = await self._work.in_file_thread(chunk_list(path).read_text)
+        return json_answer(text.split())
+
+    # States.
+
+    async def _state_file(self, request: web.Request) -> Incoming:
+        """A file of a state that the one who asks is uploading."""
+        state, index = number(request, "state"), number(request, "index")
+        await self._own(state, member_id(request))
+        offer = await self._work.look(self._core.states.files, state)
+        if index >= len(offer.files):
+            raise Refusal(404, "no_state", f"state {state} has {len(offer.files)} files")
+        self._core.states.progress()
+        path = self._core.states.path(state, index)
+        return await self._work.incoming(path, offer.files[index].size_bytes)
+
+    async def _own(self, state: int, asker: str) -> None:
+        member = await self._work.look(self._core.heard, asker)
+        if await self._work.look(self._core.states.owner, state) != member["number"]:
+            raise Refusal(409, "not_yours", f"state {state} is given by another cluster")
+
+    async def received(self, request: web.Request) -> web.Response:
+        """GET /v1/states/S/files/I/from/ID: which chunks are there."""
+        return _received(await self._state_file(request))
+
+    async def put_state(self, request: web.Request) -> web.Response:
+        """PUT /v1/states/S/files/I/from/ID/CHUNK"""
+        return await self._put(request, await self._state_file(request))
+
+    async def complete_state(self, request: web.Request) -> web.Response:
+        """POST /v1/states/S/complete"""
+        state = number(request, "state")
+        await self._own(state, (await read(request, OnlyId)).id)
+        if await self._work.look(self._core.states.is_complete, state):
+            return json_answer({})
+        offer = await self._work.look(self._core.states.files, state)
+        for index, file in enumerate(offer.files):
+            path = self._core.states.path(state, index)
+            incoming = await self._work.incoming(path, file.size_bytes)
+            if missing := await self._work.in_file_thread(incoming.seal, file.digest):
+                raise incomplete(missing)
+            await self._work.in_file_thread(write_hashes, incoming, path)
+            if not await self._work.in_file_thread(is_safetensors, path):
+                await self._work.forget(path, discard=True)
+                raise Refusal(422, "malformed", f"{file.name} is no safetensors file")
+        await self._work.ask(self._core.states.complete, state)
+        for index in range(len(offer.files)):
+            await self._work.forget(self._core.states.path(state, index))
+        return json_answer({})
+
+    async def _complete_file(self, request: web.Request) -> Path:
+        state, index = number(request, "state"), number(request, "index")
+        if not await self._work.look(self._core.states.is_complete, state):
+            raise Refusal(409, "early", f"state {state} is still being uploaded")
+        self._core.states.touch()
+        path = self._core.states.path(state, index)
+        if not path.exists():
+            raise Refusal(404, "no_state", f"state {state} has no file {index}")
+        return path
+
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/states/S/files/I, or a range of it"""
+        return web.FileResponse(await self._complete_file(request))
+
+    async def state_hashes(self, request: web.Request) -> web.Response:
+        """GET /v1/states/S/files/I/hashes"""
+        return await self._hashes(await self._complete_file(request))
+
+
+def _received(incoming: Incoming) -> web.Response:
+    chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
+    return json_answer({"size_bytes": incoming.size_bytes, "chunks": chunks})

@@ -1,1 +1,0 @@
-"""Between rank 0 and the process beside it that speaks to the other clusters."""

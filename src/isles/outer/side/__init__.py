@@ -1,1 +1,0 @@
-"""The process beside rank 0 that speaks to the other clusters."""

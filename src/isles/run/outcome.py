@@ -1,0 +1,141 @@
+"""Outcome of an attempt, and the error records that explain it.
+
+Both are dictionaries, since they travel between hosts and lie in files as JSON. An outcome is
+written once: whoever ends an attempt first says how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Literal
+
+from isles.errors import ExitCode
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.run.state import script_of
+
+AGAIN = "`isles train` again goes on from the last checkpoint"
+"""End of the fix of an error after which the run can go on."""
+
+ErrorRecord = dict[str, Any]
+
+
+def error_record(
+    what: str,
+    *,
+    id: str,
+    kind: str,
+    code: ExitCode,
+    fix: str = "",
+    where: str = "",
+    rank: int | None = None,
+    **more: Any,
+) -> ErrorRecord:
+    """What went wrong on this host, as `isles status` and `isles logs` show it.
+
+    Args:
+        what: one sentence, with the measured value.
+        id: for `isles explain`.
+        kind: name of the exception, or of what stands for one.
+        code: exit code of the run if it ends because of this.
+        fix: what the user can do.
+        where: file and line, key, or rank; left out: this host, or the rank on it.
+        rank: the rank that has failed; None: an agent, or a launcher.
+        more: `traceback`; `is_communication`: only a consequence of what happened to another rank;
+            `will_recur`: starting again would change nothing; `is_script`; `restart`.
+    """
+    host = os.uname().nodename
+    place = f"host {host}" if rank is None else f"rank {rank} on {host}"
+    return {
+        "rank": rank,
+        "host": host,
+        "at": time.time(),
+        "kind": kind,
+        "what": what,
+        "where": where or place,
+        "fix": fix,
+        "id": id,
+        "exit_code": int(code),
+        "is_communication": code is ExitCode.COMMUNICATION,
+        "traceback": None,
+        **more,
+    }
+
+
+def agent_error(
+    what: str, fix: str, code: ExitCode = ExitCode.COMMUNICATION, *, id: str, **more: Any
+) -> ErrorRecord:
+    """Error record of an agent or of the coordinator; the run can be started again after it."""
+    record = error_record(what, id=id, kind="CommunicationError", code=code, fix=f"{fix}; {AGAIN}")
+    return {**record, **more}
+
+
+def end(
+    attempt: Attempt,
+    state: Literal["finished", "stopped", "failed"],
+    code: ExitCode | int,
+    reason: str,
+    *,
+    step: int | None = None,
+    error: ErrorRecord | None = None,
+    may_go_on: bool = False,
+) -> None:
+    """Put the outcome of an attempt on record, unless it has one.
+
+    Args:
+        attempt: that has ended.
+        state, code, reason: how, with which exit code, and why.
+        step: the last step that was done.
+        error: what ended it.
+        may_go_on: the scheduler may start the same job again; the outcome is void then.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    if read_record(attempt.outcome) is None:
+        record: dict[str, Any] = {
+            "state": state,
+            "exit_code": int(code),
+            "step": step,
+            "reason": reason,
+        }
+        record |= {"at": time.time(), "error": error}
+        write_record(attempt.outcome, record | ({"may_go_on": True} if may_go_on else {}))
+
+
+def end_failed(attempt: Attempt, error: ErrorRecord, *, step: int | None = None) -> None:
+    """The run has failed because of this; see `end`."""
+    code = int(error["exit_code"])
+    end(attempt, "failed", code, str(error["what"]), step=step, error=error)
+
+
+def end_without_agent(attempt: Attempt, error: ErrorRecord) -> None:
+    """The outcome where no agent looks for the root cause: the first error that is one.
+
+    An error that is only the consequence of another takes no outcome's place, and leaves its own to
+    whoever says more.
+    """
+    there = read_record(attempt.outcome)
+    if there is not None and not (there.get("error") or {}).get("is_communication"):
+        return
+    if there is None or not error["is_communication"]:
+        attempt.outcome.unlink(missing_ok=True)
+        end_failed(attempt, error)
+
+
+def end_stopped(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = "") -> None:
+    """The run was stopped while no rank could say so; see `end`.
+
+    Args:
+        attempt: that has ended.
+        code: exit code of the stop.
+        saved: step of the newest checkpoint.
+        lost: what happened before it could save.
+    """
+    kept = "nothing" if saved is None else f"everything up to step {saved}"
+    is_script = script_of(RunDir(attempt.path.parent.parent)) is not None
+    reason = f"asked to stop{lost}" + ("" if is_script else f"; {kept} is saved")
+    # A user's own script saves by itself; its starter says how it took the stop.
+    reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
+    end(attempt, "stopped", code, reason, step=saved)

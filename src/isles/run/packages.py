@@ -1,0 +1,44 @@
+"""Packages and servers that a run file needs, looked for before hours are spent."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from isles.config.sections.output import MLflowConfig, tracker_sections
+from isles.config.sections.run import RunConfig
+from isles.errors import ConfigError, MissingDependencyError
+from isles.run.env import has_mlflow_server
+
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def require_packages(config: RunConfig) -> None:
+    """Make sure that this machine has what the trackers need; imports none of it.
+
+    Raises:
+        MissingDependencyError: a package is missing; the message says how to install it.
+        ConfigError: MLflow has no server.
+    """
+    for tracker in tracker_sections(config.track):
+        package = _PACKAGES.get(tracker.kind)
+        if package is not None and find_spec(package) is None:
+            extra = _EXTRAS[tracker.kind]
+            raise MissingDependencyError(
+                f"track names {tracker.kind}, and the package {package} is not installed",
+                where=sys.executable,
+                fix=f"pip install 'isles[{extra}]', or set track to a list without {tracker.kind}",
+            )
+        if (
+            isinstance(tracker, MLflowConfig)
+            and tracker.tracking_uri is None
+            and not has_mlflow_server()
+        ):
+            raise ConfigError(
+                "mlflow has no tracking_uri, and MLFLOW_TRACKING_URI is not set",
+                where="track",
+                fix="write track: [{kind: mlflow, tracking_uri: http://HOST:5000}], or set "
+                "MLFLOW_TRACKING_URI",
+                id="track.account",
+            )
