@@ -233,8 +233,8 @@ def _notes_of_hivemind(given: Given) -> Iterator[str]:
     is_open = not all(a.startswith(_LOOPBACK) for a in outer["hivemind"]["host_maddrs"])
     if is_open and not any("secret_file" in pair for pair in given["set"]):
         yield (
-            "whoever reaches this worker may take part; against unknown connections give all workers the "
-            "same long random line: --set outer.hivemind.secret_file=FILE"
+            "whoever reaches this worker may take part; against unknown connections give all "
+            "workers the same long random line: --set outer.hivemind.secret_file=FILE"
         )
 
 
