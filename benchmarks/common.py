@@ -171,6 +171,10 @@ class Interleaved:
         self._calls += 1
         return self._loader.step(samples_seen)
 
+    def stream_state(self) -> Any:
+        """As the loader's."""
+        return self._loader.stream_state()
+
     def close(self) -> None:
         """Close the loader."""
         self._loader.close()
