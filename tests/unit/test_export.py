@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from isles.checkpoint.export import export_model
 from isles.errors import DataError, UserError
 from isles.run.paths import RunDir
 from isles.train import verbs
+from tests.deadline import DEADLINE_S
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
 FACTS = CardFacts(
@@ -120,6 +123,26 @@ def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path: Path) ->
     assert all(
         torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
     )
+
+
+def test_an_export_does_not_import_deepspeed(tmp_path: Path) -> None:
+    """Which takes seconds, and brings MLflow with it where that is installed."""
+    program = f"""
+import sys
+from pathlib import Path
+from tests.unit.test_export import export_model, tiny_model
+
+export_model(tiny_model(), None, Path({str(tmp_path)!r}) / "model", max_shard_bytes=10**9)
+print([name for name in ("deepspeed", "mlflow") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])

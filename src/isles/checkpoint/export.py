@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isles.checkpoint.store import load_tensors
 from isles.errors import TrainingError, UserError
+from isles.run.packages import hidden
 from isles.run.refusals import NO_SPACE, refusal
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ def export_model(
     with whole_folder(folder) as partial:
         write_card(card, partial)
         _give_special_tokens(model, tokenizer)
-        model.save_pretrained(partial, max_shard_size=max_shard_bytes)
+        # accelerate looks whether this is DeepSpeed's engine, and imports all of it, with MLflow.
+        with hidden("deepspeed"):
+            model.save_pretrained(partial, max_shard_size=max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         _compare(model, partial)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
@@ -12,6 +15,23 @@ from isles.run.env import has_mlflow_server
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Let a package that is not imported yet look as if it were not installed.
+
+    For libraries that import all of an optional package where it is there, used or not.
+    """
+    modules: dict[str, Any] = sys.modules
+    if package in modules:
+        yield
+        return
+    modules[package] = None  # Python's own way to say so
+    try:
+        yield
+    finally:
+        del modules[package]
 
 
 def require_packages(config: RunConfig) -> None:

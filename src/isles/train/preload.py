@@ -8,10 +8,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from isles.run.packages import hidden
 from isles.run.process import die_with_parent
 
 
@@ -26,7 +25,10 @@ def preload() -> None:
         signal.signal(number, signal.SIG_IGN)
     # By itself it looks for the end of the agent only after its imports.
     die_with_parent()
-    with contextlib.suppress(Exception), _without("torchao"):
+    # transformers imports torchao where it is installed, which asks the GPU what it can do as it is
+    # imported. A process that has done so cannot fork ranks that compute on the GPU.
+    assert "torchao" not in sys.modules
+    with contextlib.suppress(Exception), hidden("torchao"):
         from isles.config.resolve import load_resolved
         from isles.run.env import RUN_DIR
         from isles.run.paths import RunDir
@@ -54,22 +56,6 @@ def _require(package: str) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _without(package: str) -> Iterator[None]:
-    """Nothing here can import a package, and who looks for it does not find it.
-
-    transformers imports torchao where it is installed, which asks the GPU what it can do as it is
-    imported. A process that has done so cannot fork ranks that compute on the GPU.
-    """
-    assert package not in sys.modules, package
-    modules: dict[str, Any] = sys.modules  # None in it is Python's own way to say so
-    modules[package] = None
-    try:
-        yield
-    finally:
-        del modules[package]
 
 
 preload()
