@@ -41,12 +41,11 @@ def largest_difference(left: RunDir, right: RunDir) -> float:
     )
 
 
-# Muon orthogonalises in bf16 whatever the weights are, so the last bits of a gradient show more.
 CASES = [
     ("adamw", "true", 1e-5, [(1, 6), (1, 3), (2, 6), (2, 3), (2, 1)]),
     ("adamw", "false", 1e-5, [(1, 3), (2, 6), (2, 2), (3, 2)]),
     ("sgd", "false", 1e-5, [(1, 3), (2, 3)]),
-    ("muon", "true", 1e-3, [(1, 3), (2, 6)]),
+    ("muon", "true", 1e-5, [(1, 3), (2, 6)]),
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isles.config.load import load_run_file
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, ConfigErrors
-from isles.train.optimizer import make_optimizers
+from isles.train.optimizer import MuonFp32, _start_momentum, make_optimizers
 from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
 from tests.each import each
 
@@ -234,3 +234,24 @@ def test_what_does_not_go_together_is_said_before_the_start(
     message = str(raised.value)
     assert f"run.yaml:{place}" in message
     assert words in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_on_a_cpu_is_torchs_without_its_rounding_to_bf16(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((24, 80), (80, 24))]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    settings["adjust_lr_fn"] = "match_rms_adamw"
+    mine = MuonFp32(ours, **settings)
+    _start_momentum(mine)
+    torchs = torch.optim.Muon(theirs, **settings)
+    for _ in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape).to(dtype)
+            other.grad = one.grad.clone()
+        mine.step()
+        torchs.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=0.02)
+        assert not torch.allclose(one.float(), other.float() * 1.02, atol=0.02)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from isles.cli import app, main
 from tests.unit.test_pbs import check_golden
@@ -34,6 +35,8 @@ def said(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "100")
+    # cyclopts keeps the console, and with it the width, of the first help that a process prints.
+    monkeypatch.setattr(app, "console", Console(width=100))
 
     def say(*words: str) -> str:
         code = main(words)
