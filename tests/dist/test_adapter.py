@@ -233,7 +233,7 @@ EXPORTS = {
 }
 
 
-@pytest.mark.brief("sharded")
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXPORTS)
 def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, name: str) -> None:
     """The adapter alone beside its model, and merged into it; trained by one process or two."""

@@ -247,7 +247,7 @@ def evaluations(run_dir: RunDir) -> list[tuple[int, float]]:
     )
 
 
-@pytest.mark.brief("2")
+@pytest.mark.long
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_resumed_equals_uninterrupted_bit_for_bit(run_file: Path, number: int) -> None:
     whole = weights_of(train_in_legs(run_file, f"{number}x2"))

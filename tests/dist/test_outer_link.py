@@ -187,6 +187,7 @@ def test_kills_and_freezes_lose_no_contribution(
         assert all(is_in for _, is_in, _, _ in record["history"].values())
 
 
+@pytest.mark.long
 def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.dist.test_outer_train import (
@@ -23,6 +24,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.long
 def test_zero3_and_hsdp_keep_the_same_weights_through_a_resume(
     made_up: Path, tmp_path: Path
 ) -> None:

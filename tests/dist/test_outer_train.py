@@ -325,6 +325,7 @@ def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_pa
         assert all(torch.equal(own[name], weights[name]) for name in own)
 
 
+@pytest.mark.long
 def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Path) -> None:
     """No cluster is left whose state the others could take, nor has the rendezvous all averages:
     each cluster has kept those that its own checkpoints lack."""
@@ -354,6 +355,7 @@ def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Pa
     assert not list(tmp_path.glob("runs/*/outer/spool/average-*")), "they are of no use any more"
 
 
+@pytest.mark.long
 def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
     made_up: Path, tmp_path: Path
 ) -> None:

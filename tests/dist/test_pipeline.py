@@ -170,6 +170,7 @@ def test_a_run_goes_on_with_and_without_a_pipeline(five_layers: Path) -> None:
     assert all(torch.allclose(one[n], other[n], rtol=1e-3, atol=1e-6) for n in moments)
 
 
+@pytest.mark.long
 def test_the_same_pipeline_goes_on_bit_for_bit(five_layers: Path) -> None:
     pipeline = "kind: fsdp, pp_size: 2, pp_schedule: interleaved-1f1b"
     options = ("training.lr_scheduler_type=constant", "training.micro_batch_size=3")

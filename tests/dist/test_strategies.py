@@ -85,7 +85,7 @@ TABLE = {
 }
 
 
-@pytest.mark.brief(*(f"{name}-most" for name in ("fsdp", "hsdp", "fsdp-tp")))
+@pytest.mark.brief("fsdp-most")
 @pytest.mark.parametrize("ranks", ["most", "any"])
 @pytest.mark.parametrize("name", TABLE)
 def test_every_strategy_gives_the_weights_of_one_process(
@@ -129,7 +129,7 @@ def test_what_users_tune_changes_no_weight(
     check(run_file, reference, 2, f"strategy={strategy}", 'balance={"0": 5}')
 
 
-@pytest.mark.brief("{kind: fsdp}-adamw")
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", [FSDP, "{kind: ddp, tp_size: 2}"])
 def test_optimizers_and_checkpointing_on_shards(
@@ -141,7 +141,7 @@ def test_optimizers_and_checkpointing_on_shards(
     check(run_file, reference, 2, f"strategy={strategy}", full, *options)
 
 
-@pytest.mark.brief("bf16")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["none", "bf16", "fp16"])
 def test_compressed_gradients_learn_as_well(run_file: Path, kind: str) -> None:
     strategy = f"strategy={{kind: ddp, gradient_compression: {kind}}}"

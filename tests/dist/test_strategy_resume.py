@@ -97,7 +97,7 @@ def test_the_same_ranks_resume_bit_for_bit(run_file: Path, name: str) -> None:
     assert not different
 
 
-@pytest.mark.brief("fsdp-tp")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-tp", "fsdp-pp", "cp", "zero1", "zero3"])
 def test_every_strategy_exports_what_it_has_trained(run_file: Path, name: str) -> None:
     """A Hugging Face folder at the end, with the weights of the last checkpoint."""

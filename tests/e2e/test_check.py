@@ -173,6 +173,7 @@ def test_what_is_wrong_on_single_hosts(lab: Lab) -> None:
     assert "netplan" in report.bad("address.dhcp")["a3"]["fix"]
 
 
+@pytest.mark.long
 def test_ports_that_are_blocked_one_way(lab: Lab) -> None:
     """a2 drops what a1 opens, a1 rejects what a3 opens; a smaller MTU, and the name trap."""
     table = "nft add table inet check && nft add chain inet check in "
@@ -200,6 +201,7 @@ def test_ports_that_are_blocked_one_way(lab: Lab) -> None:
     assert not left(lab)
 
 
+@pytest.mark.long
 def test_a_laptop_that_dies_leaves_nothing_behind(lab: Lab) -> None:
     process = lab.popen("ctl", [ISLES, "check", write_run(lab)])
     until(lambda: any("check_rank" in line for line in left(lab)), "ranks of the check")
