@@ -102,7 +102,7 @@ FAULTS = (
         "strategies/stepper.py",
         "if max_norm is not None:",
         "if max_norm is not None and max_norm < 0:",
-        "tests/dist/test_same_mathematics.py tests/unit/test_optimizer.py",
+        "tests/unit/test_optimizer.py",
     ),
     Fault(
         "a gradient that is not finite is stepped",

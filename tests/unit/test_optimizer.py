@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isles.config.load import load_run_file
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, ConfigErrors
+from isles.strategies.stepper import Stepper
 from isles.train.optimizer import MuonFp32, _start_momentum, make_optimizers
 from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
 from tests.each import each
@@ -255,3 +256,25 @@ def test_muon_on_a_cpu_is_torchs_without_its_rounding_to_bf16(dtype: torch.dtype
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one.float(), other.float(), atol=0.02)
         assert not torch.allclose(one.float(), other.float() * 1.02, atol=0.02)
+
+
+def test_gradients_are_clipped_to_the_norm_that_the_run_file_names() -> None:
+    """By SGD of rate 1 the weights move by the gradient as it was clipped."""
+    moved = {}
+    for max_norm in (None, 0.5):
+        model = nn.Linear(8, 4)
+        model.load_state_dict({"weight": torch.zeros(4, 8), "bias": torch.zeros(4)})
+        stepper = Stepper(
+            [model],
+            lambda part: [torch.optim.SGD(part.parameters(), lr=0.0, fused=True)],
+            device=torch.device("cpu"),
+            precision="32-true",
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        norm = stepper.step(lr=1.0, max_norm=max_norm)
+        assert norm.item() == pytest.approx(6.0)  # of 36 ones, before it is clipped
+        moved[max_norm] = (
+            torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
+        )
+    assert moved[None] == pytest.approx(6.0) and moved[0.5] == pytest.approx(0.5, rel=1e-5)
