@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from isles.config.load import load_run_file
+from isles.config.sections.model import ModelConfig
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, ConfigErrors
+from isles.models.build import build_empty_model, fill_model
 from isles.strategies.stepper import Stepper
 from isles.train.optimizer import MuonFp32, _start_momentum, make_optimizers
 from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
@@ -278,3 +280,20 @@ def test_gradients_are_clipped_to_the_norm_that_the_run_file_names() -> None:
             torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
         )
     assert moved[None] == pytest.approx(6.0) and moved[0.5] == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_weights_of_matrices_decay_and_norms_do_not(tiny_model: Path, optimizer: str) -> None:
+    """By steps of no gradient, only decay moves a weight."""
+    config = ModelConfig(name_or_path=str(tiny_model), init="scratch")
+    model = build_empty_model(config, dtype=torch.float32, vocab_size=None)
+    model.to_empty(device="cpu")
+    fill_model(model, config, seed=0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = TrainingConfig(max_steps=1, optimizer=optimizer, learning_rate=LR, weight_decay=0.5)
+    for one in make_optimizers(training, model):
+        for parameter in (p for group in one.param_groups for p in group["params"]):
+            parameter.grad = torch.zeros_like(parameter)
+        one.step()
+    decayed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert decayed == {name for name, p in before.items() if p.ndim >= 2}
