@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.check.checks.network import rendezvous_stand_in
+from isles.check.checks.network import hub_stand_in
 from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, UserError
@@ -307,7 +307,7 @@ def test_peers_that_cannot_find_one_another(
     loaded = load(tmp_path, clusters, "outer.engine=hivemind", f"outer.hivemind={hivemind}")
     with pytest.raises(ConfigError, match=re.escape(words)):
         refuse_peers(loaded)
-    with pytest.raises(ConfigError, match=re.escape(words)), rendezvous_stand_in(loaded):
+    with pytest.raises(ConfigError, match=re.escape(words)), hub_stand_in(loaded):
         pass  # `isles check` says so, too
 
 

@@ -1,5 +1,4 @@
-"""The links between hosts: a listener on each, what its peers measure against it, and what that
-means for a pair."""
+"""The links between hosts: a listener on each, what its peers measure, and findings for pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any
 
 from isles.check.checks.network import compare_names, connect, interface_of
 from isles.check.finding import Finding
-from isles.check.hosts import Answers, Hosts
+from isles.check.plan import Answers, Hosts
 from isles.errors import UserError
 from isles.facts.units import format_bytes, format_duration
 from isles.launch.ssh.addresses import Reach
@@ -38,7 +37,7 @@ _SLOW_BYTES, _STUCK_BYTES = 10e6, 64 << 10
 _SLOW_STEP_S = 10.0
 
 Links = dict[str, dict[str, "Link"]]
-"""By the host that has measured, and its peer."""
+"""By the host that has measured, and by its peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,10 @@ class Link:
     """What one host has measured to another.
 
     Args:
-        run, free: the run's port, and one that the system chose: ok, or what `connect` says.
+        run, free: state of the run's port, and of one that the system chose: ok, or an error of
+            `connect`.
         rtt_s: median round trip over TCP; 0: not measured.
-        sent, lost: packets; none are sent where UDP is not answered, for ranks talk TCP.
+        sent, lost: UDP packets; none are sent where UDP is not answered, for ranks use TCP.
         is_full_size: whether packets of the interface's full size arrive; None: not known.
     """
 
@@ -61,18 +61,18 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether ranks could talk over it."""
+        """Whether ranks could use it."""
         return self.run == self.free == "ok"
 
 
 class Listener:
-    """Answers the peers of this node: TCP on the run's port and on any, UDP on any."""
+    """Servers for the peers of a node: TCP on the run's port and on any, UDP on any."""
 
     def __init__(self) -> None:
         self._servers: list[socketserver.BaseServer] = []
 
     def listen(self, port: int) -> dict[str, int]:
-        """Open ports: `run` is the first free one of a hundred, `any` and `udp` are the kernel's.
+        """Open three ports: `run`, the first free one of a hundred; `any` and `udp`, the system's.
 
         Raises:
             UserError: all hundred are taken.
@@ -97,7 +97,7 @@ class Listener:
         }
 
     def unlisten(self) -> dict[str, int]:
-        """Close them."""
+        """Close the ports."""
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -119,8 +119,7 @@ def _server(port: int) -> _Server | None:
 
 
 class _Stream(socketserver.BaseRequestHandler):
-    """E: give back what comes. S: count it, and say how much came in how many seconds."""
-
+    # By the first byte. E: echo what comes. S: count it, and answer with bytes and seconds.
     def handle(self) -> None:
         link: socket.socket = self.request
         with suppress(OSError):
@@ -173,7 +172,7 @@ def reach(peers: list[dict[str, Any]], timeout_s: float, mtu: int) -> dict[str, 
 
 
 def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]:
-    """The state of a port, and the median of its round trips."""
+    # The state of a port, and the median of its round trips.
     link = connect(address, port, timeout_s)
     if isinstance(link, str):
         return link, 0.0
@@ -200,7 +199,7 @@ def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]
 
 
 def _datagrams(address: str, port: int, mtu: int) -> tuple[int, int, bool | None]:
-    """Packets sent and lost, and whether one of the interface's full size arrives unbroken."""
+    # Packets sent and lost, and whether one of the interface's full size arrives unbroken.
     is_full_size = None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link, suppress(OSError):
         link.connect((address, port))
@@ -216,7 +215,7 @@ def _datagrams(address: str, port: int, mtu: int) -> tuple[int, int, bool | None
 
 
 def _pings(link: socket.socket, sizes: list[int]) -> int:
-    """How many of these packets are answered."""
+    # How many of these packets are answered.
     numbers = itertools.count(int(time.monotonic() * 1000) << 16)
     waiting: set[bytes] = set()
 
@@ -239,7 +238,7 @@ def _pings(link: socket.socket, sizes: list[int]) -> int:
 
 
 def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
-    """Bytes a second to one peer, as it has received them; 0 where nothing arrives."""
+    """Bytes per second that one peer receives; 0 where nothing arrives."""
     block = bytes(1 << 18)
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_S) as link:
@@ -257,7 +256,7 @@ def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def try_links(hosts: Hosts) -> None:
-    """Every port of every pair, names, and the bandwidth of every pair."""
+    """Try the ports and the bandwidth of every pair of hosts, and their names."""
     if not hosts.reach:
         return
     hosts.say("trying every link")
@@ -290,8 +289,7 @@ def try_links(hosts: Hosts) -> None:
 
 
 def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str], float]:
-    """Bytes a second from host to host: in each round everybody sends to one and hears from one, as
-    in a ring of an all-reduce."""
+    # In each round every host sends to one and receives from one, as in a ring of an all-reduce.
     names = [name for name in hosts.names if name in ports]
     rates: dict[tuple[str, str], float] = {}
     for shift in range(1, len(names) if len(names) <= _MANY else 2):
@@ -310,7 +308,7 @@ def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str]
 
 
 def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]:
-    """Ports, packets and round trips of every pair, in both directions."""
+    """Findings on ports, packets and round trips of every pair, in both directions."""
     findings: list[Finding] = []
     trips = []
     for name, others in reached.items():
@@ -364,7 +362,7 @@ def _how(state: str) -> str:
 
 
 def _open(name: str, reach: Reach, firewalls: list[str]) -> str:
-    """The line that lets the other hosts in, for the firewall that is there."""
+    # The line that lets the other hosts in, for the firewall that is installed.
     network = str(reach.network) if reach.network is not None else "SUBNET"
     lines = {
         "ufw": f"sudo ufw allow from {network}",
@@ -380,8 +378,8 @@ def _open(name: str, reach: Reach, firewalls: list[str]) -> str:
 
 def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
     if link.lost >= _LOST:
-        text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients will "
-        text += "stall"
+        text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients "
+        text += "will wait"
         lost = f"{100 * link.lost // link.sent} % lost"
         fix = "try another cable or port of the switch; see ip -s link on both hosts"
         yield Finding("net.latency", "warning", pair, text, lost, "0 % lost", fix)
@@ -400,7 +398,7 @@ def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
 def bandwidth_findings(
     rates: Mapping[tuple[str, str], float], gradient_bytes: int, num_hosts: int
 ) -> Iterator[Finding]:
-    """What each link carries, bytes a second, against the gradients of a step (0: not known)."""
+    """Compare bytes per second of each link with the gradients of a step (0: not known)."""
     if not rates:
         return
     sent = gradient_bytes * 2 * (num_hosts - 1) / max(1, num_hosts)
@@ -431,16 +429,16 @@ def bandwidth_findings(
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time as ms."""
+    """A short time in ms."""
     return f"{seconds * 1000:.2f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
 
 
 def short_time(seconds: float) -> str:
-    """A time as ms, or s from one second on."""
+    """A time in ms, or in s from one second on."""
     return milliseconds(seconds) if seconds < 1 else f"{seconds:.1f} s"
 
 
 def bit_rate(bytes_per_s: float) -> str:
-    """As networks are sold."""
+    """Bytes per second in Mbit/s or Gbit/s."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

@@ -1,4 +1,4 @@
-"""What the nodes have installed, compared: the odd one out is named, with both values."""
+"""Versions of what the nodes have installed, compared; findings name the node that differs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from isles.check.finding import Finding, Level
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""By the host's name: what `isles.launch.node.facts` says."""
+"""By the host's name, of `isles.launch.node.facts`."""
 
 _SETUP = "make the hosts equal: isles setup run.yaml"
 _FURTHER = ("safetensors", "datasets", "peft", "deepspeed")
 
 
 def duplicates(facts: Facts) -> Iterator[Finding]:
-    """Names that lead to one machine."""
+    """Errors for names that lead to one machine."""
     first: dict[str, str] = {}
     for name, own in facts.items():
         other = first.setdefault(own["machine_id"] or name, name)
@@ -33,13 +33,13 @@ def compare_versions(
     drivers: Mapping[str, str],
     here: str | None,
 ) -> Iterator[Finding]:
-    """Versions over all hosts.
+    """Compare versions over all hosts.
 
     Args:
-        facts: what pip knows on each.
-        imported: torch, cuda and nccl as a rank has imported them; None: it has not.
+        facts: of all hosts: what pip knows.
+        imported: versions of torch, cuda and nccl that a rank has imported; None: it has not.
         drivers: of the GPUs, where there are any.
-        here: isles on this machine, where that counts.
+        here: isles on this machine; None: it need not be the same.
     """
     yield from _missing(facts)
     python = {name: own["python"] for name, own in facts.items()}
@@ -105,8 +105,8 @@ def _doubled(
 def _compare(
     finding_id: str, what: str, values: Mapping[str, str], level: Level
 ) -> Iterator[Finding]:
-    """One finding where all are equal; else one for each host that differs from most, or from the
-    first where there is no most."""
+    # One finding where all are equal; else one for each host that differs from most, or from the
+    # first where there is no majority.
     if not values:
         return
     usual, _ = Counter(values.values()).most_common(1)[0]

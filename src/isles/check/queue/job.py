@@ -61,7 +61,7 @@ Found = tuple[list[Finding], list[str]]
 
 
 def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> Found:
-    """Check the nodes that the queue gives, or those of the job that this is in.
+    """Check the nodes that the queue gives, or those of the job that this process is in.
 
     Args:
         run: what is checked, with its run file.
@@ -98,7 +98,7 @@ def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> F
 
 @contextmanager
 def _folder(output_dir: str, loaded: Loaded, resolved: Resolved) -> Iterator[Path]:
-    """A folder beside the run directories, as `isles.check.step` takes it, for a while."""
+    # Beside the run directories, in the form that `isles.check.step` reads.
     above = existing(Path(output_dir).expanduser())
     folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
     try:
@@ -118,7 +118,7 @@ def _srun(
     workdir: Path,
     timeout_s: float,
 ) -> list[str]:
-    """One task a node, with the nodes that the run would ask for; what srun has said."""
+    # One task a node, with the nodes that the run would ask for; the lines of srun.
     cluster = resolved.config.clusters[0]
     nodes = cluster.max_nodes
     job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir), ())
@@ -147,7 +147,7 @@ def _srun(
 def _pbs(
     resolved: Resolved, launcher: PbsLauncherConfig, folder: Path, workdir: Path, timeout_s: float
 ) -> list[str]:
-    """The job script of a run that only checks, here or submitted; the last that was said."""
+    # The job script of a run that only checks, here or submitted; its last lines.
     cluster, pbs = resolved.config.clusters[0], Pbs(launcher.bin_path)
     seconds = 60.0 * math.ceil((timeout_s + _RUN_S) / 60)
     dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()

@@ -1,4 +1,4 @@
-"""What Slurm or PBS says of the place that a job asks for: nodes, GPUs, time, account."""
+"""Findings on what Slurm or PBS has for a job: nodes, GPUs, time, account."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ _ATTRIBUTE = re.compile(r"^\s+([\w.]+) = (.*)$")
 
 @dataclass(frozen=True, slots=True)
 class QueueNode:
-    """One node, as its scheduler tells it.
+    """One node, as its scheduler reports it.
 
     Args:
-        name: of the node.
         state: the scheduler's word.
         is_up: whether it can have jobs, now or later.
         reason: why not.
-        gpus: that it has; None: not said.
+        gpus: that it has; None: not reported.
     """
 
     name: str
@@ -279,7 +278,7 @@ def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]
 
 
 def _blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
-    """Blocks of `key = value` lines, by the unindented line that heads each."""
+    # Blocks of `key = value` lines, by the unindented line that heads each.
     blocks: dict[str, dict[str, str]] = {}
     current: dict[str, str] = {}
     for line in text.splitlines():
