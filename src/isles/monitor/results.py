@@ -1,4 +1,4 @@
-"""Verbs on what a run has learnt: its checkpoints, its model, text of it, and its loss."""
+"""Verbs on the results of a run: checkpoint, generate, eval."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -146,9 +146,9 @@ def _run_here(
     verb: Sequence[str],
     options: Mapping[str, object] | None = None,
 ) -> RunDir | int:
-    """The run that is meant; of one on several clusters that of the cluster that is furthest.
+    """The run that a verb means; of a multi-cluster run that of the cluster that is furthest.
 
-    Where its directory is on another machine the verb is passed on to isles there: its exit code.
+    Where its directory is on another machine, isles there runs the verb: its exit code.
     """
     from isles.launch.remote.passing import pass_on
     from isles.launch.verbs import option_words
@@ -161,7 +161,7 @@ def _run_here(
     if isinstance(found, SeveralRun):
         cluster = furthest(found)
         if cluster is not None:
-            note(f"the checkpoints of cluster {cluster}, which has taken in the most turns")
+            note(f"the checkpoints of cluster {cluster}, which has taken in the most averages")
         found = find_cluster(str(found.path), output_dir, cluster)
     if isinstance(found, RemoteRun):
         return pass_on(found, [*verb, found.path, *option_words(options or {})])

@@ -1,4 +1,4 @@
-"""What commands print of runs: a table of all, one run as lines, its checkpoints."""
+"""Runs as text: a table of all, one run in full, its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _COLOURS = {
 
 
 class PipeConsole(Console):
-    """A console whose reader may leave; rich itself would end the program without a word."""
+    """A console whose reader (head, less) may leave; rich itself would end the program silently."""
 
     def on_broken_pipe(self) -> None:
-        """The reader (head, less) has seen enough."""
+        """Raise what `isles.cli` expects."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """For this command's stdout or stderr."""
+    """A console on stdout or stderr."""
     made = PipeConsole(stderr=stderr, highlight=False)
     # A pipe has no width: nothing is cut there.
     return made if made.is_terminal else PipeConsole(stderr=stderr, highlight=False, width=240)
@@ -100,13 +100,13 @@ def report_lines(report: RunReport) -> list[str]:
         ),
         ("started", _moment(report.begun_at)),
         ("where", _where_text(report)),
-        ("nodes", f"{report.nodes} of {report.max_nodes}" if report.max_nodes else "-"),
-        *(("", node_text(node)) for node in report.fleet),
+        ("nodes", f"{report.num_nodes} of {report.max_nodes}" if report.max_nodes else "-"),
+        *(("", _node_text(node)) for node in report.nodes),
         (
             "restarts",
             f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-",
         ),
-        *(("stuck", text) for text in report.stalls),
+        *(("stuck", text) for text in report.hangs),
         ("check", report.checked or "-"),
         ("directory", f"{report.on}:{report.path}" if report.on else report.path),
     ]
@@ -114,8 +114,7 @@ def report_lines(report: RunReport) -> list[str]:
     return [*lines, f"  {report.hint}"] if report.hint else lines
 
 
-def node_text(node: NodeReport) -> str:
-    """One node of a run as a line."""
+def _node_text(node: NodeReport) -> str:
     place = f"{node.host} ({node.address})" if node.address not in ("", node.host) else node.host
     parts = [f"node {node.node}  {place}"]
     if node.ranks is not None:
@@ -123,9 +122,9 @@ def node_text(node: NodeReport) -> str:
         parts.append(f"ranks {first}-{last}" if last > first else f"rank {first}")
     if node.pid is not None:
         parts.append(f"pid {node.pid}")
-    if node.heard_s is not None:
-        parts.append(f"heard {format_duration(node.heard_s)} ago")
-    if node.note or not node.is_there:
+    if node.last_seen_s is not None:
+        parts.append(f"last seen {format_duration(node.last_seen_s)} ago")
+    if node.note or not node.is_running:
         parts.append(node.note or "is not running")
     return "  ".join(parts)
 
@@ -135,7 +134,6 @@ def _label(report: RunReport) -> str:
 
 
 def _short_place(report: RunReport) -> str:
-    """Where a run is, and what is to be known of it, in one cell."""
     if report.state == "unreachable":
         return report.reason
     if report.job:
