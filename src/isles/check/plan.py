@@ -114,12 +114,10 @@ class RunFacts:
 
     @property
     def config(self) -> RunConfig | None:
-        """The values of the run file."""
         return self.loaded.config if self.loaded is not None else None
 
     @property
     def output_dir(self) -> str:
-        """Where run directories are made."""
         return self.config.output_dir if self.config is not None else "."
 
     def plan(self, name: str, nproc: Mapping[str, int], device: Device) -> NodePlan:
@@ -288,7 +286,6 @@ class Hosts:
 
 
 def findings_of(answers: Answers) -> list[Finding]:
-    """The findings of all hosts, in order."""
     return [Finding(**own) for answer in answers.values() for own in answer["findings"]]
 
 

@@ -53,16 +53,7 @@ Found = tuple[list[Finding], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """How `isles check` was typed.
-
-    Args:
-        run_file: None: the machines alone are checked.
-        overrides: as `key.path=value`.
-        hosts: these instead of the run file's.
-        extent: how much is checked.
-        as_json: print JSON.
-        in_job: check the nodes by a job of Slurm or PBS.
-    """
+    """The arguments of `isles check`; without a run file the machines alone are checked."""
 
     run_file: Path | None
     overrides: tuple[str, ...]
@@ -73,11 +64,7 @@ class CheckOptions:
 
 
 def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
-    """Check, print the report, and give the exit code.
-
-    Args:
-        options: how it was typed.
-        write: takes the report.
+    """Check, write the report, and give the exit code.
 
     Raises:
         UserError: the run file or the command line is wrong.
@@ -228,14 +215,7 @@ def _channel(shell: Shell, lines: Sequence[str], python: str, name: str) -> Chan
 def check_hosts(
     run: RunFacts, channels: Sequence[Channel], extent: Extent, say: Say
 ) -> list[Finding]:
-    """Check hosts, and the links between them.
-
-    Args:
-        run: the cluster and its run.
-        channels: to its hosts, in order; the caller closes them.
-        extent: how much is checked.
-        say: takes a line about what is done now.
-    """
+    """Check hosts, and the links between them; the arguments are those of `Hosts`."""
     hosts = Hosts(channels, run, extent, say)
     names = hosts.names
     say(f"asking {names[0]}" if len(names) == 1 else f"asking {len(names)} hosts")

@@ -109,7 +109,6 @@ class Children:
         threading.Thread(target=pump, daemon=True).start()
 
     def put(self, line: Line) -> None:
-        """Add a line to the queue."""
         self._lines.put(line)
 
     def next(self, timeout_s: float | None) -> Line | None:
@@ -169,7 +168,6 @@ class Ended:
 
 
 def isles_argv(words: Sequence[str]) -> list[str]:
-    """The command line of an isles command on this machine."""
     return [sys.executable, "-m", "isles", *words]
 
 

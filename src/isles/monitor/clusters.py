@@ -92,7 +92,6 @@ class MultiClusterReport:
     hub_error: str
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         clusters = []
         for cluster in self.run.clusters:
             report = self.clusters.get(cluster.name)
@@ -110,7 +109,6 @@ class MultiClusterReport:
 
     @property
     def members(self) -> dict[str, dict[str, Any]]:
-        """What the hub reports of each cluster."""
         return {member["name"]: member for member in (self.hub or {}).get("members", [])}
 
 
@@ -129,7 +127,6 @@ def multi_cluster_report(run: SeveralRun) -> MultiClusterReport:
 
 
 def multi_cluster_lines(report: MultiClusterReport) -> list[str]:
-    """One multi-cluster run, in full."""
     run = report.run
     lines = [run.name, f"  state      {report.state}", *_hub_lines(report), ""]
     lines += [f"  {text}" for text in (*columns(_rows(report)), *_remarks(report))]

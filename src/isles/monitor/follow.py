@@ -127,7 +127,6 @@ class RunFollower(Follower):
             threading.Thread(target=self._ask_queue, daemon=True).start()
 
     def look(self) -> int | None:
-        """See `Follower.look`."""
         # The state before the records: what is written before the end is then read after it.
         state = attempt_state(self._run_dir, self._attempt)
         is_queued = state.state == "queued"
@@ -178,7 +177,6 @@ class RunFollower(Follower):
         return None
 
     def close(self) -> None:
-        """See `Follower.close`."""
         self._is_over.set()
         if self._bar is not None:
             self._bar.progress.stop()

@@ -17,6 +17,7 @@ from isles.facts.units import format_bytes, format_duration
 from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
 from isles.launch.meeting_run import Meeting
 from isles.monitor.follow import Follower
+from isles.monitor.logs import LineTail
 from isles.monitor.table import columns, print_lines
 from isles.run.ask import ask_rendezvous
 from isles.run.join_line import JoinLine
@@ -36,7 +37,6 @@ def find_hub(given: str | None, output_dir: Path) -> Path | None:
 
 
 def running_hubs(output_dir: Path) -> list[Path]:
-    """The state directories of hubs that run."""
     if not output_dir.is_dir():
         return []
     found = sorted(path for path in output_dir.iterdir() if _is_hub(path))
@@ -60,7 +60,6 @@ def hub_record(state: Path) -> dict[str, Any]:
 
 
 def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
-    """The record of `hub_record` as lines."""
     lines = [state.name, f"  state      {record['state']}"]
     lines.append(f"  address    {JoinLine.read(state / 'join').address}")
     if "error" in record:
@@ -201,9 +200,9 @@ class HubFollower(Follower):
         """
         if rendezvous_process(self._meeting.state) is None:
             log = self._meeting.state / "rendezvous.log"
-            words = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+            lines = LineTail(log, last=_LOG_LINES).read(final=True)
             raise CommunicationError(
-                "\n".join(["the hub has ended; the end of its log:", *(f"    {w}" for w in words)]),
+                "\n    ".join(["the hub has ended; the end of its log:", *lines]),
                 where=str(log),
                 fix="type the command again: it goes on where it was, and the clusters come back",
             )

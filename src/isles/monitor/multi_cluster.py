@@ -428,7 +428,6 @@ class ClustersFollower(Follower):
             threading.Thread(target=self._ask_hub, daemon=True).start()
 
     def look(self) -> int | None:
-        """See `Follower.look`."""
         order = [cluster.name for cluster in self._run.clusters]
         while self._children.left and (line := self._children.next(0)) is not None:
             if line.kind == "end":
@@ -451,7 +450,6 @@ class ClustersFollower(Follower):
         return code
 
     def handle(self, number: signal.Signals) -> int | None:
-        """Send it to all clusters."""
         if number == signal.SIGINT and not self._was_interrupted:
             self._was_interrupted = True
             self.say("stopping all clusters; Ctrl+C again stops them now")
@@ -459,7 +457,6 @@ class ClustersFollower(Follower):
         return None
 
     def close(self) -> None:
-        """See `Follower.close`."""
         self._is_over.set()
         self._children.hang_up()
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from isles.errors import ExitCode, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
+from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command
 from isles.monitor.table import print_lines
 from isles.run.find import typed_command, typed_name
@@ -157,7 +158,9 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
             what += f": {full_disk}\n  fix: free some of it, and start the run again"
         else:
             what += ": killed, perhaps"
-        return [f"error: {outcome.get('reason') or what}", *_agent_log_tail(attempt), *then]
+        tail = LineTail(attempt.agent_log, last=_LOG_LINES).read(final=True)
+        end = [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]
+        return [f"error: {outcome.get('reason') or what}", *(end if tail else []), *then]
     rank = number_of(cause, "rank")
     what = str(cause.get("what") or cause.get("kind") or "unknown error").rstrip()
     fix = str(cause.get("fix") or "")
@@ -189,14 +192,3 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     if others > 0:
         lines.append(f"  {others} other rank{'s' if others > 1 else ''} stopped because of it")
     return [*lines, *then, *more_lines([cause.get("id")])]
-
-
-def _agent_log_tail(attempt: Attempt) -> list[str]:
-    try:
-        text = attempt.agent_log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    tail = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
-    if not tail:
-        return []
-    return [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]

@@ -173,7 +173,6 @@ class RemoteFollower(Follower):
         """Lines of lost connections: each try would print them again."""
 
     def look(self) -> int | None:
-        """See `Follower.look`."""
         now = time.monotonic()
         if self._process is None:
             if self._lost_at is not None and now - self._tried_at < _RETRY_S:
@@ -200,7 +199,6 @@ class RemoteFollower(Follower):
         return None
 
     def handle(self, number: signal.Signals) -> int | None:
-        """See `Follower.handle`."""
         if self._process is not None:
             self._send(self._process, number)
         elif number == signal.SIGTERM:
@@ -210,7 +208,6 @@ class RemoteFollower(Follower):
         return None
 
     def close(self) -> None:
-        """Close the connection; the isles there ends with it."""
         process, self._process = self._process, None
         if process is None:
             return

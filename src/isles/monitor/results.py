@@ -22,7 +22,6 @@ OneStep = Annotated[int | None, Parameter(name="--step", help="Only this one; le
 
 
 def register(app: App) -> None:
-    """Give the command its verbs on results."""
     app.command(checkpoint)
     app.command(generate)
     app.command(evaluate, name="eval")

@@ -134,7 +134,6 @@ class RunReport:
     """Outer steps of this cluster, as its status.json has them."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return asdict(self)
 
     @classmethod

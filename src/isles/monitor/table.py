@@ -35,7 +35,6 @@ class PipeConsole(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr."""
     made = PipeConsole(stderr=stderr, highlight=False)
     # A pipe has no width: nothing is cut there.
     return made if made.is_terminal else PipeConsole(stderr=stderr, highlight=False, width=240)
@@ -58,7 +57,6 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def runs_table(reports: Sequence[RunReport]) -> Table:
-    """One row a run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started", "where"):
         table.add_column(column, no_wrap=True)
@@ -79,7 +77,6 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """One run, in full."""
     rows = [
         ("state", _state_text(report)),
         ("step", steps_text(report.step, report.total_steps)),
@@ -181,7 +178,6 @@ def _number(value: float | None) -> str:
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:
-    """One line a checkpoint, oldest first."""
     lines = [
         f"step {info.step:<8} {_moment(info.created_at)}  {format_bytes(info.size_bytes):>10}  "
         f"{info.path}"

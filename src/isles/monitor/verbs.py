@@ -41,7 +41,6 @@ join_app = App(
 
 
 def register(app: App) -> None:
-    """Give the command its verbs on runs."""
     for verb in (status, logs, stop):
         app.command(verb)
     app.command(follow, show=False)
@@ -396,12 +395,10 @@ def join(
 
 
 def say(line: str) -> None:
-    """Print a line on stdout."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def note(line: str) -> None:
-    """Print a line on stderr."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -249,7 +249,6 @@ def probe_write(output_dir: str) -> dict[str, str]:
 
 
 def probe_read(path: str, word: str) -> dict[str, bool]:
-    """Whether that file can be read here."""
     try:
         return {"is_shared": Path(path).read_text(encoding="ascii") == word}
     except OSError:
@@ -257,7 +256,6 @@ def probe_read(path: str, word: str) -> dict[str, bool]:
 
 
 def probe_remove(path: str) -> dict[str, bool]:
-    """Remove that file."""
     if Path(path).name.startswith(".isles-check-"):
         Path(path).unlink(missing_ok=True)
     return {}

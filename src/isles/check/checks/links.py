@@ -61,7 +61,6 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether ranks could use it."""
         return self.run == self.free == "ok"
 
 
@@ -77,27 +76,26 @@ class Listener:
         Raises:
             UserError: all hundred are taken.
         """
-        first = port
-        run = next((s for port in range(first, first + 100) if (s := _server(port))), None)
+        run = None
+        for own in range(port, port + 100):
+            with suppress(OSError):
+                run = _Server(("", own), _Stream)
+                break
         if run is None:
             raise UserError(
-                f"the ports {first} to {first + 99} are all taken",
+                f"the ports {port} to {port + 99} are all taken",
                 fix="set clusters[0].network.port to the first of a hundred that are not",
                 id="port.taken",
             )
-        free, udp = _server(0), socketserver.UDPServer(("", 0), _Datagram)
-        assert free is not None
-        self._servers = [run, free, udp]
-        for server in self._servers:
+        free, udp = _Server(("", 0), _Stream), socketserver.UDPServer(("", 0), _Datagram)
+        ports = {}
+        for name, server in (("run", run), ("any", free), ("udp", udp)):
             threading.Thread(target=server.serve_forever, args=(_POLL_S,), daemon=True).start()
-        return {
-            "run": run.server_address[1],
-            "any": free.server_address[1],
-            "udp": udp.server_address[1],
-        }
+            self._servers.append(server)
+            ports[name] = server.server_address[1]
+        return ports
 
     def unlisten(self) -> dict[str, int]:
-        """Close the ports."""
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -109,13 +107,6 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 256
-
-
-def _server(port: int) -> _Server | None:
-    try:
-        return _Server(("", port), _Stream)
-    except OSError:
-        return None
 
 
 class _Stream(socketserver.BaseRequestHandler):
@@ -323,7 +314,7 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
             if back is not None and back.is_open:
                 text += f"; the other way works, so it is the firewall of {other}"
             state = link.run if link.run != "ok" else link.free
-            fix = _open(other, hosts.reach[other], hosts.facts[other]["firewalls"])
+            fix = _opening(other, hosts.reach[other], hosts.facts[other]["firewalls"])
             findings.append(Finding("net.connect", "error", pair, text, state, "ok", fix))
     if not trips:
         return findings
@@ -342,26 +333,22 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
 
 
 def _closed(link: Link, address: str, ports: Mapping[str, int]) -> str:
+    state = link.free if link.run == "ok" else link.run
+    how = {
+        "dropped": "no answer: packets are dropped, as by a firewall",
+        "refused": "refused, as by a firewall that rejects",
+    }.get(state, state)
     if link.run == "ok":
         return (
-            f"{address} port {ports['run']} is open, and {ports['any']} is not "
-            f"({_how(link.free)}): ranks talk over ports that the system chooses, so one open port "
-            "is not enough"
+            f"{address} port {ports['run']} is open, and {ports['any']} is not ({how}): ranks talk "
+            "over ports that the system chooses, so one open port is not enough"
         )
     if link.free == "ok":
-        return f"{address} port {ports['run']}, the run's: {_how(link.run)}"
-    return f"{address} ports {ports['run']} and {ports['any']}: {_how(link.run)}"
+        return f"{address} port {ports['run']}, the run's: {how}"
+    return f"{address} ports {ports['run']} and {ports['any']}: {how}"
 
 
-def _how(state: str) -> str:
-    if state == "dropped":
-        return "no answer: packets are dropped, as by a firewall"
-    if state == "refused":
-        return "refused, as by a firewall that rejects"
-    return state
-
-
-def _open(name: str, reach: Reach, firewalls: list[str]) -> str:
+def _opening(name: str, reach: Reach, firewalls: list[str]) -> str:
     # The line that lets the other hosts in, for the firewall that is installed.
     network = str(reach.network) if reach.network is not None else "SUBNET"
     lines = {
@@ -429,16 +416,13 @@ def bandwidth_findings(
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time in ms."""
     return f"{seconds * 1000:.2f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
 
 
 def short_time(seconds: float) -> str:
-    """A time in ms, or in s from one second on."""
     return milliseconds(seconds) if seconds < 1 else f"{seconds:.1f} s"
 
 
 def bit_rate(bytes_per_s: float) -> str:
-    """Bytes per second in Mbit/s or Gbit/s."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

@@ -53,7 +53,6 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Every IPv4 address of this node."""
     leased, stats = _leased(), psutil.net_if_stats()
     return [
         Interface(

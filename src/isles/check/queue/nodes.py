@@ -45,13 +45,7 @@ class QueueNode:
 def queue_findings(
     cluster: ClusterConfig, launcher: SlurmLauncherConfig | PbsLauncherConfig, shell: Shell
 ) -> list[Finding]:
-    """Ask the scheduler of a cluster.
-
-    Args:
-        cluster: of the run file.
-        launcher: its launcher.
-        shell: where the scheduler's commands are.
-    """
+    """Ask the scheduler of a cluster; `shell`: where the scheduler's commands are."""
     if isinstance(launcher, SlurmLauncherConfig):
         name, possessive = "Slurm", "Slurm's"
         asked = _slurm(cluster, launcher, Slurm(launcher.bin_path, shell))
