@@ -94,7 +94,7 @@ def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
 
 def averaged(command: Command) -> set[str]:
     """Clusters that have taken in a turn, by what is shown of them."""
-    lines = [line for line in command.text.splitlines() if "averaged turn" in line]
+    lines = [line for line in command.text.splitlines() if "averaged outer step" in line]
     return {line.partition(" ")[0] for line in lines}
 
 

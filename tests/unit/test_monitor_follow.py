@@ -202,5 +202,6 @@ def test_an_averaging_is_one_line() -> None:
     row = {"kind": "outer", "step": 500, "turn": 3, "weights": {"a": 9, "b": 7}, "mode": "late"}
     row |= {"sent_bytes": 2048, "received_bytes": 0, "exposed_s": 1.25}
     assert row_text(row, {}) == (
-        "step 500  averaged turn 3 of a 56%, b 44%  without this cluster  2.0 KiB up  waited 1.2s"
+        "step 500  averaged outer step 3 of a 56%, b 44%  without this cluster  2.0 KiB up  "
+        "waited 1.2s"
     )

@@ -226,10 +226,8 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     shown = "a local running 4 - 1.0k 75% 2.0 KiB 4.0 KiB 2m 00s 75% 1s ago"
     assert row.split() == shown.split()
     assert "c        slurm     never started" in text
-    assert (
-        "turn 8 (round 4, 2 fragments)" in text and "turn 8 waits for b (not heard for 40s)" in text
-    )
-    assert "b is not in the turns: dropped, last seen 40s ago" in text
+    assert "round 8 (2 fragments)" in text and "round 8 waits for b (not heard for 40s)" in text
+    assert "b is in no round: dropped, last seen 40s ago" in text
     assert "b: computes 100 tokens/s, the fastest 1.0k" in text
 
 
@@ -258,8 +256,8 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
     assert code == 0 and lines[0] == "t-1 is finished"
     places = [f"{cluster.path}/model" for cluster in clusters]
     assert f"the model   {places[1]}" in text and f"the same weights {places[2]}" in text
-    assert f"OTHER weights, of fewer turns {places[0]}" in text
-    assert f"OTHER weights, trained on since the last turn {places[3]}" in text
+    assert f"OTHER weights, of fewer rounds {places[0]}" in text
+    assert f"OTHER weights, trained on since the last round {places[3]}" in text
 
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:

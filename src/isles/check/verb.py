@@ -135,7 +135,7 @@ def _check_one(
             sys.stderr.write(f"{line} …\n")
 
     found, columns = _check_cluster(run, options, say)
-    # To itself a cluster is the only one; the user is told its place in the run file.
+    # To itself a cluster is the only one; the user reads its place in the run file.
     findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
     lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
@@ -158,8 +158,8 @@ def _check_cluster(run: RunFacts, options: CheckOptions, say: Say) -> Found:
             return _check_queue(run, launcher, extent, say)
         case ManualLauncherConfig(hosts=hosts):
             found, columns = _check_here(run, extent, say)
-            text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh is "
-            text += "not told of"
+            text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "
+            text += "does not know"
             fix = f"isles check --hosts {' '.join(hosts)}, or isles check on each of them"
             unseen = Finding("host.unseen", "warning", "other hosts", text, fix=fix)
             return [*found, unseen], columns

@@ -152,20 +152,19 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
     if answer is None:
         is_over = report.state in ("finished", "stopped", "failed", "killed")
         return [] if is_over else [f"  hub        at {place}: {report.hub_error}"]
-    lines = [f"  hub        at {place}, turn {answer.get('turn')}"]
     fragments = int(answer.get("fragments") or 0)
-    if fragments > 1:
-        lines[0] += f" (round {int(answer.get('turn') or 0) // fragments}, {fragments} fragments)"
-    for turn in answer.get("open") or []:
-        missing = turn.get("missing") or {}
+    parts = f" ({fragments} fragments)" if fragments > 1 else ""
+    lines = [f"  hub        at {place}, round {answer.get('turn')}{parts}"]
+    for entry in answer.get("open") or []:
+        missing = entry.get("missing") or {}
         names = [
             f"{name} ({missing[name]})" if missing.get(name) else name
-            for name in turn.get("waits_for") or []
+            for name in entry.get("waits_for") or []
         ]
-        if names and turn.get("contributed"):
-            due = turn.get("due_in_s")
+        if names and entry.get("contributed"):
+            due = entry.get("due_in_s")
             by = f", for {format_duration(due)} more" if due is not None else ""
-            lines.append(f"  waiting    turn {turn['turn']} waits for {', '.join(names)}{by}")
+            lines.append(f"  waiting    round {entry['turn']} waits for {', '.join(names)}{by}")
     return lines
 
 
@@ -174,8 +173,8 @@ def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [(*head, "sync", "hidden", "last seen")]
     # Weights of the last average that any cluster has taken in.
     outers = [r.outer or {} for r in report.clusters.values()]
-    turns = [turn for outer in outers if (turn := outer.get("last_turn"))]
-    newest = max(turns, key=lambda turn: turn.get("turn", -1), default=None)
+    averages = [average for outer in outers if (average := outer.get("last_turn"))]
+    newest = max(averages, key=lambda average: average.get("turn", -1), default=None)
     tokens = (newest or {}).get("weights") or {}
     whole = sum(tokens.values())
     for cluster in report.run.clusters:
@@ -241,7 +240,7 @@ def _remarks(report: MultiClusterReport) -> list[str]:
             lines.append(f"{name} is behind, and takes the weights of another")
         elif member and member["state"] not in ("living", "finished"):
             seen = f"last seen {member['heard_s']:.0f}s ago"
-            lines.append(f"{name} is not in the turns: {member['state']}, {seen}")
+            lines.append(f"{name} is in no round: {member['state']}, {seen}")
         lines += [f"{name}: {text}" for text in (*found.hangs, *_slow(name, speeds, outer))]
         if member and member.get("refused"):
             lines.append(f"{name}: {member['refused']}")
@@ -356,11 +355,11 @@ def _model_lines(run: SeveralRun, reports: Mapping[str, RunReport]) -> list[str]
     for name, place in places.items():
         pair = done[name], done[newest]
         if _version(pair[0]) != _version(pair[1]):
-            word = "OTHER weights, of fewer turns"
+            word = "OTHER weights, of fewer rounds"
         elif all((report.outer or {}).get("is_averaged") for report in pair):
             word = "the same weights"
         else:
-            word = "OTHER weights, trained on since the last turn"
+            word = "OTHER weights, trained on since the last round"
         lines.append(f"  {word:<11} {place}")
     return [*lines, f'  next        isles generate {typed_name(run)} --prompt "Once"']
 

@@ -66,7 +66,7 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
         lines.append(f"  error      {record['error']}")
     answer = record["hub"]
     if answer is not None:
-        lines[-1] += f", turn {answer['turn']}"
+        lines[-1] += f", round {answer['turn']}"
         lines += _member_lines(answer["members"])
     if record["state"] == "stopped":
         lines.append("  `isles hub` with its run file goes on with it")
@@ -114,10 +114,10 @@ class HubNews:
         self._line = line
         self._since = since
         self._event: int | None = None
-        self._turn = -1
+        self._round = -1
 
     def look(self) -> list[tuple[float, str, str]]:
-        """The time, the kind (`turn`: an average) and the text of each, in order.
+        """The time, the kind (`round`: an average) and the text of each, in order.
 
         Raises:
             UserError: the hub does not answer.
@@ -129,7 +129,7 @@ class HubNews:
             starts = [event["at"] for event in events if event["kind"] == "started"]
             since = max(starts, default=0.0) if self._since is None else self._since
             self._event = max([e["number"] for e in events if e["at"] < since], default=-1)
-            self._turn = max([c["turn"] for c in commits if c["at"] < since], default=-1)
+            self._round = max([c["turn"] for c in commits if c["at"] < since], default=-1)
         found = []
         for event in events:
             if event["number"] > self._event:
@@ -138,15 +138,15 @@ class HubNews:
                 text = f"{who}{event['kind'].replace('_', ' ')}: {event['what']}".rstrip("; ")
                 found.append((float(event["at"]), str(event["kind"]), printable(text)))
         for commit in reversed(commits):
-            if commit["turn"] > self._turn:
-                self._turn = commit["turn"]
+            if commit["turn"] > self._round:
+                self._round = commit["turn"]
                 total = sum(commit["weights"].values()) or 1
                 parts = [f"{name} {n / total:.0%}" for name, n in commit["weights"].items()]
                 text = (
-                    f"turn {commit['turn']} averaged: {', '.join(parts) or 'nobody'}; "
+                    f"round {commit['turn']} averaged: {', '.join(parts) or 'nobody'}; "
                     f"{format_bytes(commit['size_bytes'])} in {format_duration(commit['seconds'])}"
                 )
-                found.append((float(commit["at"]), "turn", printable(text)))
+                found.append((float(commit["at"]), "round", printable(text)))
         return sorted(found, key=lambda news: news[0])
 
 

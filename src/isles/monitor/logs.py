@@ -145,7 +145,7 @@ def log_lines(
     *,
     pause: Callable[[float], object] = time.sleep,
 ) -> Iterator[str]:
-    """Lines of the logs, each with the name of its node and rank where there are several.
+    """Lines of the logs, each with the name of its node and rank if there is more than one.
 
     Raises:
         UserError: the rank has no log, and none can come.

@@ -47,7 +47,7 @@ from isles.run.refusals import clear_errors
 from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
 
 _HUB_POLL_S = 1.0
-_QUIET_NEWS = ("started", "turn")
+_QUIET_NEWS = ("started", "round")
 """News of the hub that the clusters report themselves."""
 
 

@@ -158,7 +158,7 @@ def collect(
     if attempt is not None and jobs is not None:
         job = jobs.get(attempt.path)
     elif attempt is not None:
-        with suppress(OSError):  # its answer cannot be kept in somebody else's directory
+        with suppress(OSError):  # the run belongs to another user: the answer cannot be kept
             job = refresh(run_dir, attempt)
     launch = (read_record(attempt.launch) if attempt else None) or {}
     state = attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED

@@ -21,7 +21,7 @@ from isles.errors import UserError
 from isles.facts.units import format_bytes, format_duration
 from isles.launch.ssh.addresses import Reach
 
-_CONNECT_S, _STREAM_S, _STALL_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
+_CONNECT_S, _STREAM_S, _BLOCKED_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
 _PING = 64
 _NUM_PINGS, _PING_EVERY_S, _PING_WAIT_S = 20, 0.02, 1.0
 _IP_HEADERS = 28
@@ -183,7 +183,7 @@ def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]
                     left -= len(data)
                 times.append(time.perf_counter() - begin)
     except TimeoutError:
-        return "ok", timeout_s  # it is open, and somebody there is very slow
+        return "ok", timeout_s  # it is open, and the host is very slow
     except OSError as error:
         return error.strerror or str(error), 0.0
     return "ok", statistics.median(times)
@@ -236,7 +236,7 @@ def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
             link.sendall(b"S")
             end = time.monotonic() + seconds
             # A link that carries nothing shows at the first full buffer.
-            link.settimeout(_STALL_S)
+            link.settimeout(_BLOCKED_S)
             while time.monotonic() < end:
                 link.sendall(block)
             link.shutdown(socket.SHUT_WR)

@@ -344,17 +344,17 @@ def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
                 timeout=timeout_s,
                 check=False,
             )
-            code, said = done.returncode, done.stdout
+            code, output = done.returncode, done.stdout
             fault = f"ended with exit code {code}" if code else ""
         except subprocess.TimeoutExpired as error:
             stop = [*isles, "stop", "--now", "--output-dir", f"{folder}/runs"]
             subprocess.run(stop, capture_output=True, timeout=30, check=False)
-            fault, said = f"not done in {timeout_s:.0f} s", error.stdout or b""
+            fault, output = f"not done in {timeout_s:.0f} s", error.stdout or b""
     seconds = f"{time.monotonic() - begin:.1f} s"
     if not fault:
         yield Finding("train.smoke", "ok", plan.name, "three steps trained", seconds)
         return
-    last = "\n".join(said.decode(errors="replace").strip().splitlines()[-6:])
+    last = "\n".join(output.decode(errors="replace").strip().splitlines()[-6:])
     text = f"a training of three steps {fault}:\n{last}"
     fix = "the lines above say why; isles train there shows more"
     yield Finding("train.smoke", "error", plan.name, text, seconds, fix=fix)

@@ -94,12 +94,12 @@ def _doubled(
 ) -> Iterator[Finding]:
     # A package that pip knows beside another that Python finds first.
     for name, own in imported.items():
-        told, real = installed.get(name), own["torch"]
+        known, real = installed.get(name), own["torch"]
         # A wheel's local version (+cu128) is not always part of what pip knows.
-        if told and real and told.partition("+")[0] != real.partition("+")[0]:
-            text = f"pip knows torch {told}, and Python imports {real}: two are installed"
+        if known and real and known.partition("+")[0] != real.partition("+")[0]:
+            text = f"pip knows torch {known}, and Python imports {real}: two are installed"
             fix = "look at PYTHONPATH and `python -m pip list -v` there; remove one of the two"
-            yield Finding("version.torch", "error", name, text, real, told, fix)
+            yield Finding("version.torch", "error", name, text, real, known, fix)
 
 
 def _compare(
