@@ -42,16 +42,26 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
 @checkpoint.command
 def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RUNS) -> int:
     """Read checkpoints back and compare every byte with its recorded hash."""
-    from isles.monitor.table import verify_lines
+    from isles.monitor.table import checkpoint_lines
+    from isles.run.manifest import find_checkpoint, verify_checkpoint
 
     found = _run_here(run, output_dir, ["checkpoint", "verify"], {"step": step})
     if isinstance(found, int):
         return found
-    is_whole = True
-    for line, is_good in verify_lines(found, step):
-        say(line)
-        is_whole = is_whole and is_good
-    return ExitCode.OK if is_whole else ExitCode.TRAINING
+    if step is not None:
+        folders = [find_checkpoint(found, step).path]
+    else:
+        folders = sorted(found.checkpoints.glob("step-*"))
+    if not folders:
+        say("\n".join(checkpoint_lines(found)))
+    code = ExitCode.OK
+    for folder in folders:
+        faults = verify_checkpoint(folder)
+        say(f"{folder.name}: {'NOT whole' if faults else 'whole'}")
+        for fault in faults:
+            say(f"  {fault}")
+            code = ExitCode.TRAINING
+    return code
 
 
 @checkpoint.command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
-from isles.run.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
+from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.state import script_of
 
@@ -183,29 +183,10 @@ def checkpoint_lines(run_dir: RunDir) -> list[str]:
         f"{info.path}"
         for info in list_checkpoints(run_dir)
     ]
-    return lines or [_none_yet(run_dir)]
-
-
-def verify_lines(run_dir: RunDir, step: int | None) -> Iterator[tuple[str, bool]]:
-    """Read checkpoints back, of a step or all; pairs of a line and whether it is good news.
-
-    Raises:
-        UserError: there is no checkpoint of that step.
-    """
-    if step is not None:
-        folders = [find_checkpoint(run_dir, step).path]
-    else:
-        folders = sorted(run_dir.checkpoints.glob("step-*"))
-    if not folders:
-        yield _none_yet(run_dir), True
-    for folder in folders:
-        faults = verify_checkpoint(folder)
-        yield f"{folder.name}: {'NOT whole' if faults else 'whole'}", not faults
-        yield from ((f"  {fault}", False) for fault in faults)
-
-
-def _none_yet(run_dir: RunDir) -> str:
+    if lines:
+        return lines
     script = script_of(run_dir)
     if script is None:
-        return f"{run_dir.name} has no checkpoint yet"
-    return f"{run_dir.name} runs {script}, a script of your own, which keeps checkpoints by itself"
+        return [f"{run_dir.name} has no checkpoint yet"]
+    how = f"{script}, a script of your own, which keeps checkpoints by itself"
+    return [f"{run_dir.name} runs {how}"]

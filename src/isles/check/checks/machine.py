@@ -156,20 +156,19 @@ def _for_good(kind: str, value: str) -> str:
 def _lease(plan: NodePlan) -> Iterator[Finding]:
     # An address that a router lends may be another after its next restart.
     used = reached_at()
-    if plan.num_hosts < 2 or used is None:
+    own = next((own for own in interfaces() if own.address == used), None)
+    if plan.num_hosts < 2 or own is None:
         return
-    for own in interfaces():
-        if own.address != used:
-            continue
-        if not own.is_leased:
-            text = f"{used} is its own address"
-            yield Finding("address.dhcp", "ok", plan.name, text, used)
-            return
-        prefix = sum(int(part).bit_count() for part in own.netmask.split("."))
-        text = f"{used} on {own.name} is lent by DHCP, and may be another tomorrow"
-        fix = "reserve it in the router, or make it static: /etc/netplan/*.yaml with "
-        fix += f"{own.name}: {{dhcp4: no, addresses: [{used}/{prefix}]}}, then sudo netplan apply"
-        yield Finding("address.dhcp", "warning", plan.name, text, f"{used}, dynamic", fix=fix)
+    if not own.is_leased:
+        text = f"{own.address} is its own address"
+        yield Finding("address.dhcp", "ok", plan.name, text, own.address)
+        return
+    prefix = sum(int(part).bit_count() for part in own.netmask.split("."))
+    text = f"{own.address} on {own.name} is lent by DHCP, and may be another tomorrow"
+    static = f"{own.name}: {{dhcp4: no, addresses: [{own.address}/{prefix}]}}"
+    fix = "reserve it in the router, or make it static: /etc/netplan/*.yaml with "
+    fix += f"{static}, then sudo netplan apply"
+    yield Finding("address.dhcp", "warning", plan.name, text, f"{own.address}, dynamic", fix=fix)
 
 
 def clock_skew(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:

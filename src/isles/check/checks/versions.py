@@ -47,7 +47,12 @@ def compare_versions(
     minors = {".".join(version.split(".")[:2]) for version in python.values()}
     level: Level = "error" if len(minors) > 1 else "warning"
     yield from _compare("version.python", "Python", python, level)
-    yield from _isles({name: own["isles"] for name, own in facts.items()}, here)
+    isles = {name: own["isles"] for name, own in facts.items()}
+    odd = {name: version for name, version in isles.items() if here and version != here}
+    for name, version in odd.items():
+        yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
+    if not odd:
+        yield from _compare("version.isles", "isles", isles, "error")
     packages = {name: own["packages"] for name, own in facts.items()}
     torch = {name: own["torch"] for name, own in packages.items() if "torch" in own}
     yield from _compare("version.torch", "torch", torch, "error")
@@ -78,15 +83,6 @@ def _missing(facts: Facts) -> Iterator[Finding]:
         )
         fix += "right Python in clusters[0].environment"
         yield Finding("packages.missing", "error", name, text, f"missing: {missing}", fix=fix)
-
-
-def _isles(versions: Mapping[str, str], here: str | None) -> Iterator[Finding]:
-    odd = {name: version for name, version in versions.items() if version != here}
-    if here is None or not odd:
-        yield from _compare("version.isles", "isles", versions, "error")
-        return
-    for name, version in odd.items():
-        yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
 
 
 def _doubled(

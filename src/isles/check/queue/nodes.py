@@ -229,7 +229,10 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
     if asked.returncode:
         return
     queues = _blocks(asked.stdout, "Queue:")
-    name = launcher.queue or _default_queue(pbs)
+    name = launcher.queue
+    if name is None:
+        servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
+        name = servers[0].get("default_queue") if servers else None
     yield _queue(where, name, queues)
     attributes = queues.get(name or "")
     if attributes is None:
@@ -242,11 +245,6 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
     most = attributes.get("resources_max.walltime")
     most_s = parse_duration_s(most) if most else None
     yield _time(where, f"the queue {name}", launcher.time, most_s)
-
-
-def _default_queue(pbs: Pbs) -> str | None:
-    servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
-    return servers[0].get("default_queue") if servers else None
 
 
 def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]) -> Finding:
