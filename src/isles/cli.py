@@ -17,7 +17,6 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from isles import __version__
-from isles.check.command import check_app
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
 from isles.launch.arguments import normalise_overrides
 from isles.launch.file_verbs import config, data
@@ -36,7 +35,6 @@ app.command(config)
 app.command(data)
 app.command(render)
 app.command(setup_app)
-app.command(check_app)
 verbs.register(app)
 results.register(app)
 
@@ -120,6 +118,52 @@ def train(
         typed=typed or train_command(run_file, overrides, resume),
     )
     return verbs.start_and_follow(options, detach=detach, announce=announce)
+
+
+@app.command
+def check(
+    run_file: Path | None = None,
+    /,
+    *overrides: str,
+    hosts: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    json: bool = False,
+    net: Annotated[bool, Parameter(negative="--no-net")] = True,
+    smoke: bool = False,
+    in_job: bool = False,
+    timeout: str = "60s",
+) -> int:
+    """Check machines before a run: each finding with its fix.
+
+    The exit code is 0 where all is well (also with warnings), 1 for a fault in the run file or the
+    command line, and 2 where there are errors.
+
+    Args:
+        run_file: The run file; left out: the machines alone are checked.
+        overrides: Values that replace those in the file, such as data.seq_length=512.
+        hosts: These hosts, as ssh takes them, in place of the run file's.
+        json: Print JSON.
+        net: Also the links between hosts, and an all-reduce over all ranks.
+        smoke: Also train a small model for three steps on each machine alone.
+        in_job: Check the nodes that Slurm or PBS gives, by a short job, not by its own answers.
+        timeout: Longest wait for one answer of a host.
+    """
+    from isles.check.plan import Extent
+    from isles.check.verb import CheckOptions, run_check
+    from isles.facts.units import parse_duration_s
+
+    try:
+        timeout_s = parse_duration_s(timeout)
+    except ValueError as error:
+        raise UserError(str(error), where="--timeout", fix="for example --timeout 3m") from error
+    if timeout_s < 10:
+        raise UserError(
+            f"{timeout} is less than importing torch takes",
+            where="--timeout",
+            fix="for example --timeout 30s",
+        )
+    extent = Extent(net=net, smoke=smoke, timeout_s=timeout_s)
+    options = CheckOptions(run_file, overrides, hosts, extent, as_json=json, in_job=in_job)
+    return run_check(options, print)
 
 
 @app.command

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 MORE = "  more: isles explain "
-"""Begins the last line of an error that is printed; its id follows."""
+"""Begins the last line of a printed error; its id follows."""
 _ID = re.compile(r"[a-z]+(?:\.[a-z]+)*")
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status says; the same for the command line and for every rank."""
+    """Exit codes of every command and every rank."""
 
     OK = 0
     USER = 1
-    """A fault in the run file, the command line, the data, or the installation."""
+    """An error in the run file, the command line, the data, or the installation."""
     PREFLIGHT = 2
     TRAINING = 3
     OUT_OF_MEMORY = 4
@@ -35,8 +35,8 @@ class UserError(Exception):
         what: what is wrong, with the value.
         where: file:line, key, host or rank.
         fix: what to do about it.
-        id: of its paragraph in docs/troubleshooting.md, which `isles explain` prints; None: that
-            of its kind; empty: it has none.
+        id: of its paragraph in docs/troubleshooting.md, which `isles explain` prints; None: the
+            id of the class; empty: none.
     """
 
     exit_code = ExitCode.USER
@@ -50,7 +50,7 @@ class UserError(Exception):
         if id is not None:
             self.id = id
         self.ids: tuple[str, ...] = (self.id,)
-        """More than one where it is several errors in one."""
+        """More than one where this error stands for several."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
@@ -120,20 +120,20 @@ def ids_of(errors: Iterable[UserError]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(id for error in errors for id in error.ids))
 
 
-def more_lines(ids: Iterable[object], said: str = "") -> list[str]:
-    """What an error that is printed ends with: the command that says more of it, a line an id.
+def more_lines(ids: Iterable[object], printed: str = "") -> list[str]:
+    """The last lines of a printed error: `isles explain` with each of its ids.
 
     Args:
         ids: of the error; what is no id (none, or what another machine has sent) has no line.
-        said: what is printed before it; it may hold such a line of another isles already.
+        printed: the text before them; it may hold such a line of another isles already.
     """
-    if MORE.strip() in said:
+    if MORE.strip() in printed:
         return []
     return [f"{MORE}{id}" for id in dict.fromkeys(ids) if isinstance(id, str) and _ID.fullmatch(id)]
 
 
 def cut_more(text: str) -> tuple[str, str]:
-    """What another isles has printed: without its last lines of this kind; and the first's id."""
+    """Text of another isles without its lines of `more_lines`, and the id of the first of them."""
     mark = MORE.strip()
     lines = text.splitlines()
     ids = [line.partition(mark)[2].strip() for line in lines if mark in line]

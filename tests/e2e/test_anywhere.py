@@ -105,13 +105,13 @@ class Run:
 
 
 class Typed:
-    """`isles attend`, as `isles train` calls it, on the laptop; on a terminal or not."""
+    """`isles follow`, as `isles train` calls it, on the laptop; on a terminal or not."""
 
     CODE = """
 import sys
 from pathlib import Path
 from isles.monitor.remote import RemoteFollower
-from isles.monitor.signals import caught_signals
+from isles.monitor.stop import caught_signals
 from isles.monitor.table import console
 from isles.run.find import find_any
 remote = find_any(sys.argv[1], Path(sys.argv[2]))
@@ -262,7 +262,7 @@ def test_a_closed_laptop_leaves_the_run_and_nothing_else(lab: Lab) -> None:
     run = Run(lab, "f-1")
     typed = Typed(lab, "f")
     typed.until("starting")
-    followers = ["bash", "-c", f"pgrep -af 'isles attend {run.path}' | grep -v pgrep"]
+    followers = ["bash", "-c", f"pgrep -af 'isles follow {run.path}' | grep -v pgrep"]
     assert lab.run("a1", followers).stdout
     for process in (typed.inner(), *typed.inner().children(recursive=True)):
         process.kill()

@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.console import Console
 from isles.launch.local import LocalLauncher
 from isles.monitor.follow import RunFollower
-from isles.monitor.signals import caught_signals
+from isles.monitor.stop import caught_signals
 from isles.run.begin import new_attempt
 from isles.run.paths import RunDir
 from tests.runs import fake_job

@@ -1,4 +1,4 @@
-"""`isles rendezvous` and `isles join` as users type them at two sites, on one machine."""
+"""`isles hub` and `isles join` as users type them at two sites, on one machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_p
     content["model"]["name_or_path"] = "tiny"  # a path within the folder: each site has it
     del content["tokenizer"]
     run_file.write_text(yaml.safe_dump(content))
-    opening = ("rendezvous", str(run_file))
+    opening = ("hub", str(run_file))
     state = tmp_path / "runs" / "tiny-rendezvous-1"
     first = Command(*opening, cwd=tmp_path)
     first.until((state / "join").exists)

@@ -94,7 +94,7 @@ def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
 
 def averaged(command: Command) -> set[str]:
     """Clusters that have taken in a turn, by what is shown of them."""
-    lines = [line for line in command.text.splitlines() if "averaged turn" in line]
+    lines = [line for line in command.text.splitlines() if "averaged outer step" in line]
     return {line.partition(" ")[0] for line in lines}
 
 
@@ -138,8 +138,8 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
                 return all(entry["report"]["outer"] for entry in shown["clusters"])
 
             command.until(shows_both, "a status of both, which is written now and then")
-            assert shown["state"] == "running" and not shown["rendezvous_fault"]
-            assert {member["name"] for member in shown["rendezvous"]["members"]} == {"a", "b"}
+            assert shown["state"] == "running" and not shown["hub_error"]
+            assert {member["name"] for member in shown["hub"]["members"]} == {"a", "b"}
             command.process.send_signal(signal.SIGINT)
         assert command.ended() == 130, command.text
         assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
@@ -152,7 +152,7 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
             process = rendezvous_process(run.state)
             assert process is not None
             kill_now(process)
-            command.until(lambda: "and is started again" in command.text, "a new rendezvous")
+            command.until(lambda: "and is started again" in command.text, "a new hub")
             kill_all(run, command)
 
         command = Command(two, "third.log")
@@ -168,7 +168,7 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
 def _assert_finished(run: SeveralRun, command: Command, secret: str) -> None:
     """Both clusters hold the same, and what is shown is so."""
     assert "t-1 is finished" in command.text and rendezvous_process(run.state) is None
-    assert "a     | " in command.text and "b     | " in command.text
+    assert "a   | " in command.text and "b   | " in command.text
     output_dir = run.path.parent
     runs = [find_cluster("t", output_dir, name) for name in "ab"]
     one, other = (load_file(found.path / "model" / "model.safetensors") for found in runs)
@@ -247,7 +247,7 @@ def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_
         assert isinstance(run, SeveralRun) and not run.meets and not run.state.exists()
         with unhurried(run):
             shown = isles("status", "t", here)
-            assert "without a rendezvous" in shown and "does not reach" not in shown
+            assert "found by hivemind" in shown and "does not reach" not in shown
             command.process.send_signal(signal.SIGINT)
         assert command.ended() == 130, command.text
         assert "a  stopped at step" in command.text and "b  stopped at step" in command.text

@@ -33,7 +33,7 @@ from isles.launch.remote.wheel import wheel_bytes
 from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import Shell
-from isles.monitor.ending import failure_lines
+from isles.monitor.outcome import failure_lines
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import write_record

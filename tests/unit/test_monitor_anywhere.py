@@ -132,7 +132,7 @@ def test_a_silent_run_keeps_the_request_and_says_when_it_was_heard(tmp_path: Pat
     run_dir = bare_run(tmp_path / "a-1")
     attempt = new_attempt(run_dir, now=lambda: time.time() - 600)
     write_launch(attempt, FAR, world_size=4, device="cuda", command=())
-    assert "last heard 10m" in collect(run_dir).hint
+    assert "last seen 10m" in collect(run_dir).hint
     with pytest.raises(UserError, match="has not been heard of for 10m"):
         stop_run(run_dir, now=False, timeout_s=1.0, say=print)
     assert attempt.stop_request.exists()
@@ -351,10 +351,10 @@ def test_status_names_every_node(tmp_path: Path) -> None:
 def test_a_host_that_hangs_keeps_nobody_from_the_lines_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "_QUIET_S", 1.0)
+    monkeypatch.setattr(stream, "_SILENT_S", 1.0)
     hangs = stream.Source(("sh", "-c", "echo one; exec sleep 600"), "a1")
     answers = stream.Source(("echo", "two"), "a2")
     notes: list[str] = []
     found = stream._read([hangs, answers], LogChoice(), notes.append)
     assert list(found) == ["one", "two"]
-    assert notes == ["not a word from a1 for 1 s: its logs may be cut short"]
+    assert notes == ["no line from a1 for 1 s: its logs may be cut short"]

@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from isles.errors import UserError
-from isles.monitor.ending import conclude, finished_lines
 from isles.monitor.follow import RunFollower, progress_text, row_text
 from isles.monitor.logs import LineTail, LogChoice, choose_attempt, log_lines
-from isles.monitor.signals import Signals
-from isles.monitor.stop import wait_for_end
+from isles.monitor.outcome import finished_lines, report_outcome
+from isles.monitor.stop import Signals, wait_for_end
 from isles.run.records import write_record
 from tests.deadline import DEADLINE_S
 from tests.runs import Agent, bare_run, running_agent
@@ -126,7 +125,7 @@ def test_a_finished_run_is_summed_up(tmp_path: Path) -> None:
         run_dir.model.mkdir()
         out = io.StringIO()
         console = Console(file=out, width=200)
-        assert conclude(run_dir, agent.attempt, console, console) == 0
+        assert report_outcome(run_dir, agent.attempt, console, console) == 0
     text = out.getvalue()
     assert "7.6000 -> 3.2000" in text
     assert str(run_dir.model) in text
@@ -203,5 +202,6 @@ def test_an_averaging_is_one_line() -> None:
     row = {"kind": "outer", "step": 500, "turn": 3, "weights": {"a": 9, "b": 7}, "mode": "late"}
     row |= {"sent_bytes": 2048, "received_bytes": 0, "exposed_s": 1.25}
     assert row_text(row, {}) == (
-        "step 500  averaged turn 3 of a 56%, b 44%  without this cluster  2.0 KiB up  waited 1.2s"
+        "step 500  averaged outer step 3 of a 56%, b 44%  without this cluster  2.0 KiB up  "
+        "waited 1.2s"
     )

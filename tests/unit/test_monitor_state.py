@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode, UserError
-from isles.monitor.ending import failure_lines, root_cause
+from isles.monitor.outcome import failure_lines, root_cause
 from isles.monitor.status import collect
 from isles.monitor.stop import stop_run, wait_for_end
 from isles.monitor.table import report_lines, runs_table
@@ -62,7 +62,7 @@ def test_a_running_run_shows_its_status(tmp_path: Path) -> None:
         assert "30/60" in text
         assert "1m 05s" in text
         later = collect(run_dir, lambda: time.time() + 400)
-        assert "said nothing for 6m 40s" in later.hint
+        assert "reported nothing for 6m 40s" in later.hint
         assert json.loads(json.dumps(report.record()))["state"] == "running"
 
 

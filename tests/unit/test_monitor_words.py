@@ -1,4 +1,4 @@
-"""What status, logs, stop, checkpoint and attend print, word for word: tests/golden/monitor-*.txt.
+"""What status, logs, stop, checkpoint and follow print, word for word: tests/golden/monitor-*.txt.
 
 The records are written by hand. `ssh` is a program that runs its last argument on this machine.
 """
@@ -203,7 +203,7 @@ def test_logs(said: Said) -> None:
     check_golden("monitor-logs.txt", "\n".join(said("logs", *words) for words in commands))
 
 
-def test_stop_and_attend(said: Said) -> None:
+def test_stop_and_follow(said: Said) -> None:
     commands = [
         ("stop", "plain"),
         ("stop", "new"),
@@ -218,9 +218,9 @@ def test_stop_and_attend(said: Said) -> None:
         ("checkpoint", "list", "new"),
         ("checkpoint", "verify", "far", "--step", "60"),
         ("checkpoint", "list", "t"),
-        ("attend", "plain"),
-        ("attend", "failed"),
-        ("attend", "two", "--attempt", "3"),
+        ("follow", "plain"),
+        ("follow", "failed"),
+        ("follow", "two", "--attempt", "3"),
     ]
     check_golden("monitor-stop.txt", "\n".join(said(*words) for words in commands))
 

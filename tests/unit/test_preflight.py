@@ -13,11 +13,9 @@ from isles.check.checks.links import bandwidth_findings
 from isles.check.checks.machine import clock_skew
 from isles.check.checks.ranks import reduce_findings, torch_findings
 from isles.check.checks.versions import compare_versions
-from isles.check.conduct import joined
-from isles.check.finding import IDS, Finding, exit_code, ordered, record
-from isles.check.hosts import fault_finding
-from isles.check.plan import NodePlan, RunFacts
-from isles.check.report import report_lines
+from isles.check.finding import IDS, Finding, exit_code, ordered, record, report_lines
+from isles.check.plan import NodePlan, RunFacts, error_finding
+from isles.check.verb import joined
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import NetworkConfig
 from isles.errors import PreflightError, UserError
@@ -157,15 +155,15 @@ def test_faults_of_torch_are_told_once_for_all_ranks() -> None:
 
 def test_an_error_of_a_host_is_the_finding_that_it_names() -> None:
     fault = PreflightError("the environment cannot be set up there: no conda", id="python.runs")
-    found = fault_finding("a", fault)
+    found = error_finding("a", fault)
     assert (found.id, found.level, found.where, found.text) == (
         "python.runs",
         "error",
         "a",
         fault.what,
     )
-    assert fault_finding("a", fault, "files.output").id == "files.output"
-    assert fault_finding("a", UserError("there is no program ssh")).id == "ssh.connect"
+    assert error_finding("a", fault, "files.output").id == "files.output"
+    assert error_finding("a", UserError("there is no program ssh")).id == "ssh.connect"
 
 
 def test_a_mount_that_one_host_lacks() -> None:

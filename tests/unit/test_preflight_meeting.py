@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.check.checks.network import dial, rendezvous_finding, rendezvous_stand_in
+from isles.check.checks.network import dial, hub_finding, hub_stand_in
 from isles.check.plan import Extent
 from isles.check.verb import CheckOptions, run_check
 from isles.config.load import Loaded, load_run_file
@@ -40,20 +40,20 @@ def dialled(loaded: Loaded) -> dict[str, Any]:
 
 
 def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None:
-    with rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:0")) as loaded:
+    with hub_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:0")) as loaded:
         assert dialled(loaded)["state"] == "ok"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = f"127.0.0.1:{port}"
-        with rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
+        with hub_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
             assert dialled(loaded)["state"] == "ok", "who listens there is the rendezvous"
-    with rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
+    with hub_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
         answer = dialled(loaded)
         outer = loaded.config.diloco
         assert outer is not None
-        finding = rendezvous_finding("a1", outer, answer)
+        finding = hub_finding("a1", outer, answer)
         assert (finding.level, finding.where) == ("ok", "a1") and place in finding.text
-    finding = rendezvous_finding("a1", outer, dialled(loaded))
+    finding = hub_finding("a1", outer, dialled(loaded))
     assert finding.level == "error" and "nothing listens there" in finding.text
     assert f"open port {port} on this machine" in finding.fix
 
@@ -69,7 +69,7 @@ def test_nothing_listens_where_nobody_would_come(
     tmp_path: Path, clusters: list[dict[str, Any]], outer: dict[str, Any]
 ) -> None:
     given = loaded_with(tmp_path, clusters, **outer)
-    with rendezvous_stand_in(given) as loaded:
+    with hub_stand_in(given) as loaded:
         assert loaded is given
 
 
@@ -86,7 +86,7 @@ def test_a_place_where_nothing_can_listen_is_told(
         pytest.raises(
             ConfigError, match=r"cannot listen at .* port 80: Permission denied"
         ) as caught,
-        rendezvous_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:80")),
+        hub_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:80")),
     ):
         pass
     assert "outer.public" in caught.value.where and "HOST:PORT" in caught.value.fix
@@ -96,7 +96,7 @@ def test_a_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
     loaded = loaded_with(tmp_path, CLUSTERS, rendezvous="nowhere.invalid:29400")
     outer = loaded.config.diloco
     assert outer is not None
-    finding = rendezvous_finding("a1", outer, dialled(loaded))
+    finding = hub_finding("a1", outer, dialled(loaded))
     assert finding.level == "error" and "nowhere.invalid:29400" in finding.text
     assert "name" in finding.text.lower() and "is nowhere.invalid its name" in finding.fix
 

@@ -29,8 +29,7 @@ from isles.check.checks.links import Link, Listener, bandwidth, link_findings, r
 from isles.check.checks.machine import machine
 from isles.check.checks.network import interfaces, resolve
 from isles.check.finding import Finding
-from isles.check.hosts import Hosts
-from isles.check.plan import Extent, NodePlan, RunFacts
+from isles.check.plan import Extent, Hosts, NodePlan, RunFacts
 from isles.cli import main
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig

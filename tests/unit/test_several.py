@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.check.checks.network import rendezvous_stand_in
+from isles.check.checks.network import hub_stand_in
 from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, UserError
 from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
-from isles.monitor.choice import choose
 from isles.monitor.clusters import (
-    SeveralReport,
-    end_lines,
-    several_lines,
-    several_report,
-    with_several,
+    MultiClusterReport,
+    group_by_run,
+    multi_cluster_lines,
+    multi_cluster_report,
+    outcome_lines,
     worst,
 )
+from isles.monitor.multi_cluster import choose
 from isles.monitor.remote import reports_of_all
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
@@ -119,7 +119,7 @@ def test_a_start_goes_on_with_those_that_neither_run_nor_have_finished(tmp_path:
     assert [cluster.name for cluster in choice.run.clusters] == ["a", "b", "c"]
     fresh = choose(loaded, "no")
     assert fresh.run.name == "t-2" and not fresh.is_resumed
-    with pytest.raises(UserError, match="no run on several"):
+    with pytest.raises(UserError, match="no multi-cluster run"):
         choose(loaded, "t-7")
 
 
@@ -155,7 +155,7 @@ def test_the_end_says_the_whole_command_that_goes_on(tmp_path: Path) -> None:
     replace(run, typed="isles train run.yaml seed=3").write()
     found = read_several(run.path)
     assert found is not None
-    lines, _ = end_lines(found, {"a": 130})
+    lines, _ = outcome_lines(found, {"a": 130})
     assert lines[-1] == "  `isles train run.yaml seed=3` goes on with all of them"
 
 
@@ -207,8 +207,8 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
     a, b = cluster_run(tmp_path, "a", step=4, outer=outer), cluster_run(tmp_path, "b", "failed")
     run = several(loaded, a, b, ClusterRun("c", "slurm"))
-    found = several_report(run)
-    assert (found.state, found.silence) == ("failed", "it does not run")
+    found = multi_cluster_report(run)
+    assert (found.state, found.hub_error) == ("failed", "it does not run")
     running = {"state": "running", "phase": "training"}
     reports = {
         "a": replace(found.clusters["a"], **running, tokens_per_second=1000.0),
@@ -221,15 +221,13 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
     waiting = {"turn": 8, "waits_for": ["b"], "contributed": ["a"], "due_in_s": None}
     waiting["missing"] = {"b": "not heard for 40s"}
     answer = {"turn": 8, "fragments": 2, "members": members, "open": [waiting]}
-    text = "\n".join(several_lines(SeveralReport(run, "running", reports, answer, "")))
+    text = "\n".join(multi_cluster_lines(MultiClusterReport(run, "running", reports, answer, "")))
     row = next(line for line in text.splitlines() if line.startswith("  a "))
     shown = "a local running 4 - 1.0k 75% 2.0 KiB 4.0 KiB 2m 00s 75% 1s ago"
     assert row.split() == shown.split()
     assert "c        slurm     never started" in text
-    assert (
-        "turn 8 (round 4, 2 fragments)" in text and "turn 8 waits for b (not heard for 40s)" in text
-    )
-    assert "b is not in the turns: dropped, heard 40s ago" in text
+    assert "round 8 (2 fragments)" in text and "round 8 waits for b (not heard for 40s)" in text
+    assert "b is in no round: dropped, last seen 40s ago" in text
     assert "b: computes 100 tokens/s, the fastest 1.0k" in text
 
 
@@ -238,7 +236,7 @@ def test_the_list_has_clusters_below_their_run(tmp_path: Path) -> None:
     several(loaded, cluster_run(tmp_path, "a", "finished"), cluster_run(tmp_path, "b"))
     bare_run(tmp_path / "runs" / "other-1")
     output_dir = tmp_path / "runs"
-    rows = with_several(reports_of_all(output_dir), output_dir)
+    rows = group_by_run(reports_of_all(output_dir), output_dir)
     assert [row.name for row in rows] == ["t-1", "  t-a-1", "  t-b-1", "other-1"]
     assert rows[0].state == "killed" and rows[0].host == "2 clusters: a, b"
 
@@ -253,13 +251,13 @@ def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Pat
         cluster_run(tmp_path, name, "finished", outer=outer)
         for name, outer in zip("abcd", outers, strict=True)
     ]
-    lines, code = end_lines(several(loaded, *clusters), dict.fromkeys("abcd", 0))
+    lines, code = outcome_lines(several(loaded, *clusters), dict.fromkeys("abcd", 0))
     text = "\n".join(lines)
     assert code == 0 and lines[0] == "t-1 is finished"
     places = [f"{cluster.path}/model" for cluster in clusters]
     assert f"the model   {places[1]}" in text and f"the same weights {places[2]}" in text
-    assert f"OTHER weights, of fewer turns {places[0]}" in text
-    assert f"OTHER weights, trained on since the last turn {places[3]}" in text
+    assert f"OTHER weights, of fewer rounds {places[0]}" in text
+    assert f"OTHER weights, trained on since the last round {places[3]}" in text
 
 
 def test_clusters_that_begin_together_wait_for_one_another_at_first(tmp_path: Path) -> None:
@@ -307,7 +305,7 @@ def test_peers_that_cannot_find_one_another(
     loaded = load(tmp_path, clusters, "outer.engine=hivemind", f"outer.hivemind={hivemind}")
     with pytest.raises(ConfigError, match=re.escape(words)):
         refuse_peers(loaded)
-    with pytest.raises(ConfigError, match=re.escape(words)), rendezvous_stand_in(loaded):
+    with pytest.raises(ConfigError, match=re.escape(words)), hub_stand_in(loaded):
         pass  # `isles check` says so, too
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.monitor.status import stall_texts
+from isles.monitor.status import hang_texts
 from isles.run.hang import Standing, find_stall
 from isles.run.paths import Attempt
 from isles.run.records import write_record
@@ -128,14 +128,14 @@ def test_the_clock_keeps_steps_and_evaluations_apart() -> None:
 
 def test_a_stall_says_what_the_user_sees(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path, 1)
-    assert stall_texts(attempt) == ()
+    assert hang_texts(attempt) == ()
     attempt.stalls.mkdir()
     for step in range(1, 6):
         record = {"step": step, "text": f"step {step} has taken 61 s: rank 1 on b is behind"}
         record |= {"went_on_after_s": 62.0 if step < 5 else None}
         write_record(attempt.stalls / f"step-{step}.json", record)
         (attempt.stalls / f"step-{step}-rank-1.txt").write_text("stack")
-    assert stall_texts(attempt) == (
+    assert hang_texts(attempt) == (
         "step 3 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
         "step 4 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
         f"step 5 has taken 61 s: rank 1 on b is behind; stacks of the ranks: {attempt.stalls}",

@@ -1,8 +1,8 @@
-"""`isles check`: what is wrong with the machines, before a run.
+"""`isles check`: findings on the machines, before a run.
 
-`verb.py` reads the run file and reaches the nodes: this machine, hosts over ssh, a login node, or
-those of a job (`queue/job.py`, and `step.py` on them). `node.py` runs on each of them, and has the
-checks of `checks/` measure there and yield findings. `conduct.py` is the course of it: what is
-asked when, and what is compared between nodes. `report.py` prints the findings. Open `conduct.py`
-first.
+`verb.py` reads the run file, reaches the nodes (this machine, hosts over ssh, a login node, those
+of a job by `queue/job.py`) and has the course of a check over them, `check_hosts`. `node.py` runs
+on each node, where the checks of `checks/` measure and yield findings; `step.py` does so in a job.
+`plan.py` says what is asked of which host; `finding.py` has the findings and prints them. Open
+`verb.py` first.
 """

@@ -1,7 +1,8 @@
-"""What a check finds: its id, how it is, and the fix."""
+"""Findings of a check: their ids and levels, and the report of all of them as text or JSON."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,12 @@ from typing import Any, Literal
 from isles.errors import ExitCode
 
 Level = Literal["ok", "warning", "error"]
-_ORDER: dict[Level, int] = {"error": 0, "warning": 1, "ok": 2}
+_WORST_FIRST: tuple[Level, ...] = ("error", "warning", "ok")
+_SIGNS: dict[Level, str] = {"ok": "✓", "warning": "!", "error": "✗"}
+_PLAIN: dict[Level, str] = {"ok": "ok", "warning": "!!", "error": "XX"}
+_COLOURS: dict[Level, str] = {"ok": "32", "warning": "33", "error": "31"}
+_ID_CHARS, _LEAST_CHARS = 22, 18
+_MANY_HOSTS = 5
 
 IDS = (
     # Reaching a host
@@ -31,7 +37,7 @@ IDS = (
     *("files.shared", "disk.free", "disk.inodes", "hub.access", "hub.licence"),
     # Between hosts
     *("address.dhcp", "net.names", "net.interface", "net.connect", "net.mtu", "net.latency"),
-    *("net.bandwidth", "net.rendezvous", "reduce.works", "reduce.speed"),
+    *("net.bandwidth", "net.hub", "reduce.works", "reduce.speed"),
     # Training
     "train.smoke",
     # Queues
@@ -43,13 +49,13 @@ IDS = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at, and how it is.
+    """The result of one check.
 
     Args:
         id: which check; docs/check.md has a row for each.
-        level: an error keeps a run from starting or from staying well; a warning may.
+        level: an error keeps a run from starting or from running well; a warning may.
         where: host, pair of hosts, or place in the run file.
-        text: what is so, in words.
+        text: the result in words.
         measured: the value.
         limit: what it should be.
         fix: what to do, or the line to type.
@@ -67,26 +73,101 @@ class Finding:
         assert self.id in IDS, self.id
 
 
-def summary(findings: Sequence[Finding]) -> dict[str, int]:
-    """How many of each level."""
-    counts = Counter(finding.level for finding in findings)
-    return {"ok": counts["ok"], "warnings": counts["warning"], "errors": counts["error"]}
-
-
 def exit_code(findings: Iterable[Finding]) -> ExitCode:
-    """What the command ends with: warnings do not count."""
+    """The exit code of the command: warnings do not count."""
     bad = any(finding.level == "error" for finding in findings)
     return ExitCode.PREFLIGHT if bad else ExitCode.OK
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
     """The worst first, otherwise as they came."""
-    return sorted(findings, key=lambda finding: _ORDER[finding.level])
+    return sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.level))
 
 
 def record(findings: Sequence[Finding], *, seconds: float) -> dict[str, Any]:
     """As `--json` and a run's check.json have them."""
+    counts = Counter(finding.level for finding in findings)
+    summary = {"ok": counts["ok"], "warnings": counts["warning"], "errors": counts["error"]}
     return {
-        "summary": {**summary(findings), "seconds": round(seconds, 1)},
+        "summary": {**summary, "seconds": round(seconds, 1)},
         "findings": [asdict(finding) for finding in ordered(findings)],
     }
+
+
+def report_lines(
+    findings: Sequence[Finding], hosts: Sequence[str], *, seconds: float, is_terminal: bool
+) -> list[str]:
+    """A table over the hosts, and in full what is not well.
+
+    Args:
+        findings: all of them.
+        hosts: the columns of the table, in order.
+        seconds: that the check has taken.
+        is_terminal: signs and colours, not plain ASCII.
+    """
+    lines = [*_table(findings, hosts, is_terminal), ""]
+    elsewhere = [f for f in findings if f.where not in hosts and f.level == "ok"]
+    lines += [f"{_mark('ok', is_terminal)} {f.id:<21} {f.where}: {f.text}" for f in elsewhere]
+    lines += [""] if elsewhere else []
+    for finding in ordered(findings):
+        if finding.level == "ok":
+            continue
+        text = finding.text.replace("\n", "\n    ")
+        lines.append(f"{_mark(finding.level, is_terminal)} {finding.id}  {finding.where}: {text}")
+        if finding.fix:
+            lines.append(f"    fix: {finding.fix}")
+    lines += [] if lines[-1] == "" else [""]
+    counts = Counter(finding.level for finding in findings)
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    bad = [
+        f"{counts[level] or 'no'} {level}{'' if counts[level] == 1 else 's'}"
+        for level in _WORST_FIRST[:2]
+    ]
+    return [*lines, f"{where}: {', '.join(bad)}, {counts['ok']} ok, in {seconds:.1f} s"]
+
+
+def _table(findings: Sequence[Finding], hosts: Sequence[str], is_terminal: bool) -> list[str]:
+    # A row for each check that was made on a host, a column for each host; the worst counts.
+    cells: dict[str, dict[str, Finding]] = {}
+    for finding in findings:
+        if finding.where in hosts:
+            row = cells.setdefault(finding.id, {})
+            row[finding.where] = ordered([row.get(finding.where, finding), finding])[0]
+    if not cells:
+        return []
+    rows = cells.values()
+    widths = {
+        host: 2 + max(len(host), *(len(_cell(row.get(host), hosts, is_terminal)) for row in rows))
+        for host in hosts
+    }
+    lines = [(" " * _ID_CHARS + "".join(f"{host:<{widths[host]}}" for host in hosts)).rstrip()]
+    for finding_id, row in cells.items():
+        line = f"{finding_id:<{_ID_CHARS}}"
+        for host in hosts:
+            cell = f"{_cell(row.get(host), hosts, is_terminal):<{widths[host]}}"
+            sign, space, value = cell.partition(" ")
+            line += (_mark(row[host].level, is_terminal) if host in row else sign) + space + value
+        lines.append(line.rstrip())
+    return lines
+
+
+def _cell(finding: Finding | None, hosts: Sequence[str], is_terminal: bool) -> str:
+    # A value is whole where there is one host, and left out where there are many; on a terminal
+    # several hosts share the line.
+    if finding is None:
+        return ""
+    sign, value = (_SIGNS if is_terminal else _PLAIN)[finding.level], finding.measured
+    if len(hosts) > _MANY_HOSTS:
+        return sign
+    columns = shutil.get_terminal_size().columns if is_terminal else 0
+    room = max(_LEAST_CHARS, (columns - _ID_CHARS) // len(hosts) - 4)
+    if len(hosts) > 1 and len(value) > room:
+        end = "…" if is_terminal else "..."
+        value = value[: room - len(end)] + end
+    return f"{sign} {value}"
+
+
+def _mark(level: Level, is_terminal: bool) -> str:
+    if not is_terminal:
+        return _PLAIN[level]
+    return f"\033[{_COLOURS[level]}m{_SIGNS[level]}\033[0m"

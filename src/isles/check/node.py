@@ -1,8 +1,8 @@
 """What runs on a node while it is checked: `python -m isles.check.node`.
 
-As `isles.launch.node.operations`, with more that it can be asked. It ends with its stdin, or when
-nobody has asked it for a while (the machine that did may have lost its network), and its ranks
-with it: nothing is left behind.
+It answers as `isles.launch.node.operations` does, and knows the operations of a check. It ends with
+its stdin, or when no question has come for a while (the machine that asked may have lost its
+network), and its ranks with it: nothing is left behind.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CHECKS: dict[str, Check] = {
     "hub": hub,
     "smoke": smoke,
 }
-"""What a node finds by itself; each takes a `plan`, and answers with `findings`."""
+"""Checks of a node alone: operations that take a `plan`, and answer with `findings`."""
 
 
 def check_operations(ranks: Ranks) -> dict[str, Operation]:
     """Everything that a check asks of a node."""
     listener = Listener()
-    asked: dict[str, Callable[..., dict[str, Any]]] = {
+    known: dict[str, Callable[..., dict[str, Any]]] = {
         "facts": _facts,
         "clock": lambda: {"now": time.time()},
         "probe_write": probe_write,
@@ -59,8 +59,9 @@ def check_operations(ranks: Ranks) -> dict[str, Operation]:
         "reduce": ranks.reduce,
         "end_ranks": ranks.end,
     }
-    asked |= {name: partial(_findings, check) for name, check in CHECKS.items()}
-    return {name: partial(_call, work) for name, work in asked.items()}
+
+    known |= {name: partial(_findings, check) for name, check in CHECKS.items()}
+    return {name: partial(_call, work) for name, work in known.items()}
 
 
 def _call(work: Callable[..., dict[str, Any]], args: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _facts(**args: Any) -> dict[str, Any]:
 
 
 def main(idle_s: float = _IDLE_S) -> None:
-    """Answer until stdin is closed, or nobody has asked for `idle_s`; leave nothing behind."""
+    """Answer until stdin is closed, or no question has come for `idle_s`."""
     ranks = Ranks()
     at_work: set[object] = set()
     asked_at = time.monotonic()

@@ -1,23 +1,35 @@
-"""What is checked: a cluster and its run, how much of it, and what one node is told."""
+"""What is checked: the extent, the run, the plan of one node, and the hosts that are asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as NoAnswer
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from isles.check.finding import IDS, Finding
 from isles.config.files import find_shape
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
+from isles.errors import UserError
 from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.hub import hub_repos
+from isles.launch.ssh.addresses import Reach
+from isles.launch.ssh.channel import Channel
 from isles.run.env import hub_cache
 
 Say = Callable[[str], object]
 Device = Literal["cpu", "cuda"]
+
+Answers = dict[str, dict[str, Any]]
+"""By the host's name."""
+
+QUICK_S = 15.0
+"""Longest wait for an answer that needs no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What one node is told; JSON takes all of it.
+    """What one node is to check; JSON takes all of it.
 
     Args:
         name: of the node, for findings.
@@ -54,8 +66,8 @@ class NodePlan:
         launcher: its kind.
         is_copied: whether `isles train` copies the working folder to it.
         run: config, origins, text and path of the run file; None: the machine alone is checked.
-        repos: what may have to come from the hub: kind and id.
-        num_params: of the model; 0: unknown. The bytes are 0 with it.
+        repos: kind and id of what may have to come from the hub.
+        num_params: of the model; 0: unknown, and then the bytes are 0, too.
         load_bytes: of the weights while they are read.
         checkpoint_bytes: that the run keeps on disk.
     """
@@ -79,14 +91,13 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A cluster, and what is known of the run on it.
+    """A cluster, and the run on it.
 
     Args:
         cluster: the machines.
         workdir: folder in which the ranks run.
         loaded: the run file; None: the machines alone are checked.
-        num_params: of the model; 0 where its shape is not known here, or the ranks run a script
-            of the user's.
+        num_params: of the model; 0 where its shape is not known here, or for a user's own script.
     """
 
     cluster: ClusterConfig
@@ -96,35 +107,28 @@ class RunFacts:
 
     @classmethod
     def of(cls, loaded: Loaded) -> RunFacts:
-        """A run file's."""
+        """The facts of a run file with one cluster."""
         cluster = loaded.config.clusters[0]
         workdir = cluster.workdir or str(Path.cwd())
         return cls(cluster, workdir, loaded, _num_params(loaded.config))
 
     @property
     def config(self) -> RunConfig | None:
-        """The run, if there is one."""
         return self.loaded.config if self.loaded is not None else None
 
     @property
     def output_dir(self) -> str:
-        """Where run directories are made, as the run file has it."""
         return self.config.output_dir if self.config is not None else "."
 
     def plan(self, name: str, nproc: Mapping[str, int], device: Device) -> NodePlan:
-        """What one node is told.
+        """The plan of one node.
 
         Args:
             name: of the node.
             nproc: ranks of every host, the first host first.
             device: what they compute on.
         """
-        config, loaded = self.config, self.loaded
-        run: dict[str, Any] | None = None
-        if config is not None and loaded is not None:
-            run = {"config": config.model_dump(mode="json"), "origins": loaded.origins}
-            run |= {"text": loaded.text, "path": str(loaded.path)}
-        return NodePlan(
+        plan = NodePlan(
             name=name,
             is_first=name == next(iter(nproc)),
             num_hosts=len(nproc),
@@ -132,25 +136,27 @@ class RunFacts:
             nproc=nproc[name],
             device=device,
             workdir=self.workdir,
-            output_dir=self.output_dir,
             launcher=self.cluster.launcher.kind,
             is_copied=self.cluster.sync is not None,
+        )
+        if self.loaded is None:
+            return plan
+        config = self.loaded.config
+        run: dict[str, Any] = {"config": config.model_dump(mode="json")}
+        run["origins"] = self.loaded.origins
+        run |= {"text": self.loaded.text, "path": str(self.loaded.path)}
+        return replace(
+            plan,
+            output_dir=config.output_dir,
             run=run,
-            repos=self.repos(),
+            repos=() if config.training.script is not None else tuple(hub_repos(config)),
             num_params=self.num_params,
-            load_bytes=frozen_bytes(self.num_params, config.training.precision) if config else 0,
+            load_bytes=frozen_bytes(self.num_params, config.training.precision),
             checkpoint_bytes=self.checkpoint_bytes(),
         )
 
-    def repos(self) -> tuple[tuple[str, str], ...]:
-        """What the run file names and may have to come from the Hugging Face hub."""
-        if self.config is None or self.config.training.script is not None:
-            return ()
-        return tuple(hub_repos(self.config))
-
     def checkpoint_bytes(self) -> int:
-        """What the run keeps on disk at most: its checkpoints with one more on the way, and the
-        exported model."""
+        """Largest disk use of the run: checkpoints, one more on its way, and the export."""
         config = self.config
         if config is None:
             return 0
@@ -160,7 +166,7 @@ class RunFacts:
         return one * (config.checkpoint.keep + 1) + export
 
     def gradient_bytes(self) -> int:
-        """What a rank sends in a step, once around."""
+        """Bytes of one rank's gradients."""
         config = self.config
         return weight_bytes(self._num_trained, config.training.precision) if config else 0
 
@@ -171,7 +177,7 @@ class RunFacts:
 
 
 def _num_params(config: RunConfig) -> int:
-    """Parameters, of a model built as a Llama is. An estimate for disks and links, no more."""
+    # As of a Llama: an estimate for disks and links.
     if config.training.script is not None:
         return 0
     shape = find_shape(config.model, hub_cache())
@@ -179,8 +185,112 @@ def _num_params(config: RunConfig) -> int:
         return 0
     try:
         heads = shape["num_attention_heads"]
-        return llama_parameters(
-            {"num_key_value_heads": heads, "tie_word_embeddings": False, **shape}
-        )
+        own = {"num_key_value_heads": heads, "tie_word_embeddings": False, **shape}
+        return llama_parameters(own)
     except (KeyError, TypeError, ZeroDivisionError):
         return 0
+
+
+class Hosts:
+    """The hosts that still answer, and what was found so far.
+
+    All hosts are asked at once, each with a deadline; a host that misses it is asked no more.
+
+    Args:
+        channels: to every host, in order; the caller closes them.
+        run: what is checked.
+        extent: how much of it.
+        say: takes a line about what is done now.
+    """
+
+    def __init__(
+        self, channels: Sequence[Channel], run: RunFacts, extent: Extent, say: Say
+    ) -> None:
+        self.run, self.extent, self.say = run, extent, say
+        self.findings: list[Finding] = []
+        self.facts: Answers = {}
+        self.nproc: dict[str, int] = {}
+        self.device: Device = "cpu"
+        self.reach: dict[str, Reach] = {}
+        self._channels = list(channels)
+
+    @property
+    def names(self) -> list[str]:
+        """Hosts that have answered all questions so far, in order."""
+        return [channel.name for channel in self._channels]
+
+    def ask(
+        self,
+        op: str,
+        args: Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None = None,
+        *,
+        timeout_s: float = QUICK_S,
+        only: Sequence[str] | None = None,
+        finding_id: str | None = None,
+    ) -> Callable[[], Answers]:
+        """Ask all hosts at once, without waiting.
+
+        Args:
+            op: the operation, of `isles.check.node`.
+            args: for all, or for each by its name.
+            timeout_s: longest wait for an answer, from now.
+            only: these hosts.
+            finding_id: of the finding where a node refuses. None: the error of the node names it,
+                and the host is asked no more.
+
+        Returns:
+            A function that waits for all answers, and adds findings for those that do not come.
+        """
+        futures = {}
+        for channel in self._channels:
+            if only is None or channel.name in only:
+                own = args(channel.name) if callable(args) else args or {}
+                futures[channel.name] = channel.ask(op, **own)
+        deadline = time.monotonic() + timeout_s
+
+        def wait() -> Answers:
+            found: Answers = {}
+            for name, future in futures.items():
+                try:
+                    found[name] = future.result(timeout=max(0.0, deadline - time.monotonic()))
+                except NoAnswer:
+                    self._drop(name)
+                    limit = f"{timeout_s:.0f} s"
+                    text = f"no answer to the question `{op}` in {limit}"
+                    fix = "look at that host: is it overloaded, is a disk or driver stuck (dmesg), "
+                    fix += "or is the connection cut?"
+                    silent = Finding("host.answers", "error", name, text, f"more than {limit}")
+                    self.findings.append(replace(silent, fix=fix))
+                except UserError as error:
+                    if finding_id is None:
+                        self._drop(name)
+                    self.findings.append(error_finding(name, error, finding_id))
+            return found
+
+        return wait
+
+    def check(
+        self, name: str, *, timeout_s: float | None = None, finding_id: str | None = None
+    ) -> Callable[[], list[Finding]]:
+        """Have every host run one of `isles.check.node.CHECKS`; see `ask`."""
+        limit_s = self.extent.timeout_s if timeout_s is None else timeout_s
+        answers = self.ask(name, self.plan, timeout_s=limit_s, finding_id=finding_id)
+        return lambda: findings_of(answers())
+
+    def plan(self, name: str) -> dict[str, Any]:
+        """The plan of a host, as the arguments of a question."""
+        return {"plan": asdict(self.run.plan(name, self.nproc, self.device))}
+
+    def _drop(self, name: str) -> None:
+        self._channels = [channel for channel in self._channels if channel.name != name]
+
+
+def findings_of(answers: Answers) -> list[Finding]:
+    return [Finding(**own) for answer in answers.values() for own in answer["findings"]]
+
+
+def error_finding(name: str, error: UserError, finding_id: str | None = None) -> Finding:
+    """The finding for an error of a host: the error's own id, where that is a finding's."""
+    own = error.id if error.id in IDS else "ssh.connect"
+    fix = error.fix or "`isles check` on that host itself may say more"
+    return Finding(finding_id or own, "error", name, error.what, fix=fix)

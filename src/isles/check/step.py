@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.check.checks.ranks import Ranks
-from isles.check.conduct import check_hosts
-from isles.check.finding import Finding, exit_code, record
+from isles.check.finding import Finding, exit_code, record, report_lines
 from isles.check.node import check_operations
 from isles.check.plan import Extent, RunFacts
-from isles.check.report import report_lines
+from isles.check.verb import check_hosts
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import CommunicationError, ExitCode, UserError
@@ -34,7 +33,7 @@ from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 
-_LOOK_S, _GREETING_S, _FINISH_S = 0.2, 5.0, 5.0
+_POLL_S, _GREETING_S, _FINISH_S = 0.2, 5.0, 5.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
@@ -49,21 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds")
     options = parser.parse_args(argv)
     try:
-        return _run(options)
+        run_dir = RunDir(options.run_dir)
+        run = _run_facts(run_dir)
+        assert run.config is not None
+        names, mark = options.hosts.split(","), digest(run.config)
+        if options.node:
+            connection = join(_address(options), options.node, mark, options.timeout)
+            return _answer(connection)
+        begin = time.monotonic()
+        findings = _ask(run, names, mark, options)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return ExitCode.PREFLIGHT
-
-
-def _run(options: argparse.Namespace) -> int:
-    run_dir = RunDir(options.run_dir)
-    run = _run_facts(run_dir)
-    assert run.config is not None
-    names, mark = options.hosts.split(","), digest(run.config)
-    if options.node:
-        return _answer(_address(options), options.node, mark, options.timeout)
-    begin = time.monotonic()
-    findings = _ask(run, names, mark, options)
     seconds = time.monotonic() - begin
     found = {**record(findings, seconds=seconds), "hosts": names}
     write_record(run_dir.attempt(options.attempt).findings, found)
@@ -99,21 +95,28 @@ def _address(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _ask(run: RunFacts, names: list[str], mark: str, options: argparse.Namespace) -> list[Finding]:
+    # On the first node.
     own = open_channel(Shell(), python=sys.executable, module="isles.check.node", name=names[0])
     others: dict[int, Channel] = {}
     try:
         if len(names) > 1:
             others = _listen(_address(options), names, mark, options.timeout)
-        missing = [f"{name} (node {i})" for i, name in enumerate(names) if i and i not in others]
+        missing = [node for node in range(1, len(names)) if node not in others]
         if missing:
-            return [_missing(missing, len(names), options.timeout)]
+            where = ", ".join(names[node] for node in missing)
+            text = f"{len(missing)} of {len(names)} nodes did not come within "
+            text += f"{options.timeout:.0f} s: "
+            text += ", ".join(f"{names[node]} (node {node})" for node in missing)
+            fix = "see their tasks' output; leave them out (exclude) and tell the administrator"
+            came, wanted = f"{len(names) - len(missing)} nodes", f"{len(names)} nodes"
+            return [Finding("step.nodes", "error", where, text, came, wanted, fix)]
         channels = [own, *(others[node] for node in sorted(others))]
         extent = Extent(timeout_s=options.timeout, compare_here=False)
         findings = check_hosts(run, channels, extent, lambda _: None)
         code = int(exit_code(findings))
         with suppress(UserError, TimeoutError):
-            for told in [channel.ask("finish", code=code) for channel in others.values()]:
-                told.result(timeout=_FINISH_S)
+            for finished in [channel.ask("finish", code=code) for channel in others.values()]:
+                finished.result(timeout=_FINISH_S)
         return findings
     finally:
         own.close()
@@ -143,7 +146,7 @@ def meet(
 
     Args:
         server: listens at the address that the others know.
-        names: of all nodes, in the order of their numbers.
+        names: of all nodes, by their numbers.
         mark: digest of the run, so that nodes of another are not taken.
         timeout_s: longest wait.
 
@@ -166,10 +169,10 @@ def meet(
 
     end = time.monotonic() + timeout_s
     while len(channels) < len(names) - 1 and (left := end - time.monotonic()) > 0:
-        server.settimeout(min(left, _LOOK_S))
+        server.settimeout(min(left, _POLL_S))
         with suppress(TimeoutError):
             connection, _ = server.accept()
-            # Each has a thread: nobody waits for one that says nothing.
+            # A thread each: a connection that sends nothing holds up no other.
             threading.Thread(target=greet, args=(connection,), daemon=True).start()
     return channels
 
@@ -194,33 +197,8 @@ def _channel(name: str, connection: socket.socket) -> Channel:
     return Channel(name, reader, writer, lost=lost, end=end)
 
 
-def _missing(missing: list[str], num: int, timeout_s: float) -> Finding:
-    where = ", ".join(name.partition(" ")[0] for name in missing)
-    text = f"{len(missing)} of {num} nodes did not come within {timeout_s:.0f} s: "
-    text += ", ".join(missing)
-    fix = "see their tasks' output; leave them out (exclude) and tell the administrator"
-    came, wanted = f"{num - len(missing)} nodes", f"{num} nodes"
-    return Finding("step.nodes", "error", where, text, came, wanted, fix)
-
-
-def _answer(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> int:
-    connection = join(address, node, mark, timeout_s)
-    ranks, codes = Ranks(), [int(ExitCode.PREFLIGHT)]
-
-    def finish(args: dict[str, Any]) -> dict[str, Any]:
-        codes.append(int(args["code"]))
-        return {}
-
-    # `serve` talks over stdin and stdout: from here on these are the connection.
-    for number in (0, 1):
-        os.dup2(connection.fileno(), number)
-    serve({**check_operations(ranks), "finish": finish})
-    ranks.kill()
-    return codes[-1]
-
-
 def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> socket.socket:
-    """Reach the first node of a job; every other node calls this.
+    """Connect to the first node of a job; every other node calls this.
 
     Raises:
         CommunicationError: it does not answer in time, or is of another run.
@@ -237,13 +215,28 @@ def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> so
             connection.close()
         except OSError as error:
             fault = str(error) or type(error).__name__
-        time.sleep(_LOOK_S)  # the first node's task may not have begun to listen
+        time.sleep(_POLL_S)  # the first node's task may not have begun to listen
     raise CommunicationError(
         f"the first node was not reached within {timeout_s:.0f} s: {fault}",
         where=f"node {node}, host {os.uname().nodename}",
         fix=f"has its task started, and can {address[0]} port {address[1]} be reached?",
         id="net.connect",
     )
+
+
+def _answer(connection: socket.socket) -> int:
+    ranks, codes = Ranks(), [int(ExitCode.PREFLIGHT)]
+
+    def finish(args: dict[str, Any]) -> dict[str, Any]:
+        codes.append(int(args["code"]))
+        return {}
+
+    # `serve` reads stdin and writes stdout: from here on these are the connection.
+    for number in (0, 1):
+        os.dup2(connection.fileno(), number)
+    serve({**check_operations(ranks), "finish": finish})
+    ranks.kill()
+    return codes[-1]
 
 
 def _line(connection: socket.socket) -> str:
@@ -261,7 +254,7 @@ def _line(connection: socket.socket) -> str:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    # It may be silent without end; but one that has lost its power sends nothing, either.
+    # The other end may be silent for long; but one that has lost its power never sends an end.
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:

@@ -1,4 +1,7 @@
-"""What `isles check` does: how the nodes of each launcher are reached, and the report."""
+"""What `isles check` does: it reaches the nodes of a launcher, checks them, prints the report.
+
+`check_hosts` is the course of a check over nodes, however they were reached.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from isles.check.checks.network import rendezvous_stand_in
-from isles.check.conduct import check_hosts, check_login
-from isles.check.finding import Finding, exit_code, record
-from isles.check.hosts import fault_finding
-from isles.check.plan import Extent, RunFacts, Say
+from isles import __version__
+from isles.check.checks.files import try_shared
+from isles.check.checks.links import try_links
+from isles.check.checks.machine import clock_skew
+from isles.check.checks.network import choose_reach, hub_stand_in, try_hub
+from isles.check.checks.ranks import try_reduce
+from isles.check.checks.versions import compare_versions, duplicates
+from isles.check.finding import Finding, exit_code, record, report_lines
+from isles.check.plan import QUICK_S, Extent, Hosts, RunFacts, Say, error_finding, findings_of
 from isles.check.queue.job import check_in_job
 from isles.check.queue.nodes import queue_findings
-from isles.check.report import report_lines
 from isles.config.clusters import keys_of_cluster, named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.sections.cluster import (
@@ -38,22 +44,16 @@ from isles.launch.ssh.shell import Shell, on_all
 _ANSWER_S = 30.0
 """Longest wait for a first answer once ssh has connected; Python may come from a slow disk."""
 
+_CLOCK_ROUNDS = 5
+_SMOKE_S = 220.0
+
 Found = tuple[list[Finding], list[str]]
 """Findings, and the names of the hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """How `isles check` was typed.
-
-    Args:
-        run_file: None: the machines alone are checked.
-        overrides: as `key.path=value`.
-        hosts: these instead of the run file's.
-        extent: how much is checked.
-        as_json: print JSON.
-        in_job: check the nodes by a job of Slurm or PBS.
-    """
+    """The arguments of `isles check`; without a run file the machines alone are checked."""
 
     run_file: Path | None
     overrides: tuple[str, ...]
@@ -64,11 +64,7 @@ class CheckOptions:
 
 
 def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
-    """Check, print the report, and give the exit code.
-
-    Args:
-        options: how it was typed.
-        write: takes the report.
+    """Check, write the report, and give the exit code.
 
     Raises:
         UserError: the run file or the command line is wrong.
@@ -85,7 +81,7 @@ def run_check(options: CheckOptions, write: Callable[[str], object]) -> int:
             fix="check them without a run file, or leave them out",
         )
     codes, records = [], {}
-    with rendezvous_stand_in(loaded) as standing:
+    with hub_stand_in(loaded) as standing:
         for index, cluster in enumerate(loaded.config.clusters):
             own = RunFacts.of(named_cluster(standing, cluster.name))
             code, text, records[cluster.name] = _check_one(
@@ -131,7 +127,6 @@ def _run_facts(options: CheckOptions, loaded: Loaded | None) -> RunFacts:
 def _check_one(
     run: RunFacts, options: CheckOptions, index: int = 0
 ) -> tuple[int, str, dict[str, Any]]:
-    # To itself it is the only cluster; the user is told its place in the run file.
     begin = time.monotonic()
     is_terminal = sys.stdout.isatty() and not options.as_json
 
@@ -140,6 +135,7 @@ def _check_one(
             sys.stderr.write(f"{line} …\n")
 
     found, columns = _check_cluster(run, options, say)
+    # To itself a cluster is the only one; the user reads its place in the run file.
     findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
     lines = report_lines(findings, columns, seconds=seconds, is_terminal=is_terminal)
@@ -162,13 +158,11 @@ def _check_cluster(run: RunFacts, options: CheckOptions, say: Say) -> Found:
             return _check_queue(run, launcher, extent, say)
         case ManualLauncherConfig(hosts=hosts):
             found, columns = _check_here(run, extent, say)
-            text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh is "
-            text += "not told of"
+            text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "
+            text += "does not know"
             fix = f"isles check --hosts {' '.join(hosts)}, or isles check on each of them"
-            return [
-                *found,
-                Finding("host.unseen", "warning", "other hosts", text, fix=fix),
-            ], columns
+            unseen = Finding("host.unseen", "warning", "other hosts", text, fix=fix)
+            return [*found, unseen], columns
         case _:
             return _check_here(run, extent, say)
 
@@ -191,17 +185,17 @@ def _check_queue(
         try:
             shell.run(["true"], timeout_s=extent.contact_s)
         except PreflightError as error:
-            return [fault_finding(name, error)], [name]
+            return [error_finding(name, error)], [name]
     findings = queue_findings(run.cluster, launcher, shell)
     findings = [replace(f, where=name) if f.where == shell.name else f for f in findings]
     with _channels(run, {name: shell}) as channels:
-        return [*findings, *check_login(run, channels[0], extent)], [name]
+        return [*findings, *_check_login(run, channels[0], extent)], [name]
 
 
 @contextmanager
 def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Channel]]:
     first, *rest = setting_lines(run.cluster, run.workdir)
-    # A folder that is missing is a finding, and not the end.
+    # A folder that is missing is a finding, and does not end the check.
     lines = [first.replace("|| exit 1", "2>/dev/null || cd || exit 1"), *rest]
     python = python_of(run.cluster.environment)
     found, faults = on_all(list(shells), lambda name: _channel(shells[name], lines, python, name))
@@ -216,3 +210,117 @@ def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Chan
 
 def _channel(shell: Shell, lines: Sequence[str], python: str, name: str) -> Channel:
     return open_channel(shell, lines=lines, python=python, module="isles.check.node", name=name)
+
+
+def check_hosts(
+    run: RunFacts, channels: Sequence[Channel], extent: Extent, say: Say
+) -> list[Finding]:
+    """Check hosts, and the links between them; the arguments are those of `Hosts`."""
+    hosts = Hosts(channels, run, extent, say)
+    names = hosts.names
+    say(f"asking {names[0]}" if len(names) == 1 else f"asking {len(names)} hosts")
+    port = {"port": run.cluster.network.port}
+    hosts.facts = hosts.ask("facts", port, timeout_s=extent.contact_s)()
+    if not hosts.facts:
+        return hosts.findings
+    hosts.findings += duplicates(hosts.facts)
+    _count_ranks(hosts)
+    # torch takes longest: it is imported while everything else is asked.
+    ranks = hosts.ask(
+        "ranks",
+        # The node must name the rank that is silent before the node itself counts as silent.
+        lambda name: {**hosts.plan(name), "timeout_s": extent.timeout_s - 2},
+        timeout_s=extent.timeout_s,
+    )
+    gpus = hosts.check("gpus", finding_id="gpu.driver")
+    machines = hosts.check("machine")
+    files = hosts.check("files", finding_id="files.output")
+    repos = hosts.check("hub", finding_id="hub.access")
+    hosts.findings += clock_skew(_clocks(hosts))
+    hosts.findings += machines()
+    hosts.findings += choose_reach(hosts)
+    if extent.net and len(hosts.names) > 1:
+        try_links(hosts)
+    if extent.net:
+        try_hub(hosts)
+    hosts.findings += files()
+    try_shared(hosts)
+    hosts.findings += joined(repos())
+    say("importing torch and launching a kernel on every device")
+    answers = ranks()
+    hosts.findings += findings_of(answers)
+    found = gpus()
+    hosts.findings += found
+    imported = {name: answer["versions"] for name, answer in answers.items()}
+    drivers = {f.where: f.measured for f in found if f.id == "gpu.driver" and f.level == "ok"}
+    here = __version__ if extent.compare_here else None
+    hosts.findings += compare_versions(hosts.facts, imported, drivers, here)
+    if extent.net:
+        try_reduce(hosts)
+    hosts.ask("end_ranks", finding_id="host.answers")()
+    if extent.smoke:
+        say("training three steps on each machine alone")
+        hosts.findings += hosts.check("smoke", timeout_s=_SMOKE_S, finding_id="train.smoke")()
+    return hosts.findings
+
+
+def _check_login(run: RunFacts, channel: Channel, extent: Extent) -> list[Finding]:
+    # The node that submits: its versions, and the files that the job's nodes will see. Its memory
+    # and GPUs are not those of the job.
+    hosts = Hosts([channel], run, extent, lambda _: None)
+    hosts.facts = hosts.ask("facts", timeout_s=extent.contact_s)()
+    if not hosts.facts:
+        return hosts.findings
+    hosts.nproc = {channel.name: 1}
+    files = hosts.check("files", finding_id="files.output")
+    repos = hosts.check("hub", finding_id="hub.access")
+    hosts.findings += joined(repos())
+    hosts.findings += files()
+    hosts.findings += compare_versions(hosts.facts, {}, {}, __version__)
+    return hosts.findings
+
+
+def _count_ranks(hosts: Hosts) -> None:
+    cluster = hosts.run.cluster
+    has_gpus = any(facts["gpus"] for facts in hosts.facts.values())
+    if cluster.device == "cuda" or (cluster.device == "auto" and has_gpus):
+        hosts.device = "cuda"
+    own = {host.ssh: host.gpus for host in cluster.hosts}
+    for name, facts in hosts.facts.items():
+        if hosts.device == "cpu":
+            hosts.nproc[name] = 1  # one process shows as much as many
+            continue
+        asked = own.get(name) or cluster.gpus_per_node
+        there = int(facts["gpus"])
+        wanted = asked if isinstance(asked, int) else max(1, there)
+        hosts.nproc[name] = max(1, min(wanted, there))
+        if there >= wanted:
+            continue
+        text = f"the run has {wanted} ranks there, and {there} GPUs are visible"
+        fix = "see nvidia-smi there; leave the host out; or train on CPUs: clusters.0.device=cpu"
+        if there:
+            fix = "see nvidia-smi and CUDA_VISIBLE_DEVICES there; leave the host out; or give it a "
+            fix += f"number of its own: {{ssh: {name}, gpus: {there}}}"
+        count = Finding("gpu.count", "error", name, text, str(there), str(wanted), fix)
+        hosts.findings.append(count)
+
+
+def _clocks(hosts: Hosts) -> dict[str, tuple[float, float]]:
+    # As NTP does it: a clock is compared with the middle of the shortest round trip.
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(_CLOCK_ROUNDS):
+        for name in hosts.names:
+            sent, begin = time.time(), time.monotonic()
+            answer = hosts.ask("clock", timeout_s=QUICK_S, only=[name])().get(name)
+            trip = time.monotonic() - begin
+            if answer is not None and trip < best.get(name, (0.0, float("inf")))[1]:
+                best[name] = answer["now"] - (sent + trip / 2), trip
+    return best
+
+
+def joined(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings that are the same on several hosts as one."""
+    where: dict[Finding, list[str]] = {}
+    for finding in findings:
+        where.setdefault(replace(finding, where=""), []).append(finding.where)
+    return [replace(finding, where=", ".join(names)) for finding, names in where.items()]

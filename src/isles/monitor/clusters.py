@@ -1,22 +1,27 @@
-"""A run on several clusters: how each of them stands, what goes on between them, how it ended."""
+"""Multi-cluster runs: status, outcome, stopping.
+
+Such a run is a parent whose children are the runs of its clusters. Each verb does its work with all
+children at once (`children.py`), and adds what the hub reports. `multi_cluster.py` starts them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.launch.meeting import local_line, rendezvous_process
+from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
+from isles.monitor.children import Line, run_all
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import columns, steps_text
 from isles.run.ask import ask_rendezvous
 from isles.run.find import run_of, typed_name
 from isles.run.join_line import JoinLine
-from isles.run.several import SeveralRun, list_several
+from isles.run.several import ClusterRun, SeveralRun, list_several
 
 ALIVE = ("running", "queued")
 
@@ -26,8 +31,9 @@ _WORST_FIRST: tuple[ReportState, ...] = (
 )
 _ANSWER_S = 4.0
 _SLOW = 0.8
-"""A cluster is called slow that has done less than this part of what the fastest has."""
+"""A cluster is called slow below this part of the fastest one's speed."""
 
+_WAITED_S = 60.0
 _ENDS = {
     "finished": "is finished",
     "stopped": "has stopped",
@@ -36,26 +42,30 @@ _ENDS = {
     "running": "still runs",
 }
 
+Say = Callable[[str], object]
+
 
 def cluster_reports(run: SeveralRun) -> dict[str, RunReport]:
-    """How each cluster stands that was started; all machines are asked at once."""
+    """Reports of the clusters that were started; all machines are asked at once."""
     there = {c.name: found for c in run.clusters if (found := run_of(run, c)) is not None}
     reports = reports_of(list(there.values()), run.path.parent)
     return dict(zip(there, reports, strict=True))
 
 
 def furthest(run: SeveralRun) -> str | None:
-    """The cluster that has taken in the most rounds, and so what the others have learnt till then.
-
-    None: no cluster is known to have saved anything.
-    """
+    """The cluster with a checkpoint that has taken in the most averages; None: none has one."""
     reports = cluster_reports(run)
     saved = [name for name, report in reports.items() if report.checkpoint_step is not None]
     return max(saved, key=lambda name: _version(reports[name])[0], default=None)
 
 
+def place_of(cluster: ClusterRun) -> str:
+    """What is typed on this machine to mean the run of a cluster."""
+    return f"{cluster.ssh}:{cluster.path}" if cluster.ssh else cluster.path
+
+
 def hub_line(run: SeveralRun) -> JoinLine:
-    """How this machine reaches the hub of a run.
+    """The join line by which this machine reaches the hub of a run.
 
     Raises:
         ConfigError: it is not known.
@@ -64,30 +74,28 @@ def hub_line(run: SeveralRun) -> JoinLine:
 
 
 @dataclass(frozen=True, slots=True)
-class SeveralReport:
-    """A run on several clusters at one moment.
+class MultiClusterReport:
+    """A multi-cluster run at one moment.
 
     Args:
         run: the run.
         state: in one word.
-        clusters: those that were started, by name.
-        rendezvous: what it answers to `/v1/status`; None where it does not.
-        silence: why not.
+        clusters: reports of those that were started, by name.
+        hub: its answer to `/v1/status`; None where there is none.
+        hub_error: why there is none.
     """
 
     run: SeveralRun
     state: str
     clusters: dict[str, RunReport]
-    rendezvous: dict[str, Any] | None
-    silence: str
+    hub: dict[str, Any] | None
+    hub_error: str
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         clusters = []
         for cluster in self.run.clusters:
             report = self.clusters.get(cluster.name)
-            row = {**asdict(cluster), "report": report.record() if report else None}
-            clusters.append(row)
+            clusters.append({**asdict(cluster), "report": report.record() if report else None})
         return {
             "name": self.run.name,
             "path": str(self.run.path),
@@ -95,27 +103,30 @@ class SeveralReport:
             "begun_at": self.run.begun_at,
             "started_at": self.run.started_at,
             "clusters": clusters,
-            "rendezvous": self.rendezvous,
-            "rendezvous_fault": self.silence,
+            "hub": self.hub,
+            "hub_error": self.hub_error,
         }
 
+    @property
+    def members(self) -> dict[str, dict[str, Any]]:
+        return {member["name"]: member for member in (self.hub or {}).get("members", [])}
 
-def several_report(run: SeveralRun) -> SeveralReport:
-    """How a run on several clusters stands; its machines and its rendezvous are asked."""
+
+def multi_cluster_report(run: SeveralRun) -> MultiClusterReport:
+    """Ask the machines and the hub of a multi-cluster run."""
     reports = cluster_reports(run)
-    answer, silence = None, ""
+    answer, error = None, ""
     if run.meets and not run.rendezvous and rendezvous_process(run.state) is None:
-        silence = "it does not run"
+        error = "it does not run"
     elif run.meets:
         try:
             answer = ask_rendezvous(hub_line(run), "/v1/status", _ANSWER_S)
-        except UserError as error:
-            silence = f"{error.what} ({error.where})"
-    return SeveralReport(run, _state_of(reports, run), reports, answer, silence)
+        except UserError as caught:
+            error = f"{caught.what} ({caught.where})"
+    return MultiClusterReport(run, _state_of(reports, run), reports, answer, error)
 
 
-def several_lines(report: SeveralReport) -> list[str]:
-    """One run on several clusters, in full."""
+def multi_cluster_lines(report: MultiClusterReport) -> list[str]:
     run = report.run
     lines = [run.name, f"  state      {report.state}", *_hub_lines(report), ""]
     lines += [f"  {text}" for text in (*columns(_rows(report)), *_remarks(report))]
@@ -128,44 +139,47 @@ def several_lines(report: SeveralReport) -> list[str]:
     return lines
 
 
-def _hub_lines(report: SeveralReport) -> list[str]:
+def _hub_lines(report: MultiClusterReport) -> list[str]:
     if not report.run.meets:
-        return ["  meeting    without a rendezvous: engine hivemind"]
+        return ["  hub        found by hivemind"]
     place = report.run.rendezvous
     if not place:
         try:
             place = JoinLine.read(report.run.join_file).address
         except UserError:
             place = "this machine"
-    answer = report.rendezvous
+    answer = report.hub
     if answer is None:
         is_over = report.state in ("finished", "stopped", "failed", "killed")
-        return [] if is_over else [f"  meeting    at {place}: {report.silence}"]
-    lines = [f"  meeting    at {place}, turn {answer.get('turn')}"]
+        return [] if is_over else [f"  hub        at {place}: {report.hub_error}"]
     fragments = int(answer.get("fragments") or 0)
-    if fragments > 1:
-        lines[0] += f" (round {int(answer.get('turn') or 0) // fragments}, {fragments} fragments)"
-    for turn in answer.get("open") or []:
-        missing = turn.get("missing") or {}
+    parts = f" ({fragments} fragments)" if fragments > 1 else ""
+    lines = [f"  hub        at {place}, round {answer.get('turn')}{parts}"]
+    for entry in answer.get("open") or []:
+        missing = entry.get("missing") or {}
         names = [
             f"{name} ({missing[name]})" if missing.get(name) else name
-            for name in turn.get("waits_for") or []
+            for name in entry.get("waits_for") or []
         ]
-        if names and turn.get("contributed"):
-            due = turn.get("due_in_s")
+        if names and entry.get("contributed"):
+            due = entry.get("due_in_s")
             by = f", for {format_duration(due)} more" if due is not None else ""
-            lines.append(f"  waiting    turn {turn['turn']} waits for {', '.join(names)}{by}")
+            lines.append(f"  waiting    round {entry['turn']} waits for {', '.join(names)}{by}")
     return lines
 
 
-def _rows(report: SeveralReport) -> list[tuple[str, ...]]:
+def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:
     head = ("cluster", "launcher", "state", "step", "loss", "tokens/s", "weight", "up", "down")
-    rows: list[tuple[str, ...]] = [(*head, "sync", "hidden", "heard")]
-    members = {m["name"]: m for m in (report.rendezvous or {}).get("members", [])}
-    weights = _weights(report)
+    rows: list[tuple[str, ...]] = [(*head, "sync", "hidden", "last seen")]
+    # Weights of the last average that any cluster has taken in.
+    outers = [r.outer or {} for r in report.clusters.values()]
+    averages = [average for outer in outers if (average := outer.get("last_turn"))]
+    newest = max(averages, key=lambda average: average.get("turn", -1), default=None)
+    tokens = (newest or {}).get("weights") or {}
+    whole = sum(tokens.values())
     for cluster in report.run.clusters:
         found = report.clusters.get(cluster.name)
-        member = members.get(cluster.name)
+        member = report.members.get(cluster.name)
         if found is None:
             rows.append((cluster.name, cluster.launcher, "never started", *("-",) * 9))
             continue
@@ -176,6 +190,7 @@ def _rows(report: SeveralReport) -> list[tuple[str, ...]]:
         sent, received = outer.get("sent_bytes"), outer.get("received_bytes")
         # Seconds that averaging has taken, hidden behind steps or not.
         sync_s = (outer.get("exposed_s") or 0.0) + (outer.get("hidden_s") or 0.0)
+        hidden = outer.get("hidden_share")
         rows.append(
             (
                 cluster.name,
@@ -184,45 +199,28 @@ def _rows(report: SeveralReport) -> list[tuple[str, ...]]:
                 steps_text(found.step, found.total_steps),
                 f"{found.loss:.4f}" if found.loss is not None else "-",
                 format_count(found.tokens_per_second) if found.tokens_per_second else "-",
-                _share(weights.get(cluster.name)),
+                f"{tokens[cluster.name] / whole:.0%}" if whole and cluster.name in tokens else "-",
                 format_bytes(sent) if sent else "-",
                 format_bytes(received) if received else "-",
                 format_duration(sync_s) if sync_s else "-",
-                _share(outer.get("hidden_share")),
+                f"{hidden:.0%}" if hidden is not None else "-",
                 f"{member['heard_s']:.0f}s ago" if member and found.state in ALIVE else "-",
             )
         )
     return rows
 
 
-def _weights(report: SeveralReport) -> dict[str, float]:
-    """The part of each cluster in the last turn that any of them has taken in."""
-    outers = [r.outer or {} for r in report.clusters.values()]
-    turns = [turn for outer in outers if (turn := outer.get("last_turn"))]
-    if not turns:
-        return {}
-    tokens = max(turns, key=lambda turn: turn.get("turn", -1)).get("weights") or {}
-    whole = sum(tokens.values())
-    return {name: count / whole for name, count in tokens.items()} if whole else {}
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _remarks(report: SeveralReport) -> list[str]:
-    """Who is slow, behind, or away, and why."""
+def _remarks(report: MultiClusterReport) -> list[str]:
+    # Which clusters are slow, behind, or away, and why.
     lines = []
-    members = {m["name"]: m for m in (report.rendezvous or {}).get("members", [])}
     speeds = {
         name: r.tokens_per_second
         for name, r in report.clusters.items()
         if r.state == "running" and r.tokens_per_second
     }
-    fastest = max(speeds.values(), default=0.0)
     for cluster in report.run.clusters:
         name = cluster.name
-        found, member = report.clusters.get(name), members.get(name)
+        found, member = report.clusters.get(name), report.members.get(name)
         if found is None:
             continue
         outer = found.outer or {}
@@ -236,37 +234,31 @@ def _remarks(report: SeveralReport) -> list[str]:
         if found.state != "running":
             continue
         if outer and not outer.get("is_connected", True):
-            whom = "the rendezvous" if report.run.meets else "the others"
+            whom = "the hub" if report.run.meets else "the others"
             lines.append(f"{name} does not reach {whom}, and trains on alone")
         elif outer.get("is_behind") or (member and member["is_behind"]):
             lines.append(f"{name} is behind, and takes the weights of another")
         elif member and member["state"] not in ("living", "finished"):
-            lines.append(
-                f"{name} is not in the turns: {member['state']}, heard {member['heard_s']:.0f}s ago"
-            )
-        refused = [str(member["refused"])] if member and member.get("refused") else []
-        why = (*found.stalls, *_slow(name, speeds, fastest, outer), *refused)
-        lines += [f"{name}: {text}" for text in why]
+            seen = f"last seen {member['heard_s']:.0f}s ago"
+            lines.append(f"{name} is in no round: {member['state']}, {seen}")
+        lines += [f"{name}: {text}" for text in (*found.hangs, *_slow(name, speeds, outer))]
+        if member and member.get("refused"):
+            lines.append(f"{name}: {member['refused']}")
     return lines
 
 
-def _slow(
-    name: str, speeds: dict[str, float], fastest: float, outer: dict[str, Any]
-) -> Sequence[str]:
-    """Why the others wait for it, if they do."""
-    found = []
+def _slow(name: str, speeds: Mapping[str, float], outer: Mapping[str, Any]) -> Iterable[str]:
+    fastest = max(speeds.values(), default=0.0)
     if name in speeds and speeds[name] < _SLOW * fastest:
-        found.append(
-            f"computes {format_count(speeds[name])} tokens/s, the fastest {format_count(fastest)}"
-        )
-    steps_s, hidden_s = outer.get("exposed_s") or 0.0, outer.get("hidden_s") or 0.0
-    if steps_s > 60.0 and steps_s > hidden_s:
-        found.append(f"has waited {format_duration(steps_s)} for averages, with no step meanwhile")
-    return found
+        own, best = format_count(speeds[name]), format_count(fastest)
+        yield f"computes {own} tokens/s, the fastest {best}"
+    exposed_s, hidden_s = outer.get("exposed_s") or 0.0, outer.get("hidden_s") or 0.0
+    if exposed_s > max(_WAITED_S, hidden_s):
+        yield f"has waited {format_duration(exposed_s)} for averages, with no step meanwhile"
 
 
-def with_several(reports: Sequence[RunReport], output_dir: Path) -> list[RunReport]:
-    """The rows of a table: clusters below their run, which has a row of its own.
+def group_by_run(reports: Sequence[RunReport], output_dir: Path) -> list[RunReport]:
+    """Rows of the table of all runs: clusters stand below their run, which has a row of its own.
 
     Args:
         reports: of all runs, the newest first.
@@ -286,14 +278,13 @@ def with_several(reports: Sequence[RunReport], output_dir: Path) -> list[RunRepo
             for c in run.clusters
             if c.name in found
         ]
-        rows.append((run.started_at, [_whole(run, found), *below]))
+        rows.append((run.started_at, [_sum_report(run, found), *below]))
     rows += [(report.begun_at or 0.0, [report]) for report in left]
     rows.sort(key=lambda row: row[0], reverse=True)
     return [report for _, group in rows for report in group]
 
 
-def _whole(run: SeveralRun, found: dict[str, RunReport]) -> RunReport:
-    """A run on several clusters as a row."""
+def _sum_report(run: SeveralRun, found: dict[str, RunReport]) -> RunReport:
     reports = list(found.values())
     ahead = max(reports, key=lambda r: r.step or 0, default=None)
     speeds = [r.tokens_per_second for r in reports if r.state == "running" and r.tokens_per_second]
@@ -312,17 +303,16 @@ def _whole(run: SeveralRun, found: dict[str, RunReport]) -> RunReport:
 
 
 def _state_of(reports: Mapping[str, RunReport], run: SeveralRun) -> ReportState:
-    """The whole run in a word: what runs, else the worst of its clusters' ends."""
+    # Running if any cluster runs; else the worst outcome of any.
     states = [reports[c.name].state if c.name in reports else "new" for c in run.clusters]
     return next((state for state in _WORST_FIRST if state in states), "finished")
 
 
-def end_lines(run: SeveralRun, codes: Mapping[str, int]) -> tuple[list[str], int]:
-    """What is said at the end of following, and the exit code.
+def outcome_lines(run: SeveralRun, codes: Mapping[str, int]) -> tuple[list[str], int]:
+    """The outcome of a run that was followed, as it is printed, and the exit code.
 
     Args:
-        run: the run.
-        codes: exit codes of the clusters that were followed.
+        codes: exit codes of the clusters.
     """
     reports = cluster_reports(run)
     state = _state_of(reports, run)
@@ -330,7 +320,13 @@ def end_lines(run: SeveralRun, codes: Mapping[str, int]) -> tuple[list[str], int
     lines = [f"{run.name} " + ("has ended" if is_half else _ENDS.get(state, f"is {state}"))]
     width = max(len(cluster.name) for cluster in run.clusters)
     for cluster in run.clusters:
-        lines.append(f"  {cluster.name.ljust(width)}  {_end_text(reports.get(cluster.name))}")
+        report = reports.get(cluster.name)
+        text = "was never started"
+        if report is not None:
+            step = f" at step {steps_text(report.step, report.total_steps)}" if report.step else ""
+            reason = f": {report.reason}" if report.reason not in ("", report.state) else ""
+            text = f"{report.state}{step}{reason}"
+        lines.append(f"  {cluster.name.ljust(width)}  {text}")
     lines += _model_lines(run, reports)
     if state != "finished" and not any(r.state in ALIVE for r in reports.values()):
         typed = f"`{run.typed}`" if run.typed else "the same `isles train` command"
@@ -339,22 +335,14 @@ def end_lines(run: SeveralRun, codes: Mapping[str, int]) -> tuple[list[str], int
 
 
 def worst(codes: Iterable[int]) -> int:
-    """The exit code of all clusters together: a failure before a stop, and a stop before an end."""
+    """The exit code for all clusters: a failure comes before a stop, and a stop before success."""
     found = [code for code in codes if code]
     failures = [code for code in found if code not in (ExitCode.INTERRUPTED, ExitCode.REQUEUE)]
     return max(failures or found, default=ExitCode.OK)
 
 
-def _end_text(report: RunReport | None) -> str:
-    if report is None:
-        return "was never started"
-    step = f" at step {steps_text(report.step, report.total_steps)}" if report.step else ""
-    reason = f": {report.reason}" if report.reason not in ("", report.state) else ""
-    return f"{report.state}{step}{reason}"
-
-
 def _model_lines(run: SeveralRun, reports: Mapping[str, RunReport]) -> list[str]:
-    """Where the model is: clusters that have taken in the same turns hold the same."""
+    # Clusters that have taken in the same averages hold the same weights.
     names = [c.name for c in run.clusters if c.name in reports]
     done = {name: reports[name] for name in names if reports[name].state == "finished"}
     if not done:
@@ -365,20 +353,44 @@ def _model_lines(run: SeveralRun, reports: Mapping[str, RunReport]) -> list[str]
     }
     lines = [f"  the model   {places.pop(newest)}"]
     for name, place in places.items():
-        lines.append(f"  {_compared(done[name], done[newest]):<11} {place}")
+        pair = done[name], done[newest]
+        if _version(pair[0]) != _version(pair[1]):
+            word = "OTHER weights, of fewer rounds"
+        elif all((report.outer or {}).get("is_averaged") for report in pair):
+            word = "the same weights"
+        else:
+            word = "OTHER weights, trained on since the last round"
+        lines.append(f"  {word:<11} {place}")
     return [*lines, f'  next        isles generate {typed_name(run)} --prompt "Once"']
 
 
-def _compared(report: RunReport, newest: RunReport) -> str:
-    """A cluster's weights beside those of the newest."""
-    if _version(report) != _version(newest):
-        return "OTHER weights, of fewer turns"
-    if all((each.outer or {}).get("is_averaged") for each in (report, newest)):
-        return "the same weights"
-    return "OTHER weights, trained on since the last turn"
-
-
 def _version(report: RunReport) -> tuple[int, str]:
-    """How many turns a cluster has taken in, and the digest of the last."""
+    # How many averages a cluster has taken in, and the digest of the last.
     outer = report.outer or {}
     return int(outer.get("turn") or 0), str((outer.get("last_turn") or {}).get("digest"))
+
+
+def stop_clusters(run: SeveralRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:
+    """Stop all clusters of a run at once, then their hub.
+
+    Returns:
+        0 where nothing of it runs any more; else the highest exit code of the clusters' stops.
+    """
+    words = ["--now"] if now else []
+    words += [f"--timeout={timeout}", f"--output-dir={run.path.parent}"]
+    width = max(len(cluster.name) for cluster in run.clusters)
+
+    def show(line: Line) -> None:
+        if line.kind != "end":
+            (say if line.kind == "out" else warn)(f"{line.child.ljust(width)} | {line.text}")
+
+    commands = {c.name: ["stop", place_of(c), *words] for c in run.clusters if c.path}
+    ended = run_all(commands, doing="stopping", say=say, show=show)
+    code = max((end.code for end in ended.values()), default=ExitCode.OK)
+    if code and run.meets:
+        say("the hub goes on for those that run")
+    elif run.meets and not run.rendezvous and end_rendezvous(run.state):
+        say(f"{run.name} has stopped, and its hub has ended")
+    elif not code:
+        say(f"{run.name} has stopped")
+    return code

@@ -1,7 +1,7 @@
-"""Following: signals arrive, news are shown, until what is followed has ended.
+"""The loop that follows a run, and the follower of a run whose directory is seen here.
 
-`Follower.follow` is the one loop. A run whose directory is seen here has a progress bar on a
-terminal, plain lines elsewhere.
+`Follower.follow` is the only loop; followers of a remote run, of several clusters and of a hub are
+in `remote.py`, `multi_cluster.py` and `hub.py`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from isles.errors import ExitCode, UserError, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.launch.queue.jobs import queue_job, refresh
-from isles.monitor.ending import conclude
 from isles.monitor.logs import LineTail
-from isles.monitor.signals import Signals
-from isles.monitor.stop import Stopping, wait_for_end
+from isles.monitor.outcome import report_outcome
+from isles.monitor.stop import Signals, Stopping, wait_for_end
 from isles.monitor.table import print_lines, steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
@@ -30,33 +29,31 @@ from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.refusals import deleted
 from isles.run.restarts import read_restart
-from isles.run.state import AttemptState, attempt_state, current_status, number_of, script_of
+from isles.run.state import attempt_state, current_status, number_of, script_of
 
-LOOK_S = 0.25
+_POLL_S = 0.25
 _CLOSING_S = 30.0
 """Longest wait for the process of a run that has written its outcome."""
 
-_QUEUE_S = 5.0
-"""How often the queue is asked."""
-
-_GONE_S = 60.0
-"""How long the processes of a run may take to end once its directory is gone."""
+_QUEUE_POLL_S = 5.0
+_DELETED_S = 60.0
+"""Longest wait for the processes of a run whose directory was deleted."""
 
 # These come and go with every evaluation and save; their results have lines of their own.
 _QUIET_PHASES = ("training", "evaluating", "saving", "stopped", "finished")
 _ROWS = ("train", "eval", "outer")
 _BAR_CHARS = 42
-"""What the spinner, the phase and the bar take of a line."""
+"""Width of the spinner, the phase and the bar."""
 
 
 class Follower:
-    """Something that is followed: a run here or elsewhere, all clusters of a run, a hub.
+    """Base class: something that is followed to its end.
 
     Args:
-        name: of it.
+        name: of the run or hub.
         typed: what is typed after a verb to mean it.
         console: for progress and results.
-        errors: for what went wrong.
+        errors: for failures and remarks.
     """
 
     def __init__(self, name: str, typed: str, console: Console, errors: Console) -> None:
@@ -70,18 +67,18 @@ class Follower:
         raise NotImplementedError
 
     def handle(self, number: signal.Signals) -> int | None:
-        """Deal with SIGINT or SIGTERM; the exit code where following ends by it."""
+        """Handle SIGINT or SIGTERM; the exit code where that ends the following."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """It is not followed any more; called at least once."""
+        """Release what following holds; may be called more than once."""
 
     def say(self, line: str) -> None:
-        """Tell the user something beside the progress."""
+        """Print a line beside the progress."""
         print_lines(self.errors, [line])
 
     def follow(self, signals: Signals, pause: Callable[[float], object] = time.sleep) -> int:
-        """Follow it to its end: its exit code; 0 where the terminal was closed and it goes on."""
+        """Follow to the end: the exit code; 0 where the terminal was closed and the run goes on."""
         try:
             while True:
                 code = self.look()
@@ -91,7 +88,7 @@ class Follower:
                         break
                 if code is not None:
                     return code
-                pause(LOOK_S)
+                pause(_POLL_S)
         except BrokenPipeError:
             self.say(f"nobody reads this any more; {self.name} goes on: isles status {self.typed}")
             raise
@@ -100,11 +97,11 @@ class Follower:
 
 
 class RunFollower(Follower):
-    """Follows a run whose directory is seen here, and passes Ctrl+C on in two steps.
+    """Follows a run whose directory is seen here: a bar on a terminal, plain lines elsewhere.
 
     Args:
-        process: who runs it, where that is known.
-        is_begun: it has been followed before: only what is new is shown.
+        process: the process of the run, where it is known.
+        is_begun: show only what is new from now on.
     """
 
     def __init__(
@@ -120,17 +117,16 @@ class RunFollower(Follower):
         super().__init__(run_dir.name, typed_name(run_dir), console, errors)
         self._run_dir, self._attempt = run_dir, attempt
         self._process = process or attempt_state(run_dir, attempt).process
-        self._watch = Watch(run_dir, attempt, is_begun=is_begun)
+        self._watch = _Watch(run_dir, attempt, is_begun=is_begun)
         self._bar = _Bar(console) if console.is_terminal else None
-        self._is_asked = self._was_killed = False
+        self._was_interrupted = self._was_killed = False
         self._closing_since: float | None = None
         self._is_over = threading.Event()
         if queue_job(run_dir, attempt) is not None:
-            # Beside the following: a scheduler may take long to answer.
+            # In a thread: a scheduler may take long to answer.
             threading.Thread(target=self._ask_queue, daemon=True).start()
 
     def look(self) -> int | None:
-        """See `Follower.look`."""
         # The state before the records: what is written before the end is then read after it.
         state = attempt_state(self._run_dir, self._attempt)
         is_queued = state.state == "queued"
@@ -139,31 +135,29 @@ class RunFollower(Follower):
             print_lines(self.console, [line for _, line in news])
         else:
             self._bar.show(self._watch.status, news)
-        if state.is_alive and not self._is_late(state):
+        is_late = False
+        if is_queued or state.outcome is None:
+            self._closing_since = None
+        else:
+            now = time.monotonic()
+            self._closing_since = self._closing_since or now
+            is_late = now - self._closing_since > _CLOSING_S
+        if state.is_alive and not is_late:
             return None
         self.close()
         if self._was_killed:
             return ExitCode.INTERRUPTED
-        if (gone := deleted(self._attempt)) is not None:
-            return self._conclude_gone(gone)
-        return conclude(self._run_dir, self._attempt, self.console, self.errors)
-
-    def _is_late(self, state: AttemptState) -> bool:
-        """Whether it has written its outcome long ago, and does not end."""
-        if state.state == "queued" or state.outcome is None:
-            self._closing_since = None
-            return False
-        now = time.monotonic()
-        self._closing_since = self._closing_since or now
-        return now - self._closing_since > _CLOSING_S
+        if (error := deleted(self._attempt)) is not None:
+            return self._report_deleted(error)
+        return report_outcome(self._run_dir, self._attempt, self.console, self.errors)
 
     def handle(self, number: signal.Signals) -> int | None:
         """The first Ctrl+C saves and stops, the second stops now; SIGTERM saves."""
         try:
-            stopping = Stopping(self._run_dir, self._attempt, lambda line: self.say(str(line)))
+            stopping = Stopping(self._run_dir, self._attempt, self.say)
             if number == signal.SIGTERM:
                 stopping.ask("save")
-            elif not self._is_asked:
+            elif not self._was_interrupted:
                 if stopping.state.state == "queued":
                     self.say(f"taking {stopping.place} out of the queue")
                 elif script_of(self._run_dir) is not None:
@@ -171,7 +165,7 @@ class RunFollower(Follower):
                 else:
                     self.say("saving a checkpoint and stopping; Ctrl+C again stops now, without it")
                 stopping.ask("interrupt")
-                self._is_asked = True
+                self._was_interrupted = True
             else:
                 stopping.ask("now")
                 self._was_killed = True
@@ -183,7 +177,6 @@ class RunFollower(Follower):
         return None
 
     def close(self) -> None:
-        """See `Follower.close`."""
         self._is_over.set()
         if self._bar is not None:
             self._bar.progress.stop()
@@ -194,23 +187,20 @@ class RunFollower(Follower):
                 refresh(self._run_dir, self._attempt, hasten=True)
             except OSError:
                 return  # its answer cannot be kept: what the ranks write is followed all the same
-            self._is_over.wait(_QUEUE_S)
+            self._is_over.wait(_QUEUE_POLL_S)
 
-    def _conclude_gone(self, gone: UserError) -> int:
-        """The run directory is not there any more: say so once the run's processes have ended."""
-        place, process = gone.where, self._process
+    def _report_deleted(self, error: UserError) -> int:
+        place, process = error.where, self._process
         if process is not None and process.is_here():
-            has_ended = wait_for_end(process, _GONE_S)
+            has_ended = wait_for_end(process, _DELETED_S)
             still = f"where pid {process.pid} has not ended yet"
             place += f", {'where its processes have ended' if has_ended else still}"
-        lines = [f"error: {gone.what}", f"  where: {place}", f"  fix: {gone.fix}"]
-        print_lines(self.errors, [*lines, *more_lines(gone.ids)])
-        return int(gone.exit_code)
+        lines = [f"error: {error.what}", f"  where: {place}", f"  fix: {error.fix}"]
+        print_lines(self.errors, [*lines, *more_lines(error.ids)])
+        return int(error.exit_code)
 
 
 class _Bar:
-    """The progress of a run on a terminal."""
-
     def __init__(self, console: Console) -> None:
         self.progress = Progress(
             SpinnerColumn(),
@@ -221,7 +211,7 @@ class _Bar:
             refresh_per_second=4,
             transient=True,
         )
-        self._task: TaskID = self.progress.add_task("starting", total=None, text="")
+        self._task = self.progress.add_task("starting", total=None, text="")
         self.progress.start()
 
     def show(self, status: dict[str, Any], news: list[tuple[str, str]]) -> None:
@@ -237,25 +227,23 @@ class _Bar:
         )
 
 
-class Watch:
-    """What is new in the records of an attempt since the last look."""
+class _Watch:
+    """Reads what is new in the records of an attempt since the last look."""
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, *, is_begun: bool = False) -> None:
-        """Starts with what the attempt has recorded from its beginning; `is_begun`: from now on."""
+    def __init__(self, run_dir: RunDir, attempt: Attempt, *, is_begun: bool) -> None:
         self.status: dict[str, Any] = {}
         self._run_dir = run_dir
+        self._attempt = attempt
         self._begun_at = number_of(read_record(attempt.launch), "begun_at") or 0.0
         self._rows = LineTail(run_dir.metrics)
         self._newest_row_at = self._begun_at
         self._phase = ""
         self._checkpoint_step: object = None
-        self._is_first = True
-        self._attempt = attempt
         self._num_restarts = 0
         self._num_notes = 0
         if is_begun:
             self.news()
-            self._phase = ""  # what it does now is told all the same
+            self._phase = ""  # the present phase is shown all the same
 
     def queue_news(self, reason: str) -> list[tuple[str, str]]:
         """As `news`, while the run waits in a queue."""
@@ -290,19 +278,17 @@ class Watch:
             self._checkpoint_step = step
         return found
 
-    def _new_rows(self) -> list[dict[str, Any]]:
-        """Rows that this attempt added; resuming may have rewritten the ones before."""
-        rows = []
+    def _new_rows(self) -> Iterator[dict[str, Any]]:
         for line in self._rows.read():
             try:
                 row = json.loads(line)
             except ValueError:
                 continue  # torn by a full disk or a kill
             at = number_of(row, "at") if isinstance(row, dict) else None
+            # Resuming may have rewritten the rows of earlier attempts.
             if at is not None and at > self._newest_row_at and row.get("kind") in _ROWS:
                 self._newest_row_at = at
-                rows.append(row)
-        return rows
+                yield row
 
 
 def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
@@ -328,11 +314,10 @@ def row_text(row: dict[str, Any], status: dict[str, Any]) -> str:
 
 
 def _outer_text(row: dict[str, Any]) -> str:
-    """One averaging of several clusters."""
     tokens = row.get("weights") or {}
     whole = sum(tokens.values())
     shares = [f"{name} {count / whole:.0%}" for name, count in tokens.items() if whole]
-    parts = [f"averaged turn {row.get('turn')} of {', '.join(shares) or 'nobody'}"]
+    parts = [f"averaged outer step {row.get('turn')} of {', '.join(shares) or 'nobody'}"]
     if row.get("mode") == "late":
         parts.append("without this cluster")
     for key, word in (("sent_bytes", "up"), ("received_bytes", "down")):
@@ -346,7 +331,6 @@ def _outer_text(row: dict[str, Any]) -> str:
 
 
 def _preference_text(row: dict[str, Any]) -> str:
-    """How often the chosen answer is preferred, in a run that learns from preferences."""
     accuracy, margin = number_of(row, "reward_accuracy"), number_of(row, "reward_margin")
     if accuracy is None or margin is None:
         return ""
@@ -354,7 +338,7 @@ def _preference_text(row: dict[str, Any]) -> str:
 
 
 def progress_text(status: dict[str, Any], width: int) -> str:
-    """What stands right of the bar, the most important first, as much as fits."""
+    """The text right of the bar: the most important first, as much as fits."""
     step = number_of(status, "step")
     if step is None or number_of(status, "loss") is None:
         return str(status.get("detail") or "")[:width]

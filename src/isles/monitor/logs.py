@@ -1,4 +1,4 @@
-"""The logs of a run that this machine sees: of its agents and its ranks, all of them or some."""
+"""Logs of agents and ranks that this machine sees."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ _BLOCK_BYTES = 64 * 1024
 
 
 class LineTail:
-    """Whole lines of a file as they appear; the file may come late, shrink or be replaced."""
+    """Reads whole lines of a file as they appear; the file may come late, shrink or be replaced.
+
+    Args:
+        last: how many of the lines that are there already come first; None: all.
+    """
 
     def __init__(self, path: Path, *, last: int | None = None) -> None:
-        """`last`: how many of the lines that are there already come first; None: all."""
         self.path = path
         self._last = last
         self._rest = b""
@@ -66,7 +69,6 @@ class LineTail:
 
 
 def _start_of_last_lines(handle: int, size_bytes: int, count: int) -> int:
-    """Offset at which the last `count` lines begin, read from the end."""
     data = b""
     start = size_bytes
     while start > 0 and data.count(b"\n") <= count:
@@ -84,11 +86,11 @@ class LogChoice:
     """Which lines are wanted.
 
     Args:
-        rank: only of this rank, without a prefix; None: of all ranks and agents.
-        node: only of this node; None: of all.
-        last: how many lines of each log that are there already; None: all.
+        rank: only this rank, without a prefix; None: all ranks and agents.
+        node: only this node; None: all.
+        last: lines of each log that are there already; None: all.
         follow: go on until the run ends.
-        attempt: number of the start; None: the last.
+        attempt: number of the attempt; None: the last.
         is_here: only what this machine sees.
     """
 
@@ -100,7 +102,7 @@ class LogChoice:
     is_here: bool = False
 
     def words(self) -> list[str]:
-        """The options of `isles logs` that mean the same."""
+        """The same as options of `isles logs`."""
         words = ["--lines", str(self.last)] if self.last is not None else []
         words += ["--follow"] if self.follow else []
         for name, value in (("rank", self.rank), ("node", self.node), ("attempt", self.attempt)):
@@ -143,7 +145,7 @@ def log_lines(
     *,
     pause: Callable[[float], object] = time.sleep,
 ) -> Iterator[str]:
-    """Lines of the logs, each with the name of its node and rank in front where there are several.
+    """Lines of the logs, each with the name of its node and rank if there is more than one.
 
     Raises:
         UserError: the rank has no log, and none can come.
@@ -153,8 +155,8 @@ def log_lines(
     while True:
         # The state before the files: what is written before the end is then read after it.
         is_over = not choice.follow or not _goes_on(run_dir, attempt, choice.node)
-        sources = LogSources(attempt).choose(choice.rank, choice.node)
-        if is_over and not sources and choice.rank is not None and not choice.is_here:
+        files = LogFiles(attempt).choose(choice.rank, choice.node)
+        if is_over and not files and choice.rank is not None and not choice.is_here:
             ranks = ", ".join(map(str, _ranks(attempt))) or "none yet"
             raise UserError(
                 f"rank {choice.rank} has no log in attempt {attempt.number}",
@@ -162,12 +164,12 @@ def log_lines(
                 fix=f"the ranks there are: {ranks}",
                 id="run.logs",
             )
-        for name, tail in sources.items():
+        for name, path in files.items():
             # A log that appears later is new from its first line.
-            tails.setdefault(name, LineTail(tail, last=choice.last if is_first else None))
-        is_several = choice.rank is None and len([name for name in tails if "rank" in name]) > 1
+            tails.setdefault(name, LineTail(path, last=choice.last if is_first else None))
+        num_ranks = len([name for name in tails if "rank" in name])
         for name, lines in [(name, tail.read(final=is_over)) for name, tail in tails.items()]:
-            is_named = is_several or (choice.rank is None and name != "rank 0")
+            is_named = choice.rank is None and (num_ranks > 1 or name != "rank 0")
             prefix = f"[{name}] " if is_named else ""
             yield from (f"{prefix}{line}" for line in lines)
         if is_over:
@@ -186,8 +188,8 @@ def node_lines(attempt: Attempt, run_dir: RunDir, choice: LogChoice) -> list[str
     return lines[-choice.last :] if choice.last else lines
 
 
-class LogSources:
-    """The log files of an attempt that are here, by the names that stand before their lines."""
+class LogFiles:
+    """The log files of an attempt on this machine, by the names that stand before their lines."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -198,7 +200,7 @@ class LogSources:
             self.nodes = {node: f"node {node}" for node in self.nodes}
 
     def choose(self, rank: int | None, node: int | None) -> dict[str, Path]:
-        """Those of a rank, of a node, or all."""
+        """The files of a rank, of a node, or all."""
         attempt = self._attempt
         ranks = [number for number in _ranks(attempt) if rank in (None, number)]
         found: dict[str, Path] = {}
@@ -235,7 +237,7 @@ class LogSources:
         return False
 
     def _agents(self, node: int | None, *, only: bool = False) -> dict[str, Path]:
-        """What the agents printed; that which belongs to no node in particular goes with node 0."""
+        # Output that belongs to no node in particular goes with node 0.
         attempt, found = self._attempt, {}
         if node in (None, 0) and not only:
             found["agent"] = attempt.agent_log
@@ -252,7 +254,7 @@ class LogSources:
 
 
 def _goes_on(run_dir: RunDir, attempt: Attempt, node: int | None) -> bool:
-    """Whether more lines may come: while the node's own agent lives, else while the run does."""
+    # More lines may come while the node's own agent lives, else while the run does.
     record = read_record(attempt.node_record(node)) if node is not None else None
     process = ProcessId.from_record(record) if record else None
     if process is not None and process.is_here():

@@ -1,8 +1,7 @@
-"""A run on several clusters from one place: started, followed and stopped.
+"""Starts and follows a multi-cluster run.
 
-It is a parent with children: each cluster is started, followed and stopped by an isles command of
-its own, as a process, so that launchers that need the terminal's signals or the working directory
-do not meet.
+Each cluster is started, followed and stopped by an isles command of its own, as a process, so that
+launchers that need the terminal's signals or the working directory do not meet.
 """
 
 from __future__ import annotations
@@ -11,16 +10,19 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
 from isles.config.clusters import keys_of_cluster, named_cluster, shared_text
 from isles.config.load import Loaded
+from isles.config.resume import change_lines, changed_error, changed_length, changed_mathematics
 from isles.config.sections.cluster import ManualLauncherConfig, QueueSection
 from isles.config.sections.outer import DiLoCoConfig
+from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
 from isles.launch.meeting import (
@@ -33,23 +35,141 @@ from isles.launch.multi_cluster import is_elsewhere, local_environs, meeting_pla
 from isles.launch.remote.passing import STARTED
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
-from isles.monitor.choice import choose
-from isles.monitor.clusters import ALIVE, cluster_reports, end_lines, hub_line
+from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lines, place_of
 from isles.monitor.follow import Follower
 from isles.monitor.hub import HubNews
-from isles.monitor.signals import WORDS
+from isles.monitor.stop import WORDS
 from isles.monitor.table import print_lines
-from isles.run.find import typed_name
+from isles.run.find import numbered_runs, typed_name
 from isles.run.join_line import JoinLine
 from isles.run.records import read_record, write_secret, write_text_atomic
 from isles.run.refusals import clear_errors
-from isles.run.several import ClusterRun, SeveralRun
+from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
 
-_ASK_S = 1.0
-_SILENT = ("started", "turn")
-"""News of the hub that are none beside what the clusters report."""
+_HUB_POLL_S = 1.0
+_QUIET_NEWS = ("started", "round")
+"""News of the hub that the clusters report themselves."""
 
-Say = Callable[[str], object]
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a start will do.
+
+    Args:
+        run: the run, with the clusters of the run file.
+        is_resumed: whether its folder is there.
+        todo: clusters to start, and the `--resume` of each.
+        running: clusters that run already, and are only followed.
+        note: lines for the user.
+    """
+
+    run: SeveralRun
+    is_resumed: bool
+    todo: dict[str, str]
+    running: tuple[str, ...] = ()
+    note: str = ""
+
+
+def choose(loaded: Loaded, resume: str) -> Choice:
+    """Choose the run to begin or to resume, and its clusters to start.
+
+    Args:
+        loaded: the run file.
+        resume: `auto`, `no`, or the folder of a multi-cluster run.
+
+    Raises:
+        UserError: there is no such run, or its values have changed.
+    """
+    config = loaded.config
+    assert config.diloco is not None
+    output_dir = Path(config.output_dir).expanduser()
+    numbered = numbered_runs(output_dir, config.name)
+    number = numbered[-1][0] + 1 if numbered else 1
+    path, now = (output_dir / f"{config.name}-{number}").absolute(), time.time()
+    clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in config.clusters)
+    values, rendezvous = config.model_dump(mode="json"), config.diloco.rendezvous or ""
+    run = SeveralRun(path, clusters, now, now, values, rendezvous)
+    fresh = Choice(run, False, {cluster.name: "no" for cluster in clusters})
+    if resume == "no":
+        return fresh
+    if resume != "auto":
+        for place in (Path(resume).expanduser(), output_dir / resume):
+            if (given := read_several(place)) is not None:
+                return _go_on(loaded, replace(given, path=place.absolute()), run, may_change=True)
+        raise UserError(
+            f"{resume} is no multi-cluster run",
+            where="--resume",
+            fix="give the folder that has clusters.json, or `--resume no` for a new run",
+            id="run.unknown",
+        )
+    old = [run.path for _, run in numbered if is_several(run.path)]
+    last = read_several(old[-1]) if old else None
+    if last is None:
+        return fresh
+    choice = _go_on(loaded, last, run, may_change=False)
+    if choice.todo or choice.running:
+        return choice
+    return replace(fresh, note=f"{last.name} is finished; this is a new run: {run.name}")
+
+
+def _go_on(loaded: Loaded, old: SeveralRun, new: SeveralRun, *, may_change: bool) -> Choice:
+    # Started again are clusters that do not run, and have not finished.
+    reports = cluster_reports(old)
+    known = {cluster.name: cluster for cluster in old.clusters}
+    names = [cluster.name for cluster in new.clusters]
+    states = {name: reports[name].state for name in names if name in reports}
+    running = [name for name, state in states.items() if state in ALIVE]
+    todo = {}
+    if not states or any(state != "finished" for state in states.values()):
+        for name in names:
+            state = states.get(name, "new")
+            if state in ("gone", "new"):
+                todo[name] = "no"
+            elif state not in (*ALIVE, "finished"):
+                todo[name] = known[name].path
+    run = replace(
+        old,
+        path=old.path.absolute(),
+        clusters=tuple(replace(known.get(c.name, c), launcher=c.launcher) for c in new.clusters),
+        config=new.config,
+        rendezvous=new.rendezvous,
+    )
+    if not todo and not running:  # no cluster is left from which a new one could take the weights
+        return Choice(run, True, {})
+    lines = [f"going on with {run.name}"]
+    if running:
+        are = "run" if len(running) > 1 else "runs"
+        lines.append(f"  {', '.join(running)} {are} already: followed, not started")
+    added = [name for name, resume in todo.items() if resume == "no"]
+    if added:
+        lines.append(f"  {', '.join(added)} {'are' if len(added) > 1 else 'is'} new in it")
+    over = [name for name, report in reports.items() if report.state == "finished"]
+    if over:
+        lines.append(f"  {', '.join(over)} {'have' if len(over) > 1 else 'has'} finished")
+    for name in [name for name in known if name not in names]:
+        text = f"  {name} is no longer in the run file, and is not waited for"
+        if name in reports and reports[name].state in ALIVE:
+            text += f"; it still runs: isles stop {reports[name].name}"
+        lines.append(text)
+    saved = [r.checkpoint_step for r in reports.values() if r.checkpoint_step is not None]
+    lines += _changes(loaded, old, max(saved, default=None), may_change=may_change)
+    return Choice(run, True, todo, tuple(running), "\n".join(lines))
+
+
+def _changes(loaded: Loaded, old: SeveralRun, saved: int | None, *, may_change: bool) -> list[str]:
+    # Lines about values that have changed; `saved`: the step of the newest checkpoint.
+    try:
+        before = RunConfig.model_validate(old.config)
+    except ValueError:
+        return [f"  the old values of {old.name}, of another isles, could not be compared"]
+    changes = changed_mathematics(before, loaded.config)
+    if saved is not None:
+        changes += changed_length(before, loaded.config, {"step": saved})
+    if not changes:
+        return []
+    if may_change or saved is None or all(change.is_free for change in changes):
+        return ["  with these new values:", change_lines(changes)]
+    raise changed_error(old.path, typed_name(old), old.typed, changes)
 
 
 class StartError(UserError):
@@ -59,8 +179,8 @@ class StartError(UserError):
         return self.what
 
 
-class SeveralStart:
-    """One start of a run on several clusters.
+class MultiClusterStart:
+    """One start of a multi-cluster run.
 
     Args:
         loaded: the run file.
@@ -77,14 +197,13 @@ class SeveralStart:
         self._environs = local_environs(loaded)
         self.choice = choose(loaded, options.resume)
         self.run = self.choice.run
-        self._line = self._line_elsewhere()
+        self._given_line = self._read_join_line()
         self._begun: set[str] = set()
         """Clusters that this start has started."""
-        self._is_opened = False
-        """Whether this start has opened the hub."""
+        self._opened_hub = False
 
     def look(self) -> dict[str, str]:
-        """Look at everything and start nothing; what each start would do.
+        """Start nothing; the text that a dry run of each cluster prints.
 
         Raises:
             UserError: the run cannot be begun, or clusters cannot be started: all of them.
@@ -92,16 +211,13 @@ class SeveralStart:
         commands = {name: self._words(name, "--dry-run") for name in self.choice.todo}
         with interruptible():  # there is nothing yet that Ctrl+C could be for
             ended = run_all(
-                commands,
-                doing="looking",
-                say=self._options.say,
-                environs=self._environs,
+                commands, doing="looking", say=self._options.say, environs=self._environs
             )
-        self._part_with(ended, "cannot be started")
+        self._drop_refused(ended, "cannot be started")
         return {name: "\n".join(end.out) for name, end in ended.items() if not end.code}
 
     def dry_run_text(self, texts: dict[str, str]) -> str:
-        """What would be started, with the answers of `look`."""
+        """What would be started, with the texts of `look`."""
         if self._outer.hivemind is not None:
             peers = ", ".join(self._outer.hivemind.initial_peers)
             place = f"find one another by {peers}"
@@ -117,7 +233,7 @@ class SeveralStart:
         return "\n".join(lines)
 
     def start(self) -> SeveralRun:
-        """Start what is to be started; all of it, or nothing is left running of it.
+        """Start what is to be started; where one start fails, nothing is left running.
 
         Raises:
             UserError: clusters cannot be started.
@@ -128,7 +244,7 @@ class SeveralStart:
         with interruptible() as hand_back:
             try:
                 self._make_folder()
-                line = self._open() if self.run.meets else None
+                line = self._open_hub() if self.run.meets else None
                 ended = run_all(
                     {name: self._words(name, "--announce") for name in self.choice.todo},
                     doing="starting",
@@ -138,18 +254,22 @@ class SeveralStart:
                     environs=self._environs,
                 )
                 hand_back()
-                self._part_with(ended, "could not be started")
+                self._drop_refused(ended, "could not be started")
             except BaseException:
                 self._undo()
                 raise
         return self.run
 
-    def _part_with(self, ended: dict[str, Ended], what: str) -> None:
-        """Go on without clusters that cannot take part, where the user has allowed it by word.
+    def _words(self, name: str, how: str) -> list[str]:
+        options = self._options
+        words = ["train", str(options.path), *options.overrides, "--cluster", name]
+        words += [f"--resume={self.choice.todo[name]}", how]
+        words += [f"--typed={options.typed}"] if options.typed else []
+        has_line = how == "--announce" and self.run.meets
+        return words + (["--join-file=/dev/stdin"] if has_line else [])
 
-        Raises:
-            StartError: he has not.
-        """
+    def _drop_refused(self, ended: dict[str, Ended], what: str) -> None:
+        # Clusters that cannot be started end the start, unless the user has set min_clusters.
         refused = {name: end for name, end in ended.items() if end.code}
         if not refused:
             return
@@ -164,23 +284,15 @@ class SeveralStart:
         error = StartError("\n".join(lines))
         error.exit_code = ExitCode(max(end.code for end in refused.values()))
         there = len(self.choice.todo) + len(self.choice.running)
-        has_said = "outer.min_clusters" in self._loaded.origins
-        if not has_said or there < max(1, self._outer.min_clusters):
+        is_set = "outer.min_clusters" in self._loaded.origins
+        if not is_set or there < max(1, self._outer.min_clusters):
             raise error
         self._options.warn(f"{error}\n  the others go on, as outer.min_clusters allows")
 
     def _with_keys(self, name: str, text: str) -> str:
-        """What a cluster has printed, with its keys as the run file of all has them."""
+        # To itself each cluster is the only one: its keys are those of the run file of all.
         order = [cluster.name for cluster in self._loaded.config.clusters]
         return keys_of_cluster(text, order.index(name))
-
-    def _words(self, name: str, how: str) -> list[str]:
-        options = self._options
-        words = ["train", str(options.path), *options.overrides, "--cluster", name]
-        words += [f"--resume={self.choice.todo[name]}", how]
-        words += [f"--typed={options.typed}"] if options.typed else []
-        has_line = how == "--announce" and self.run.meets
-        return words + (["--join-file=/dev/stdin"] if has_line else [])
 
     def _make_folder(self) -> None:
         path = self.run.path
@@ -192,16 +304,16 @@ class SeveralStart:
         self.run = replace(self.run, started_at=time.time(), typed=self._options.typed)
         self.run.write()
 
-    def _open(self) -> JoinLine:
-        if self._line is not None:
+    def _open_hub(self) -> JoinLine:
+        if self._given_line is not None:
             with clear_errors(self.run.join_file):
-                write_secret(self.run.join_file, self._line.secret_text())
-            return self._line
+                write_secret(self.run.join_file, self._given_line.secret_text())
+            return self._given_line
         listen, announce = meeting_place(self._loaded)
-        line, self._is_opened = open_rendezvous(
+        line, self._opened_hub = open_rendezvous(
             self.run.state,
             run=self.run.name,
-            settings=self._settings(),
+            settings=self._hub_settings(),
             listen=listen,
             announce=announce,
             run_file=shared_text(self._loaded.config),
@@ -211,14 +323,14 @@ class SeveralStart:
         if any(is_elsewhere(cluster) for cluster in self._loaded.config.clusters):
             self._options.warn(
                 "clusters elsewhere meet on this machine: should it go to sleep or offline, they "
-                "train on, each alone, until it is back. `isles rendezvous` on a machine that "
-                "stays on, and outer.rendezvous with its address, need this one no more"
+                "train on, each alone, until it is back. `isles hub` on a machine that stays on, "
+                "and outer.rendezvous with its address, need this one no more"
             )
         return line
 
-    def _settings(self) -> dict[str, str | int | float]:
-        """Settings of the hub: clusters that start together also average together, from the first
-        round on; only those in a queue may take hours to come."""
+    def _hub_settings(self) -> dict[str, str | int | float]:
+        # Clusters that start together also average together from the first round on; only those
+        # in a queue may take hours to come.
         if rendezvous_process(self.run.state) is not None:  # they have begun
             record = read_record(self.run.state / "process.json") or {}
             had = {k: v for k, v in record["settings"].items() if k.startswith("gather")}
@@ -233,51 +345,37 @@ class SeveralStart:
         gather = {"gather": max(1, len(soon)), "gather_s": self._outer.deadline}
         return {**self._outer.rendezvous_settings, **gather}
 
-    def _line_elsewhere(self) -> JoinLine | None:
-        """The join line of a rendezvous that was started by itself; None: there is none.
-
-        Raises:
-            UserError: it is not known here, or is another's.
-        """
+    def _read_join_line(self) -> JoinLine | None:
+        # Of a hub that was opened by itself; None: this run opens its own.
         file, address = self.run.join_file, self._outer.rendezvous
-        where = self._loaded.where("outer.rendezvous")
-        if address is None:
-            if not self._options.join:
-                return None
-            raise UserError(
-                "a join line is given, and the run file starts a rendezvous of its own",
-                where=where,
-                fix=f"outer.rendezvous={JoinLine.parse(self._options.join).address}",
-                id="join.line",
-            )
+        line = None
         if self._options.join:
             line = JoinLine.parse(self._options.join)
-        elif file.exists():
+        elif address is not None and file.exists():
             line = JoinLine.read(file)
+        if address is None:
+            if line is None:
+                return None
+            what = "a join line is given, and the run file opens a hub of its own"
+            fix = f"outer.rendezvous={line.address}"
+        elif line is None:
+            what = f"the hub is at {address}, and its join line is not known here"
+            fix = "--join-file FILE, with the line that `isles hub` has written there"
+        elif line.address != address:
+            what = f"the join line is of {line.address}, and the run file names {address}"
+            fix = "write the address of the line, or give --join-file with its line"
         else:
-            raise UserError(
-                f"the rendezvous is at {address}, and its join line is not known here",
-                where=where,
-                fix="--join-file FILE, with the line that `isles rendezvous` has written there",
-                id="join.line",
-            )
-        if line.address != address:
-            raise UserError(
-                f"the join line is of {line.address}, and the run file names {address}",
-                where=where,
-                fix="write the address of the line, or give --join-file with its line",
-                id="join.line",
-            )
-        return line
+            return line
+        where = self._loaded.where("outer.rendezvous")
+        raise UserError(what, where=where, fix=fix, id="join.line")
 
     def _take(self, line: Line) -> None:
-        """Show what a start prints, and put on record what it has started."""
+        # Show what a start prints, and record what it has started.
         if line.kind == "out" and line.text.startswith(STARTED):
-            told = json.loads(line.text.removeprefix(STARTED))
+            started = json.loads(line.text.removeprefix(STARTED))
+            place, attempt = started["path"], int(started["attempt"])
             old = self.run.cluster(line.child)
-            new = replace(
-                old, path=told["path"], ssh=told.get("ssh", ""), attempt=int(told["attempt"])
-            )
+            new = replace(old, path=place, ssh=started.get("ssh", ""), attempt=attempt)
             self.run = self.run.having(new)
             self.run.write()
             self._begun.add(line.child)
@@ -288,7 +386,6 @@ class SeveralStart:
             self._options.warn(f"{line.child}: {text}")
 
     def _undo(self) -> None:
-        """End again what this start has started."""
         if self._begun:
             self._options.say(f"ending again: {', '.join(sorted(self._begun))}")
             places = {name: place_of(self.run.cluster(name)) for name in self._begun}
@@ -298,19 +395,15 @@ class SeveralStart:
                 if end.code:
                     words = " ".join(end.err).removeprefix("error: ")
                     self._options.warn(f"{name} still runs ({places[name]}): {words}")
-        if self._is_opened:
+        if self._opened_hub:
             end_rendezvous(self.run.state)
-
-
-def place_of(cluster: ClusterRun) -> str:
-    """What is typed to mean the run of a cluster, from anywhere on this machine."""
-    return f"{cluster.ssh}:{cluster.path}" if cluster.ssh else cluster.path
 
 
 class ClustersFollower(Follower):
     """Follows all clusters of a run until they end: one stream, each line with its cluster's name.
 
-    Of clusters that were `running` before only what is new is shown.
+    Args:
+        running: clusters that ran before; only what is new is shown of them.
     """
 
     def __init__(
@@ -319,23 +412,22 @@ class ClustersFollower(Follower):
         super().__init__(run.name, typed_name(run), console, errors)
         self._run = run
         self._codes: dict[str, int] = {}
-        self._is_interrupted = False
+        self._was_interrupted = False
         self._is_over = threading.Event()
-        self._width = max(len(name) for name in [*(c.name for c in run.clusters), "turns"])
+        self._width = max(len(name) for name in [*(c.name for c in run.clusters), "hub"])
         self._children = Children()
         begun = set(running)
         for cluster in run.clusters:
             if cluster.path and cluster.launcher != "manual":
-                words = ["attend", place_of(cluster), "--attempt", str(cluster.attempt)]
-                words += ["--orders", f"--output-dir={run.path.parent}"]
+                words = ["follow", place_of(cluster), "--attempt", str(cluster.attempt)]
+                words += ["--stdin", f"--output-dir={run.path.parent}"]
                 words += ["--begun"] if cluster.name in begun else []
                 self._children.start(cluster.name, isles_argv(words))
         if run.meets:
-            # Beside the following: a hub that hangs must not hold up Ctrl+C.
+            # In a thread: a hub that hangs must not hold up Ctrl+C.
             threading.Thread(target=self._ask_hub, daemon=True).start()
 
     def look(self) -> int | None:
-        """Show what the clusters and their hub report; see `Follower.look`."""
         order = [cluster.name for cluster in self._run.clusters]
         while self._children.left and (line := self._children.next(0)) is not None:
             if line.kind == "end":
@@ -344,8 +436,8 @@ class ClustersFollower(Follower):
             text = line.text
             if line.kind == "err" and line.child in order:
                 text = keys_of_cluster(text, order.index(line.child))
-            where = self.errors if line.kind == "err" else self.console
-            print_lines(where, [f"{line.child.ljust(self._width)} | {text}"])
+            console = self.errors if line.kind == "err" else self.console
+            print_lines(console, [f"{line.child.ljust(self._width)} | {text}"])
         if self._children.left:
             return None
         self._is_over.set()
@@ -353,80 +445,50 @@ class ClustersFollower(Follower):
         is_alive = any(report.state in ALIVE for report in reports)
         if not is_alive and self._run.meets and not self._run.rendezvous:
             end_rendezvous(self._run.state)
-        lines, code = end_lines(self._run, self._codes)
+        lines, code = outcome_lines(self._run, self._codes)
         print_lines(self.console, lines)
         return code
 
     def handle(self, number: signal.Signals) -> int | None:
-        """Pass it on to all clusters."""
-        if number == signal.SIGINT and not self._is_interrupted:
-            self._is_interrupted = True
+        if number == signal.SIGINT and not self._was_interrupted:
+            self._was_interrupted = True
             self.say("stopping all clusters; Ctrl+C again stops them now")
         self._children.send(WORDS[number])
         return None
 
     def close(self) -> None:
-        """See `Follower.close`."""
         self._is_over.set()
         self._children.hang_up()
 
     def _ask_hub(self) -> None:
-        """Put what happens between the clusters into the stream, as the hub has it."""
         news = HubNews(lambda: hub_line(self._run), self._run.started_at)
         silent_since: float | None = None
-        while not self._is_over.wait(_ASK_S):
+        while not self._is_over.wait(_HUB_POLL_S):
             try:
                 found = news.look()
             except UserError as error:
-                # Once all have finished, it ends.
+                # Once all clusters have finished, the hub ends by itself.
                 if silent_since is None and not news.is_over and not self._is_over.is_set():
                     silent_since = time.monotonic()
-                    self._tell(f"the rendezvous does not answer: {error.what}", "err")
-                    self._reopen()
+                    self._report(f"it does not answer: {error.what}", "err")
+                    self._reopen_hub()
                 continue
             if silent_since is not None:
-                self._tell(f"the rendezvous is back after {time.monotonic() - silent_since:.0f}s")
+                self._report(f"it answers again after {time.monotonic() - silent_since:.0f}s")
                 silent_since = None
             for _, kind, text in found:
-                if kind not in _SILENT:
-                    self._tell(text)
+                if kind not in _QUIET_NEWS:
+                    self._report(text)
 
-    def _reopen(self) -> None:
-        """Start the run's own hub again, once for each time that it has died."""
+    def _reopen_hub(self) -> None:
         if self._run.rendezvous:
-            self._tell(f"open it again at {self._run.rendezvous}: isles rendezvous", "err")
+            self._report(f"open it again at {self._run.rendezvous}: isles hub", "err")
             return
         try:
             if reopen_rendezvous(self._run.state):
-                self._tell("it had died, and is started again")
+                self._report("it had died, and is started again")
         except UserError as error:
-            self._tell(f"it does not start again: {error}", "err")
+            self._report(f"it does not start again: {error}", "err")
 
-    def _tell(self, text: str, kind: Literal["out", "err"] = "out") -> None:
-        self._children.put(Line("turns", kind, text))
-
-
-def stop_several(run: SeveralRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:
-    """Stop all clusters of a run at once, then their hub.
-
-    Returns:
-        0 where nothing of it runs any more; else the worst exit code of the clusters' stops.
-    """
-    words = ["--now"] if now else []
-    words += [f"--timeout={timeout}", f"--output-dir={run.path.parent}"]
-    width = max(len(cluster.name) for cluster in run.clusters)
-
-    def show(line: Line) -> None:
-        if line.kind != "end":
-            (say if line.kind == "out" else warn)(f"{line.child.ljust(width)} | {line.text}")
-
-    commands = {c.name: ["stop", place_of(c), *words] for c in run.clusters if c.path}
-    ended = run_all(commands, doing="stopping", say=say, show=show)
-    code = max((end.code for end in ended.values()), default=ExitCode.OK)
-    if code and run.meets:
-        say("the rendezvous goes on for those that run")
-    elif run.meets and not run.rendezvous and end_rendezvous(run.state):
-        say(f"{run.name} has stopped, and its rendezvous has ended")
-    elif not code:
-        say(f"{run.name} has stopped")
-    return code
+    def _report(self, text: str, kind: Literal["out", "err"] = "out") -> None:
+        self._children.put(Line("hub", kind, text))

@@ -1,4 +1,4 @@
-"""Runs whose directory is on another machine: how they stand, followed and stopped over ssh."""
+"""Runs whose directory is on another machine: status, following and stopping over ssh."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from isles.launch.queue.jobs import refresh_all
 from isles.launch.remote.passing import SSH_FAILED, ask_isles, lost_python, pass_on, remote_isles
 from isles.launch.ssh.shell import on_all
 from isles.monitor.follow import Follower
-from isles.monitor.signals import WORDS
 from isles.monitor.status import RunReport, collect
+from isles.monitor.stop import WORDS
 from isles.run.find import is_run_dir, list_runs, remote_runs
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, forget_remote, keep_report, last_report
@@ -34,16 +34,16 @@ ANSWER = "ISLES-REPORT "
 """Begins the line with the answer; what a login prints before it is skipped."""
 
 _END_S = 30.0
-_AGAIN_S = 2.0
+_RETRY_S = 2.0
 _GIVE_UP_S = 600.0
 """How long a lost connection is tried again."""
 
 _STEADY_S = 20.0
-"""A connection that has lasted so long is no longer a try."""
+"""A connection that has lasted so long starts the time to give up anew."""
 
 
 def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
-    """How one run stands.
+    """The status of one run.
 
     Raises:
         PreflightError: its machine cannot be reached, and has never answered.
@@ -60,13 +60,13 @@ def report_of(found: RunDir | RemoteRun, output_dir: Path) -> RunReport:
 
 
 def reports_of_all(output_dir: Path) -> list[RunReport]:
-    """How every run stands, the newest first; a machine that cannot be reached has a row, too."""
+    """The status of every run, the newest first; also of those that cannot be reached."""
     reports = reports_of([*list_runs(output_dir), *remote_runs(output_dir)], output_dir)
     return sorted(reports, key=lambda report: report.begun_at or 0.0, reverse=True)
 
 
 def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[RunReport]:
-    """How some runs stand, in their order; each machine is asked once, and all at once."""
+    """The status of some runs, in their order; each machine is asked once, and all at once."""
     here = [run for run in runs if isinstance(run, RunDir)]
     groups: dict[tuple[object, ...], list[RemoteRun]] = defaultdict(list)
     for run in runs:
@@ -81,7 +81,7 @@ def reports_of(runs: Sequence[RunDir | RemoteRun], output_dir: Path) -> list[Run
 
 
 def records_of(paths: Sequence[Path]) -> str:
-    """The answer of the machine that has these run directories, as one line."""
+    """The answer of `isles report` on the machine that has these run directories: one line."""
     runs = {path: RunDir(path) for path in paths if is_run_dir(path)}
     jobs = refresh_all(list(runs.values()))
     records = [
@@ -92,7 +92,7 @@ def records_of(paths: Sequence[Path]) -> str:
 
 
 def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
-    """Ask one machine about its runs."""
+    # All these runs are on one machine.
     first = runs[0]
     try:
         done = ask_isles(first, ["report", *(run.path for run in runs)])
@@ -139,10 +139,13 @@ def _bare(run: RemoteRun, state: str, reason: str, hint: str) -> RunReport:
 
 
 class RemoteFollower(Follower):
-    """Follows a run by `isles attend` on its machine, for as long as ssh holds and again.
+    """Follows a run by `isles follow` on its machine; a connection that is lost is opened again.
 
     On a terminal the other isles draws and receives Ctrl+C itself, as in any ssh session;
-    elsewhere signals are passed on as words. `is_begun`: only what is new is shown.
+    elsewhere signals are sent as words on its stdin.
+
+    Args:
+        is_begun: show only what is new.
     """
 
     def __init__(
@@ -164,16 +167,15 @@ class RemoteFollower(Follower):
         self._tried_at = 0.0
         self._lost_at: float | None = None
         self._missed: list[signal.Signals] = []
-        """Signals that could not be passed on while the connection was lost."""
-        self._words: list[str] = []
-        self._old_words: set[str] = set()
-        """What lost connections have printed on stderr: each try would print it again."""
+        """Signals that could not be sent while the connection was lost."""
+        self._stderr: list[str] = []
+        self._old_stderr: set[str] = set()
+        """Lines of lost connections: each try would print them again."""
 
     def look(self) -> int | None:
-        """Keep the connection; see `Follower.look`."""
         now = time.monotonic()
         if self._process is None:
-            if self._lost_at is not None and now - self._tried_at < _AGAIN_S:
+            if self._lost_at is not None and now - self._tried_at < _RETRY_S:
                 return None
             if self._lost_at is not None and now - self._lost_at > _GIVE_UP_S:
                 return self._leave(f"{self._run.host} could not be reached again")
@@ -185,7 +187,7 @@ class RemoteFollower(Follower):
         self._reader.join(timeout=1.0)
         if code != SSH_FAILED and code >= 0:
             return code
-        self._old_words |= set(self._words)
+        self._old_stderr |= set(self._stderr)
         self.close()
         if self._lost_at is None or now - self._tried_at > _STEADY_S:
             self._lost_at = now
@@ -197,9 +199,8 @@ class RemoteFollower(Follower):
         return None
 
     def handle(self, number: signal.Signals) -> int | None:
-        """Pass it on; see `Follower.handle`."""
         if self._process is not None:
-            self._pass_on(self._process, number)
+            self._send(self._process, number)
         elif number == signal.SIGTERM:
             self._missed.append(number)
         else:
@@ -207,7 +208,6 @@ class RemoteFollower(Follower):
         return None
 
     def close(self) -> None:
-        """Whoever follows there ends with the connection."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -223,33 +223,33 @@ class RemoteFollower(Follower):
     def _connect(self) -> None:
         self._tried_at = time.monotonic()
         words = ["--begun"] if self._is_begun else []
-        words += [] if self._is_terminal else ["--orders"]
+        words += [] if self._is_terminal else ["--stdin"]
         process = self._process = subprocess.Popen(
             self._argv(words, is_terminal=self._is_terminal),
             stdin=None if self._is_terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl+C is passed on in words there; it must not end the connection.
+            # Ctrl+C is sent in words there; it must not end the connection.
             start_new_session=not self._is_terminal,
         )
         self._is_begun = True
-        self._words = words = []
+        self._stderr = lines = []
 
         def read() -> None:
             assert process.stderr is not None
             for raw in process.stderr:
                 line = raw.decode(errors="replace").rstrip()
-                words.append(line)
-                if line not in self._old_words:
+                lines.append(line)
+                if line not in self._old_stderr:
                     self.say(line)
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
         for number in self._missed:
-            self._pass_on(process, number)
+            self._send(process, number)
         self._missed = []
 
     def _argv(self, words: list[str], *, is_terminal: bool) -> list[str]:
-        words = ["attend", self._run.path, "--attempt", str(self._attempt), *words]
+        words = ["follow", self._run.path, "--attempt", str(self._attempt), *words]
         ssh, *rest = remote_isles(self._run, words)
         options = ["-tt", "-e", "none", "-o", "LogLevel=ERROR"] if is_terminal else []
         if any(word.startswith("ControlPath=") for word in rest):
@@ -257,7 +257,7 @@ class RemoteFollower(Follower):
             options += ["-S", "none"]
         return [ssh, *options, *rest]
 
-    def _pass_on(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    def _send(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
         word = f"{WORDS[number]}\n".encode()
         if process.stdin is not None:
             with suppress(OSError):  # the connection is lost: its end says so
@@ -267,7 +267,7 @@ class RemoteFollower(Follower):
         # On a terminal Ctrl+C goes through it; what comes as a signal needs another connection.
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                self._argv(["--begun", "--orders"], is_terminal=False),
+                self._argv(["--begun", "--stdin"], is_terminal=False),
                 input=word,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -284,7 +284,7 @@ class RemoteFollower(Follower):
 
 
 def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str], object]) -> int:
-    """Stop a run where its directory is; with `now` also on hosts that have lost the first one.
+    """Stop a run where its directory is; with `now` also on the other hosts of one that is lost.
 
     Raises:
         PreflightError: its machine cannot be reached.

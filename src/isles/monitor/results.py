@@ -1,4 +1,4 @@
-"""Verbs on what a run has learnt: its checkpoints, its model, text of it, and its loss."""
+"""Verbs on the results of a run: checkpoint, generate, eval."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -22,7 +22,6 @@ OneStep = Annotated[int | None, Parameter(name="--step", help="Only this one; le
 
 
 def register(app: App) -> None:
-    """Give the command its verbs on results."""
     app.command(checkpoint)
     app.command(generate)
     app.command(evaluate, name="eval")
@@ -43,16 +42,26 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
 @checkpoint.command
 def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RUNS) -> int:
     """Read checkpoints back and compare every byte with its recorded hash."""
-    from isles.monitor.table import verify_lines
+    from isles.monitor.table import checkpoint_lines
+    from isles.run.manifest import find_checkpoint, verify_checkpoint
 
     found = _run_here(run, output_dir, ["checkpoint", "verify"], {"step": step})
     if isinstance(found, int):
         return found
-    is_whole = True
-    for line, is_good in verify_lines(found, step):
-        say(line)
-        is_whole = is_whole and is_good
-    return ExitCode.OK if is_whole else ExitCode.TRAINING
+    if step is not None:
+        folders = [find_checkpoint(found, step).path]
+    else:
+        folders = sorted(found.checkpoints.glob("step-*"))
+    if not folders:
+        say("\n".join(checkpoint_lines(found)))
+    code = ExitCode.OK
+    for folder in folders:
+        faults = verify_checkpoint(folder)
+        say(f"{folder.name}: {'NOT whole' if faults else 'whole'}")
+        for fault in faults:
+            say(f"  {fault}")
+            code = ExitCode.TRAINING
+    return code
 
 
 @checkpoint.command
@@ -146,9 +155,9 @@ def _run_here(
     verb: Sequence[str],
     options: Mapping[str, object] | None = None,
 ) -> RunDir | int:
-    """The run that is meant; of one on several clusters that of the cluster that is furthest.
+    """The run that a verb means; of a multi-cluster run that of the cluster that is furthest.
 
-    Where its directory is on another machine the verb is passed on to isles there: its exit code.
+    Where its directory is on another machine, isles there runs the verb: its exit code.
     """
     from isles.launch.remote.passing import pass_on
     from isles.launch.verbs import option_words
@@ -161,7 +170,7 @@ def _run_here(
     if isinstance(found, SeveralRun):
         cluster = furthest(found)
         if cluster is not None:
-            note(f"the checkpoints of cluster {cluster}, which has taken in the most turns")
+            note(f"the checkpoints of cluster {cluster}, which has taken in the most averages")
         found = find_cluster(str(found.path), output_dir, cluster)
     if isinstance(found, RemoteRun):
         return pass_on(found, [*verb, found.path, *option_words(options or {})])

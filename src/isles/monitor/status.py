@@ -1,4 +1,4 @@
-"""How a run, its nodes and its newest attempt stand, gathered from their records."""
+"""The status of a run, its nodes and its newest attempt, read from their records."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from isles.run.state import (
     script_of,
 )
 
-QUIET_S = 180.0
-"""A running run that has reported nothing for so long is pointed out."""
+SILENT_S = 180.0
+"""A running run that has reported nothing for longer gets a hint."""
 
 _LISTED = 3
 _RANK_RECORD = re.compile(r"rank-(\d+)\.json")
-_STALL_RECORD = re.compile(r"(?:step|silence)-\d+\.json")
+_HANG_RECORD = re.compile(r"(?:step|silence)-\d+\.json")
 _NODE_STATES = {"missing": "has not come yet", "lost": "is lost", "ended": "has ended"}
 
 ReportState = State | Literal["unreachable", "gone"]
@@ -51,13 +51,13 @@ class NodeReport:
     """One node of a run.
 
     Args:
-        node: its number.
-        host: its name.
-        address: where the others reach it; empty: not known.
-        ranks: the first and the last of its ranks; None: not known.
-        pid: its agent, or the process of its first rank; None: it has not come yet.
-        is_there: whether it runs, as far as the first node knows.
-        heard_s: seconds since its last sign of life; None: not known.
+        node: number of the node.
+        host: host name.
+        address: where the other nodes reach it; empty: not known.
+        ranks: its first and its last rank; None: not known.
+        pid: of its agent, or of its first rank; None: it has not come yet.
+        is_running: as far as the first node knows.
+        last_seen_s: seconds since its last heartbeat; None: not known.
         note: a remark for the user.
     """
 
@@ -66,13 +66,13 @@ class NodeReport:
     address: str = ""
     ranks: tuple[int, int] | None = None
     pid: int | None = None
-    is_there: bool = False
-    heard_s: float | None = None
+    is_running: bool = False
+    last_seen_s: float | None = None
     note: str = ""
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> NodeReport:
-        """From JSON, of this version of isles or another."""
+        """From JSON of this version of isles or another."""
         known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
         if known.get("ranks") is not None:
             known["ranks"] = tuple(known["ranks"])
@@ -112,53 +112,53 @@ class RunReport:
     error: dict[str, Any] | None = None
     restarts: int = 0
     last_restart: str = ""
-    nodes: int | None = None
+    num_nodes: int | None = None
+    """Nodes that run now."""
     max_nodes: int | None = None
     hint: str = ""
     launcher: str = "local"
     job: str = ""
-    """Of a queue: the number of the job."""
+    """Number of its job in a queue."""
     queue: str = ""
-    """Of a queue: what it reports of the job, in words."""
-    heard_at: float | None = None
-    """The last sign of life."""
+    """State of that job, in the queue's words."""
+    last_seen_at: float | None = None
     on: str = ""
     """The machine that has the run directory, as ssh takes it; empty: it is seen here."""
-    fleet: tuple[NodeReport, ...] = ()
-    """Its nodes, where it has several."""
-    stalls: tuple[str, ...] = ()
+    nodes: tuple[NodeReport, ...] = ()
+    """Empty where there is only one."""
+    hangs: tuple[str, ...] = ()
     """Steps that took far too long."""
     checked: str = ""
-    """What was found wrong with the machines before the start."""
+    """Findings of `isles check` before the start."""
     outer: dict[str, Any] | None = None
-    """Of one of several clusters: its rounds, as its status.json has them."""
+    """Outer steps of this cluster, as its status.json has them."""
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: dict[str, Any], **changes: Any) -> RunReport:
         """From `record`, of this version of isles or another."""
         known = {f.name: record[f.name] for f in fields(cls) if record.get(f.name) is not None}
-        known["fleet"] = tuple(NodeReport.of(node) for node in known.get("fleet", ()))
-        known["stalls"] = tuple(known.get("stalls", ()))
+        known["nodes"] = tuple(NodeReport.of(node) for node in known.get("nodes", ()))
+        known["hangs"] = tuple(known.get("hangs", ()))
         return cls(**{**known, **changes})
 
 
 def collect(
     run_dir: RunDir, now: Clock = time.time, *, jobs: Mapping[Path, JobReport] | None = None
 ) -> RunReport:
-    """How the newest attempt of a run stands now.
+    """The status of the newest attempt of a run.
 
-    `jobs`: what queues have reported, by folders of attempts; None: its own is asked.
+    Args:
+        jobs: reports of queues, by folders of attempts; None: the queue of this run is asked.
     """
     attempt = run_dir.last_attempt()
     job = None
     if attempt is not None and jobs is not None:
         job = jobs.get(attempt.path)
     elif attempt is not None:
-        with suppress(OSError):  # its answer cannot be kept in somebody else's directory
+        with suppress(OSError):  # the run belongs to another user: the answer cannot be kept
             job = refresh(run_dir, attempt)
     launch = (read_record(attempt.launch) if attempt else None) or {}
     state = attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
@@ -199,15 +199,15 @@ def collect(
         error=error if isinstance(error := outcome.get("error"), dict) else None,
         restarts=len(restarts),
         last_restart=restarts[-1].text if restarts else "",
-        nodes=sum(node.is_there for node in nodes) if nodes else None,
+        num_nodes=sum(node.is_running for node in nodes) if nodes else None,
         max_nodes=len(nodes) or None,
         hint=_hint(run_dir, state, newest.step if newest else None, silent_s, now()),
         launcher=state.launcher,
         job=job.job_id if job else "",
         queue=(job.reason or job.state) if job and state.is_alive else "",
-        heard_at=state.heard_at,
-        fleet=nodes,
-        stalls=stall_texts(attempt) if attempt else (),
+        last_seen_at=state.heard_at,
+        nodes=nodes,
+        hangs=hang_texts(attempt) if attempt else (),
         checked=_checked_text(attempt) if attempt else "",
         outer=outer if isinstance(outer := status.get("outer"), dict) else None,
     )
@@ -232,50 +232,45 @@ def _hint(
     silent_s: float | None,
     now_s: float,
 ) -> str:
-    """What the user may want to do next."""
-    host = state.process.host if state.process else "another host"
-    place = f"from step {step}" if step is not None else "from the start, as nothing was saved"
+    hint = ""
     match state.state:
+        case "new":
+            hint = "it was never started"
         case "finished" | "stopped" | "failed" | "killed" if script_of(run_dir) is not None:
-            return f"what it printed: `isles logs {typed_name(run_dir)}`"
+            hint = f"what it printed: `isles logs {typed_name(run_dir)}`"
         case "finished":
-            return f"try it: `{generate_command(run_dir, '…')}`"
+            hint = f"try it: `{generate_command(run_dir, '…')}`"
         case "stopped" | "failed" | "killed":
             typed = typed_command(run_dir)
             command = f"`{typed}`" if typed else "`isles train` with its run file"
-            return f"{command} goes on {place}"
+            start = f"step {step}" if step is not None else "the start, as nothing was saved"
+            hint = f"{command} goes on from {start}"
+        case "unknown" if (mark := read_record(run_dir.node_of)) is not None:
+            first = f"{mark.get('head')}, its first host"
+            hint = f"it has ended here; {first}, knows how: `isles status` there"
+        case "unknown" if state.is_queue:
+            hint = "its queue cannot be asked from here: look where it was submitted"
         case "unknown":
-            return _unknown_hint(run_dir, state, host, now_s)
-        case "running" if silent_s is not None and silent_s > QUIET_S:
-            return (
-                f"it has said nothing for {format_duration(silent_s)}: "
-                f"`isles logs {typed_name(run_dir)}` shows what it was doing"
-            )
+            host = state.process.host if state.process else "another host"
+            seen_s = now_s - (state.heard_at or state.begun_at or now_s)
+            hint = f"it runs on {host}, and was last seen {format_duration(seen_s)} ago: "
+            hint += f"is {host} up? look there"
+        case "running" if silent_s is not None and silent_s > SILENT_S:
+            hint = f"it has reported nothing for {format_duration(silent_s)}: "
+            hint += f"`isles logs {typed_name(run_dir)}` shows what it was doing"
         case _:
-            return "it was never started" if state.state == "new" else ""
-
-
-def _unknown_hint(run_dir: RunDir, state: AttemptState, host: str, now_s: float) -> str:
-    if (mark := read_record(run_dir.node_of)) is not None:
-        head = mark.get("head")
-        return f"it has ended here; {head}, its first host, knows how: `isles status` there"
-    if state.is_queue:
-        return "its queue cannot be asked from here: look where it was submitted"
-    silent_s = now_s - (state.heard_at or state.begun_at or now_s)
-    return (
-        f"it runs on {host}, and was last heard {format_duration(silent_s)} ago: "
-        f"is {host} up? look there"
-    )
+            pass
+    return hint
 
 
 def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
-    """The nodes of an attempt by their numbers; none where it has only one."""
+    """The nodes of an attempt, by number; empty where there is only one."""
     fleet = None
     with suppress(UserError):  # of another version: what else is known of it is shown
         fleet = read_fleet(attempt)
-    met = (read_record(attempt.nodes) or {}).get("nodes")
-    if isinstance(met, list) and met:
-        found = [_recorded_node(node, now_s) for node in met]
+    recorded = (read_record(attempt.nodes) or {}).get("nodes")
+    if isinstance(recorded, list) and recorded:
+        found = [_recorded_node(node, now_s) for node in recorded]
     elif fleet is not None:
         firsts = accumulate((node.nproc for node in fleet.nodes), initial=0)
         found = [
@@ -304,15 +299,15 @@ def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
         address=str(record.get("address") or ""),
         ranks=(first, first + int(record["ranks"]) - 1) if first is not None else None,
         pid=process.pid if process else None,
-        is_there=state == "there"
+        is_running=state == "there"
         and not (process and process.is_here() and not process.is_alive()),
-        heard_s=max(0.0, now_s - heard_at) if heard_at is not None else None,
+        last_seen_s=max(0.0, now_s - heard_at) if heard_at is not None else None,
         note=": ".join(parts if all(parts) else parts[:1]),
     )
 
 
 def _nodes_by_ranks(attempt: Attempt) -> list[NodeReport]:
-    """Of a run in a queue, whose nodes nobody knew before: the hosts of its ranks."""
+    # Of ranks that torchrun has started: nothing else names their hosts.
     places: dict[str, list[tuple[int, ProcessId]]] = defaultdict(list)
     for path in attempt.path.glob("rank-*.json"):
         match = _RANK_RECORD.fullmatch(path.name)
@@ -322,17 +317,17 @@ def _nodes_by_ranks(attempt: Attempt) -> list[NodeReport]:
     found: list[NodeReport] = []
     for ranks in sorted(sorted(ranks, key=lambda r: r[0]) for ranks in places.values()):
         number, first = ranks[0]
-        is_there = not first.is_here() or first.is_alive()
+        is_running = not first.is_here() or first.is_alive()
         span = (number, ranks[-1][0])
         found.append(
-            NodeReport(len(found), first.host, ranks=span, pid=first.pid, is_there=is_there)
+            NodeReport(len(found), first.host, ranks=span, pid=first.pid, is_running=is_running)
         )
     return found
 
 
-def stall_texts(attempt: Attempt) -> tuple[str, ...]:
+def hang_texts(attempt: Attempt) -> tuple[str, ...]:
     """The last hangs of an attempt, oldest first: which rank held up the step, and where."""
-    names = [path for path in attempt.stalls.glob("*.json") if _STALL_RECORD.fullmatch(path.name)]
+    names = [path for path in attempt.stalls.glob("*.json") if _HANG_RECORD.fullmatch(path.name)]
     records = [record for path in names if (record := read_record(path)) is not None]
     records.sort(key=lambda r: (number_of(r, "at") or 0.0, number_of(r, "step") or 0.0))
     texts = []
@@ -346,7 +341,6 @@ def stall_texts(attempt: Attempt) -> tuple[str, ...]:
 
 
 def _checked_text(attempt: Attempt) -> str:
-    """What `isles check` found wrong before this start; empty where nothing or not asked."""
     found = (read_record(attempt.findings) or {}).get("findings")
     texts: dict[str, list[str]] = {"error": [], "warning": []}
     for entry in found if isinstance(found, list) else []:

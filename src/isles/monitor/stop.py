@@ -1,11 +1,15 @@
-"""`isles stop`: a request in the run's directory, and the quick ways to the processes it names."""
+"""Ways to stop a run: signals to the command that follows it, and `isles stop`."""
 
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -18,43 +22,95 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.signals import kill_now, send_signal
-from isles.run.state import AttemptState, attempt_state, current_status, script_of
+from isles.run.state import attempt_state, current_status, script_of
 from isles.run.stop_request import StopKind, request_stop
 
-_LOOK_S = 0.5
+WORDS = {signal.SIGINT: "interrupt", signal.SIGTERM: "requeue"}
+"""Lines on the stdin of `isles follow` that stand for signals."""
+
+_POLL_S = 0.5
 _KILL_S = 10.0
-_FLEET_S = 15.0
+_COORDINATOR_S = 15.0
 """How long a coordinator may take to end the ranks of all nodes, before it is killed itself."""
 
-_AFAR_S = 60.0
+_BY_FILES_S = 60.0
 """How long a run that is seen only by its files may take to end at once."""
 
 Say = Callable[[str], object]
 
 
+class Signals:
+    """Signals that have arrived and were not handled yet."""
+
+    def __init__(self) -> None:
+        self._arrived: list[signal.Signals] = []
+
+    def put(self, signum: int, frame: FrameType | None = None) -> None:
+        """The signal handler."""
+        self._arrived.append(signal.Signals(signum))
+
+    def take(self) -> list[signal.Signals]:
+        """Remove and return all that have arrived."""
+        taken = []
+        while self._arrived:
+            taken.append(self._arrived.pop(0))
+        return taken
+
+    def read_stdin(self) -> None:
+        """Read `WORDS` from stdin in a thread; the end of stdin counts as SIGHUP."""
+
+        def read() -> None:
+            for line in sys.stdin:
+                for number, word in WORDS.items():
+                    if line.strip() == word:
+                        self.put(number)
+            self.put(signal.SIGHUP)
+
+        threading.Thread(target=read, daemon=True).start()
+
+
+@contextmanager
+def caught_signals() -> Iterator[Signals]:
+    """Catch Ctrl+C, SIGTERM and SIGHUP; to be entered before the run is started.
+
+    A signal that is ignored stays ignored, so that nohup works.
+    """
+    signals = Signals()
+    before = {}
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            before[signum] = signal.signal(signum, signals.put)
+    try:
+        yield signals
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
-    """Stop a run and wait until it has ended; 0 as soon as it does not run.
+    """Stop a run and wait until it has ended; 0 also where it does not run.
 
     Raises:
-        UserError: it belongs to another user, is not heard of, or did not end in time.
+        UserError: it belongs to another user, is silent, or did not end in time.
     """
     attempt = run_dir.last_attempt()
     if attempt is not None:
         refresh(run_dir, attempt, max_age_s=0.0)
     stopping = Stopping(run_dir, attempt, say) if attempt is not None else None
     if stopping is None or not (stopping.state.is_alive or stopping.state.state == "unknown"):
-        say(f"{run_dir.name} is not running: {_ended_text(run_dir)}")
+        say(f"{run_dir.name} is not running: {_state_text(run_dir)}")
         return ExitCode.OK
     if not stopping.ask("now" if now else "save"):
-        say(f"{run_dir.name} has just ended: {_ended_text(run_dir)}")
+        say(f"{run_dir.name} has just ended: {_state_text(run_dir)}")
         return ExitCode.OK
+    is_script = script_of(run_dir) is not None
     if now:
         stopping.wait_now()
-        how = "without saving" if script_of(run_dir) is None else "at once"
-        say(f"{run_dir.name} was ended {how}: {_ended_text(run_dir)}")
+        how = "at once" if is_script else "without saving"
+        say(f"{run_dir.name} was ended {how}: {_state_text(run_dir)}")
         return ExitCode.OK
     what, now_it = "save and stop", "ends it without saving"
-    if script_of(run_dir) is not None:
+    if is_script:
         what, now_it = "stop: its script gets SIGTERM", "kills it"
     say(
         f"asked {run_dir.name} ({stopping.place}) to {what}; "
@@ -68,12 +124,21 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
             "--now",
             id="stop.late",
         )
-    say(f"{run_dir.name} has ended: {_ended_text(run_dir)}")
+    say(f"{run_dir.name} has ended: {_state_text(run_dir)}")
     return ExitCode.OK
 
 
+def _state_text(run_dir: RunDir) -> str:
+    report = collect(run_dir)
+    if report.state == "new":
+        return report.hint
+    step = f" at step {report.step}" if report.step is not None else ""
+    reason = f" ({report.reason})" if report.reason else ""
+    return f"{report.state}{step}{reason}; {report.hint}"
+
+
 class Stopping:
-    """One start of a run that is to end: by its job, by its process here, or by its files alone."""
+    """Stops one attempt: by its job, by its process on this host, or by its files alone."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt, say: Say) -> None:
         self.state = attempt_state(run_dir, attempt)
@@ -94,12 +159,23 @@ class Stopping:
         return f"pid {process.pid}" if process.is_here() else f"{process.host}, pid {process.pid}"
 
     def ask(self, kind: StopKind) -> bool:
-        """Ask it to stop, by every way there is; False where it has just ended.
+        """Ask it to stop, in every way there is; False where it has just ended.
 
         Raises:
-            UserError: there is no way, or it has not been heard of lately.
+            UserError: there is no way, or it is silent.
         """
-        is_written = self._leave_request(kind)
+        is_written = True
+        try:
+            request_stop(self._attempt, kind)
+        except OSError as error:
+            is_written = False
+            if self._process is None and self._job is None:
+                raise UserError(
+                    f"the request to stop cannot be left: {error.strerror}",
+                    where=str(self._attempt.stop_request),
+                    fix="ask as the user who started the run, or on its own machine",
+                    id="stop.late",
+                ) from error
         if self._job is not None:
             try:
                 self._job.cancel(now=kind == "now")
@@ -110,35 +186,23 @@ class Stopping:
             return True
         if self._process is not None:
             if kind == "now":
+                # A coordinator ends the ranks of all nodes itself.
                 return self._attempt.fleet.exists() or kill_now(self._process)
             number = signal.SIGINT if kind == "interrupt" else signal.SIGTERM
             return send_signal(self._process, number)
-        if self.state.state == "unknown":
-            raise self._unheard(self.state)
+        self._refuse_silent()
         return True
 
-    def _unheard(self, state: AttemptState) -> UserError:
-        process = state.process
-        silent_s = time.time() - (state.heard_at or state.begun_at or time.time())
-        host = process.host if process else "another host"
-        return UserError(
-            f"{self._run_dir.name} runs on {host}, and has not been heard of for "
-            f"{format_duration(silent_s)}; a request to stop lies in its directory",
-            where=f"host {host}" + (f", pid {process.pid}" if process else ""),
-            fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
-            id="stop.late",
-        )
-
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end, telling what the run is doing meanwhile; False: it has not ended."""
+        """Wait for the end, and report what the run is doing; False: it has not ended in time."""
         deadline = time.monotonic() + timeout_s
-        told = ""
-        while not self._has_ended(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+        shown = ""
+        while not self._has_ended(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
             status = current_status(self._run_dir, self.state.begun_at)
             doing = ", ".join(str(status[key]) for key in ("phase", "detail") if status.get(key))
-            if doing and doing != told and status.get("phase") not in ("stopped", "finished"):
+            if doing and doing != shown and status.get("phase") not in ("stopped", "finished"):
                 self._say(f"  waiting: {doing}")
-                told = doing
+                shown = doing
             if time.monotonic() >= deadline:
                 return False
         return True
@@ -149,40 +213,25 @@ class Stopping:
         Raises:
             UserError: it has not ended.
         """
+        status = f"`isles status {typed_name(self._run_dir)}`"
         if self._process is None:
-            if self.wait(_AFAR_S):
+            if self.wait(_BY_FILES_S):
                 return
             raise UserError(
-                f"{self._run_dir.name} has not ended within {format_duration(_AFAR_S)}",
+                f"{self._run_dir.name} has not ended within {format_duration(_BY_FILES_S)}",
                 where=self.place,
-                fix="it was asked by its directory; look at "
-                f"`isles status {typed_name(self._run_dir)}`, and stop it there",
+                fix=f"it was asked by its directory; look at {status}, and stop it there",
                 id="stop.late",
             )
-        if self._attempt.fleet.exists() and not wait_for_end(self._process, _FLEET_S):
+        if self._attempt.fleet.exists() and not wait_for_end(self._process, _COORDINATOR_S):
             kill_now(self._process)
         if not wait_for_end(self._process, _KILL_S):
             raise UserError(
                 f"{self._run_dir.name} has been killed, and the kernel has not let go of it yet",
                 where=f"host {self._process.host}, pid {self._process.pid}",
-                fix="it is waiting for a disk or a driver; look again with "
-                f"`isles status {typed_name(self._run_dir)}`",
+                fix=f"it is waiting for a disk or a driver; look again with {status}",
                 id="stop.late",
             )
-
-    def _leave_request(self, kind: StopKind) -> bool:
-        try:
-            request_stop(self._attempt, kind)
-        except OSError as error:
-            if self._process is None and self._job is None:
-                raise UserError(
-                    f"the request to stop cannot be left: {error.strerror}",
-                    where=str(self._attempt.stop_request),
-                    fix="ask as the user who started the run, or on its own machine",
-                    id="stop.late",
-                ) from error
-            return False
-        return True
 
     def _has_ended(self, pause_s: float) -> bool:
         if self._process is not None:
@@ -190,11 +239,26 @@ class Stopping:
         time.sleep(pause_s)
         if self._job is not None:
             refresh(self._run_dir, self._attempt)
-        state = attempt_state(self._run_dir, self._attempt)
-        if state.state == "unknown" and not state.is_queue:
-            raise self._unheard(state)  # it has fallen silent since: that is no end
+        self.state = attempt_state(self._run_dir, self._attempt)
+        if not self.state.is_queue:
+            self._refuse_silent()  # silent since the request: that is no end
         # Of a run that is only seen by its files the outcome is the last word.
-        return not state.is_alive or (state.outcome is not None and not state.is_queue)
+        is_over = self.state.outcome is not None and not self.state.is_queue
+        return not self.state.is_alive or is_over
+
+    def _refuse_silent(self) -> None:
+        if self.state.state != "unknown":
+            return
+        process = self.state.process
+        silent_s = time.time() - (self.state.heard_at or self.state.begun_at or time.time())
+        host = process.host if process else "another host"
+        raise UserError(
+            f"{self._run_dir.name} runs on {host}, and has not been heard of for "
+            f"{format_duration(silent_s)}; a request to stop lies in its directory",
+            where=f"host {host}" + (f", pid {process.pid}" if process else ""),
+            fix=f"if {host} is up: run `isles stop {self._run_dir.path.absolute()}` there",
+            id="stop.late",
+        )
 
 
 def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
@@ -214,10 +278,13 @@ def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
 
 
 def end_here(run_dir: RunDir, *, say: Say) -> int:
-    """Kill every process of a run that its records name on this host; no other one."""
+    """Kill the processes of this host that the records of a run name, and no others."""
     attempt = run_dir.last_attempt()
-    paths = [attempt.launch, *attempt.path.glob("node-*.json")] if attempt else []
-    paths += list(attempt.path.glob("rank-*.json")) if attempt else []
+    paths: list[Path] = []
+    if attempt is not None:
+        paths = [attempt.launch]
+        for pattern in ("node-*.json", "rank-*.json"):
+            paths += attempt.path.glob(pattern)
     killed = 0
     for path in paths:
         process = ProcessId.from_record(read_record(path) or {})
@@ -226,12 +293,3 @@ def end_here(run_dir: RunDir, *, say: Say) -> int:
                 killed += kill_now(process)
     say(f"{killed} processes of {run_dir.name} were ended" if killed else "nothing of it runs here")
     return ExitCode.OK
-
-
-def _ended_text(run_dir: RunDir) -> str:
-    report = collect(run_dir)
-    if report.state == "new":
-        return report.hint
-    step = f" at step {report.step}" if report.step is not None else ""
-    reason = f" ({report.reason})" if report.reason else ""
-    return f"{report.state}{step}{reason}; {report.hint}"

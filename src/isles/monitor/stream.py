@@ -12,7 +12,7 @@ from isles.errors import UserError
 from isles.launch.remote.passing import remote_isles
 from isles.launch.ssh.setting import path_elsewhere, python_of, setting_lines
 from isles.monitor.children import Children
-from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
+from isles.monitor.logs import LogChoice, LogFiles, choose_attempt, log_lines, node_lines
 from isles.run.find import run_of
 from isles.run.fleet import read_fleet
 from isles.run.paths import Attempt, RunDir
@@ -23,8 +23,8 @@ from isles.run.state import QUEUES
 Note = Callable[[str], object]
 
 _CONNECT_S = 5.0
-_QUIET_S = 30.0
-"""Longest silence of a host whose last lines are wanted."""
+_SILENT_S = 30.0
+"""Longest wait for a host whose last lines are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Source:
     """Lines of some logs.
 
     Args:
-        lines: those of this machine; or the command line, to be run here, that prints them.
+        lines: those of this machine; or the command line that prints them, to be run here.
         host: the machine that has them, for messages; empty: this one.
         node: of which node they are; None: of all nodes that the machine sees.
         prefix: stands before each line.
-        cluster: of several, whose lines they are.
+        cluster: of a multi-cluster run, whose lines they are.
     """
 
     lines: Iterable[str]
@@ -51,7 +51,7 @@ def shown_lines(
 ) -> Iterator[str]:
     """The lines that `isles logs` prints: source after source, or as they come if followed.
 
-    Of a run on several clusters each line has its cluster's name. `note` takes remarks: which logs
+    Of a multi-cluster run each line has its cluster's name. `note` takes remarks: which logs
     cannot be read, and where they are.
 
     Raises:
@@ -81,61 +81,59 @@ def _sources(
 ) -> list[Source]:
     if isinstance(found, RemoteRun):
         if found.launcher in QUEUES or len(found.hosts) < 2:
-            return [_far(found, found.ssh, choice, by_node)]
-        return [  # from every host of the run, what it alone may have
-            _far(found, host, replace(choice, node=node), by_node)
+            return [_remote_source(found, found.ssh, choice, by_node)]
+        return [  # each host prints what it alone may have
+            _remote_source(found, host, replace(choice, node=node), by_node)
             for node, host in enumerate(found.hosts)
             if choice.node in (None, node)
         ]
     attempt = choose_attempt(found, choice.attempt)
-    sources = LogSources(attempt)
-    if not (choice.node in (None, 0) or choice.node in sources.nodes or choice.is_here):
-        there = ", ".join(f"{n} ({name})" for n, name in sources.nodes.items()) or "0, the only one"
+    files = LogFiles(attempt)
+    if not (choice.node in (None, 0) or choice.node in files.nodes or choice.is_here):
+        there = ", ".join(f"{n} ({name})" for n, name in files.nodes.items()) or "0, the only one"
         raise UserError(
             f"there is no node {choice.node} in attempt {attempt.number}",
             where=str(attempt.path),
             fix=f"the nodes there are: {there}",
             id="run.logs",
         )
-    far: list[Source] = []
+    remote: list[Source] = []
     if not choice.is_here:
         try:
-            far = _far_nodes(found, attempt, sources, choice, by_node)
+            remote = _nodes_elsewhere(found, attempt, files, choice, by_node)
         except UserError as error:
             note(f"only logs that are here: {error}")
     if not by_node:
-        return [Source(log_lines(found, attempt, choice)), *far]
-    elsewhere = [source.node for source in far]
+        return [Source(log_lines(found, attempt, choice)), *remote]
+    elsewhere = [source.node for source in remote]
     nodes = {
         node: name
-        for node, name in (sources.nodes or {0: ""}).items()
+        for node, name in (files.nodes or {0: ""}).items()
         if choice.node in (None, node) and node not in elsewhere
     }
-    return [Source(_blocks(found, attempt, nodes, choice)), *far]
+
+    def blocks() -> Iterator[str]:
+        for node, name in nodes.items():
+            yield f"=== Node {node}{f' ({name})' if name else ''} ==="
+            yield from node_lines(attempt, found, replace(choice, node=node))
+
+    return [Source(blocks()), *remote]
 
 
-def _blocks(
-    run_dir: RunDir, attempt: Attempt, nodes: dict[int, str], choice: LogChoice
-) -> Iterator[str]:
-    for node, name in nodes.items():
-        yield f"=== Node {node}{f' ({name})' if name else ''} ==="
-        yield from node_lines(attempt, run_dir, replace(choice, node=node))
-
-
-def _far_nodes(
-    run_dir: RunDir, attempt: Attempt, sources: LogSources, choice: LogChoice, by_node: bool
+def _nodes_elsewhere(
+    run_dir: RunDir, attempt: Attempt, files: LogFiles, choice: LogChoice, by_node: bool
 ) -> list[Source]:
-    """From the hosts of nodes of which nothing is here."""
+    # Nodes that have no log here are asked by ssh.
     fleet = read_fleet(attempt)
     if fleet is None or fleet.launcher == "local":
         return []
     wanted = [
         node
         for node in fleet.nodes
-        if choice.node in (None, node.node) and not sources.is_here(node.node)
+        if choice.node in (None, node.node) and not files.is_here(node.node)
     ]
     if choice.rank is not None:
-        at = sources.node_of(choice.rank)
+        at = files.node_of(choice.rank)
         wanted = [node for node in wanted if node.node == at]
     if not wanted:
         return []
@@ -155,11 +153,11 @@ def _far_nodes(
     for node in wanted:
         ssh = node.ssh or node.address
         run = RemoteRun(run_dir.name, ssh, there, tuple(lines), python, fleet.launcher, (ssh,), 0.0)
-        found.append(_far(run, ssh, replace(choice, node=node.node), by_node))
+        found.append(_remote_source(run, ssh, replace(choice, node=node.node), by_node))
     return found
 
 
-def _far(run: RemoteRun, host: str, choice: LogChoice, by_node: bool) -> Source:
+def _remote_source(run: RemoteRun, host: str, choice: LogChoice, by_node: bool) -> Source:
     words = ["logs", run.path_on(host), "--here", *choice.words()]
     words += ["--by-node"] if by_node else []
     argv = remote_isles(run, words, host=host, connect_timeout_s=_CONNECT_S)
@@ -178,23 +176,23 @@ def _read(sources: Sequence[Source], choice: LogChoice, note: Note) -> Iterator[
                 children.start(name, list(source.lines))
             else:
                 children.add(name, source.lines)
-        yield from _lines_of(children, by_name, choice.follow, note)
+        yield from _merged_lines(children, by_name, choice.follow, note)
     finally:
         children.kill()
 
 
-def _lines_of(
+def _merged_lines(
     children: Children, sources: dict[str, Source], follows: bool, note: Note
 ) -> Iterator[str]:
-    """As they come where they are followed; else a host that hangs keeps nobody from the lines of
-    the others."""
+    # Lines that are followed are yielded as they come. Else source after source, and one host
+    # that hangs does not hold back the lines of the others.
     kept: dict[str, list[str]] = {name: [] for name in sources}
     noise: dict[str, list[str]] = {name: [] for name in sources}
     while children.left:
-        line = children.next(None if follows else _QUIET_S)
+        line = children.next(None if follows else _SILENT_S)
         if line is None:
             names = ", ".join(sources[name].host or "this machine" for name in children.left)
-            note(f"not a word from {names} for {_QUIET_S:.0f} s: its logs may be cut short")
+            note(f"no line from {names} for {_SILENT_S:.0f} s: its logs may be cut short")
             break
         source = sources[line.child]
         if line.kind == "err":

@@ -1,9 +1,9 @@
-"""What commands print of runs: a table of all, one run as lines, its checkpoints."""
+"""Runs as text: a table of all, one run in full, its checkpoints."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
-from isles.run.manifest import find_checkpoint, list_checkpoints, verify_checkpoint
+from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.state import script_of
 
@@ -27,15 +27,14 @@ _COLOURS = {
 
 
 class PipeConsole(Console):
-    """A console whose reader may leave; rich itself would end the program without a word."""
+    """A console whose reader (head, less) may leave; rich itself would end the program silently."""
 
     def on_broken_pipe(self) -> None:
-        """The reader (head, less) has seen enough."""
+        """Raise what `isles.cli` expects."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads this any more")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """For this command's stdout or stderr."""
     made = PipeConsole(stderr=stderr, highlight=False)
     # A pipe has no width: nothing is cut there.
     return made if made.is_terminal else PipeConsole(stderr=stderr, highlight=False, width=240)
@@ -58,7 +57,6 @@ def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def runs_table(reports: Sequence[RunReport]) -> Table:
-    """One row a run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("run", "state", "step", "loss", "tokens/s", "left", "saved", "started", "where"):
         table.add_column(column, no_wrap=True)
@@ -79,7 +77,6 @@ def runs_table(reports: Sequence[RunReport]) -> Table:
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """One run, in full."""
     rows = [
         ("state", _state_text(report)),
         ("step", steps_text(report.step, report.total_steps)),
@@ -100,13 +97,13 @@ def report_lines(report: RunReport) -> list[str]:
         ),
         ("started", _moment(report.begun_at)),
         ("where", _where_text(report)),
-        ("nodes", f"{report.nodes} of {report.max_nodes}" if report.max_nodes else "-"),
-        *(("", node_text(node)) for node in report.fleet),
+        ("nodes", f"{report.num_nodes} of {report.max_nodes}" if report.max_nodes else "-"),
+        *(("", _node_text(node)) for node in report.nodes),
         (
             "restarts",
             f"{report.restarts}; the last: {report.last_restart}" if report.restarts else "-",
         ),
-        *(("stuck", text) for text in report.stalls),
+        *(("stuck", text) for text in report.hangs),
         ("check", report.checked or "-"),
         ("directory", f"{report.on}:{report.path}" if report.on else report.path),
     ]
@@ -114,8 +111,7 @@ def report_lines(report: RunReport) -> list[str]:
     return [*lines, f"  {report.hint}"] if report.hint else lines
 
 
-def node_text(node: NodeReport) -> str:
-    """One node of a run as a line."""
+def _node_text(node: NodeReport) -> str:
     place = f"{node.host} ({node.address})" if node.address not in ("", node.host) else node.host
     parts = [f"node {node.node}  {place}"]
     if node.ranks is not None:
@@ -123,9 +119,9 @@ def node_text(node: NodeReport) -> str:
         parts.append(f"ranks {first}-{last}" if last > first else f"rank {first}")
     if node.pid is not None:
         parts.append(f"pid {node.pid}")
-    if node.heard_s is not None:
-        parts.append(f"heard {format_duration(node.heard_s)} ago")
-    if node.note or not node.is_there:
+    if node.last_seen_s is not None:
+        parts.append(f"last seen {format_duration(node.last_seen_s)} ago")
+    if node.note or not node.is_running:
         parts.append(node.note or "is not running")
     return "  ".join(parts)
 
@@ -135,7 +131,6 @@ def _label(report: RunReport) -> str:
 
 
 def _short_place(report: RunReport) -> str:
-    """Where a run is, and what is to be known of it, in one cell."""
     if report.state == "unreachable":
         return report.reason
     if report.job:
@@ -183,35 +178,15 @@ def _number(value: float | None) -> str:
 
 
 def checkpoint_lines(run_dir: RunDir) -> list[str]:
-    """One line a checkpoint, oldest first."""
     lines = [
         f"step {info.step:<8} {_moment(info.created_at)}  {format_bytes(info.size_bytes):>10}  "
         f"{info.path}"
         for info in list_checkpoints(run_dir)
     ]
-    return lines or [_none_yet(run_dir)]
-
-
-def verify_lines(run_dir: RunDir, step: int | None) -> Iterator[tuple[str, bool]]:
-    """Read checkpoints back, of a step or all; pairs of a line and whether it is good news.
-
-    Raises:
-        UserError: there is no checkpoint of that step.
-    """
-    if step is not None:
-        folders = [find_checkpoint(run_dir, step).path]
-    else:
-        folders = sorted(run_dir.checkpoints.glob("step-*"))
-    if not folders:
-        yield _none_yet(run_dir), True
-    for folder in folders:
-        faults = verify_checkpoint(folder)
-        yield f"{folder.name}: {'NOT whole' if faults else 'whole'}", not faults
-        yield from ((f"  {fault}", False) for fault in faults)
-
-
-def _none_yet(run_dir: RunDir) -> str:
+    if lines:
+        return lines
     script = script_of(run_dir)
     if script is None:
-        return f"{run_dir.name} has no checkpoint yet"
-    return f"{run_dir.name} runs {script}, a script of your own, which keeps checkpoints by itself"
+        return [f"{run_dir.name} has no checkpoint yet"]
+    how = f"{script}, a script of your own, which keeps checkpoints by itself"
+    return [f"{run_dir.name} runs {how}"]

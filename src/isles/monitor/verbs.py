@@ -1,4 +1,4 @@
-"""Verbs on a run, here or on another machine: status, logs, stop, following it, and its hub."""
+"""Verbs on a run, here or on another machine: status, logs, stop; its hub, and joining it."""
 
 # As in `isles.cli`, only what parsing needs is imported here.
 from __future__ import annotations
@@ -30,31 +30,31 @@ Cluster = Annotated[
 RunsDir = Annotated[Path, Parameter(name="--output-dir", help="Folder of the run directories.")]
 RUNS = Path("runs")
 
-rendezvous_app = App(
-    name="rendezvous", help="Open the point where clusters of one run meet, and say how they join."
+hub_app = App(
+    name="hub",
+    alias="rendezvous",
+    help="Open the hub through which clusters of one run average, and print how they join.",
 )
-join_cluster_app = App(
+join_app = App(
     name="join", help="Take part, with the GPUs of this site, in a run that others have begun."
 )
 
 
 def register(app: App) -> None:
-    """Give the command its verbs on runs."""
     for verb in (status, logs, stop):
         app.command(verb)
-    app.command(attend, show=False)
+    app.command(follow, show=False)
     app.command(report, show=False)
-    app.command(rendezvous_app)
-    app.command(join_cluster_app)
+    app.command(hub_app)
+    app.command(join_app)
 
 
 def start_and_follow(options: StartOptions, *, detach: bool = False, announce: bool = False) -> int:
-    """Start a run as it was asked for, and follow it to its end.
+    """Start a run, and follow it to its end.
 
     Args:
-        options: what is to be started.
-        detach: return as soon as it is.
-        announce: the same, and say which run it is; for isles on another machine.
+        detach: return as soon as it is started.
+        announce: the same, and print which run it is; for isles on another machine.
 
     Returns:
         The exit code; of several clusters the worst.
@@ -65,7 +65,7 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
     from isles.launch.base import Started
     from isles.launch.remote.login import started_line
     from isles.launch.start import start
-    from isles.monitor.signals import caught_signals
+    from isles.monitor.stop import caught_signals
     from isles.run.find import typed_name
     from isles.run.state import script_of
 
@@ -75,14 +75,14 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
             say(started)
             return ExitCode.OK
         if not isinstance(started, Started):
-            from isles.monitor.multi_cluster import ClustersFollower, SeveralStart
+            from isles.monitor.multi_cluster import ClustersFollower, MultiClusterStart
 
-            several = SeveralStart(started, options)
-            texts = several.look()
+            clusters = MultiClusterStart(started, options)
+            texts = clusters.look()
             if options.dry_run:
-                say(several.dry_run_text(texts))
+                say(clusters.dry_run_text(texts))
                 return ExitCode.OK
-            name, what, them = typed_name(several.start()), "saves and stops all clusters", "them"
+            name, what, them = typed_name(clusters.start()), "saves and stops all clusters", "them"
         else:
             if started.text:
                 say(started.text)
@@ -103,7 +103,7 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
         consoles = console(), console(stderr=True)
         follower: Follower
         if not isinstance(started, Started):
-            follower = ClustersFollower(several.run, several.choice.running, *consoles)
+            follower = ClustersFollower(clusters.run, clusters.choice.running, *consoles)
         elif started.remote is not None:
             from isles.monitor.remote import RemoteFollower
 
@@ -117,7 +117,7 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
 
 
 def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir = RUNS) -> int:
-    """Show how runs stand: all of them, or one in full, wherever they run.
+    """Show the status of runs: all of them, or one in full, wherever they run.
 
     Args:
         run: Name or directory of a run, or NAME@HOST; left out: all of them.
@@ -125,16 +125,16 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     """
     from json import dumps
 
-    from isles.monitor.clusters import several_lines, several_report, with_several
+    from isles.monitor.clusters import group_by_run, multi_cluster_lines, multi_cluster_report
     from isles.monitor.hub import find_hub, hub_lines, hub_record, running_hubs
     from isles.monitor.remote import report_of, reports_of_all
     from isles.monitor.table import console, report_lines, runs_table
     from isles.run.find import find_any
     from isles.run.several import SeveralRun
 
-    if (hub := find_hub(run, output_dir)) is not None:
-        record = hub_record(hub)
-        say(dumps(record, indent=1) if json else "\n".join(hub_lines(hub, record)))
+    if (state := find_hub(run, output_dir)) is not None:
+        record = hub_record(state)
+        say(dumps(record, indent=1) if json else "\n".join(hub_lines(state, record)))
     elif run is None:
         reports = reports_of_all(output_dir)
         if json:
@@ -142,14 +142,14 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
             return ExitCode.OK
         hubs = running_hubs(output_dir)
         if reports:
-            console().print(runs_table(with_several(reports, output_dir)))
+            console().print(runs_table(group_by_run(reports, output_dir)))
         elif not hubs:
             say(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
         for state in hubs:
-            say(f"{state.name} is a rendezvous, which runs: isles status {state.name}")
+            say(f"{state.name} is a hub, which runs: isles status {state.name}")
     elif isinstance(found := find_any(run, output_dir), SeveralRun):
-        whole = several_report(found)
-        say(dumps(whole.record(), indent=1) if json else "\n".join(several_lines(whole)))
+        whole = multi_cluster_report(found)
+        say(dumps(whole.record(), indent=1) if json else "\n".join(multi_cluster_lines(whole)))
     else:
         entry = report_of(found, output_dir)
         say(dumps(entry.record(), indent=1) if json else "\n".join(report_lines(entry)))
@@ -157,7 +157,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
 
 
 def report(*paths: Path) -> int:
-    """Print how these run directories stand, for isles on another machine.
+    """Print the status of run directories, for isles on another machine.
 
     Args:
         paths: Run directories.
@@ -203,7 +203,12 @@ def logs(
         )
     choice = LogChoice(rank, node, max(0, lines), follow, attempt, here)
     if here and follow:
-        _end_with_stdin()
+        # Once the other end of stdin is closed nobody reads any more, even if no line comes.
+        def end_with_stdin() -> None:
+            sys.stdin.read()
+            os._exit(ExitCode.OK)
+
+        threading.Thread(target=end_with_stdin, daemon=True).start()
     found = find_any(run, output_dir)
     if cluster is not None:
         found = find_cluster(run, output_dir, cluster)
@@ -232,8 +237,8 @@ def stop(
         here: Kill its processes of this machine, and nothing else.
     """
     from isles.facts.units import parse_duration_s
+    from isles.monitor.clusters import stop_clusters
     from isles.monitor.hub import find_hub, stop_hub
-    from isles.monitor.multi_cluster import stop_several
     from isles.monitor.remote import stop_remote
     from isles.monitor.stop import end_here, stop_run
     from isles.run.find import find_any, find_cluster
@@ -244,13 +249,13 @@ def stop(
         timeout_s = parse_duration_s(timeout)
     except ValueError as error:
         raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
-    if (hub := find_hub(run, output_dir)) is not None:
-        return stop_hub(hub, say=say)
+    if (state := find_hub(run, output_dir)) is not None:
+        return stop_hub(state, say=say)
     found = find_any(run, output_dir)
     if cluster is not None:
         found = find_cluster(run, output_dir, cluster)
     if isinstance(found, SeveralRun):
-        return stop_several(found, now=now, timeout=timeout, say=say, warn=note)
+        return stop_clusters(found, now=now, timeout=timeout, say=say, warn=note)
     if isinstance(found, RemoteRun):
         return stop_remote(found, now=now, timeout=timeout, say=say)
     if here:
@@ -258,28 +263,27 @@ def stop(
     return stop_run(found, now=now, timeout_s=timeout_s, say=say)
 
 
-def attend(
+def follow(
     run: str,
     /,
     *,
     attempt: int | None = None,
-    orders: bool = False,
+    stdin: bool = False,
     begun: bool = False,
     output_dir: RunsDir = RUNS,
 ) -> int:
-    """Follow a run on the machine that has its directory, for isles on another one; or a run of
-    another machine from here, as one cluster of several.
+    """Follow a run, for isles on another machine, or as one cluster of a multi-cluster run.
 
     Args:
         run: The run directory, or HOST:PATH.
         attempt: Which start of it; left out: the last.
-        orders: Take interrupt and requeue, one a line, from stdin; its end leaves the run.
+        stdin: Read interrupt and requeue, one a line, from stdin; its end leaves the run.
         begun: It has been followed before: show what is new.
     """
     from isles.monitor.follow import RunFollower
     from isles.monitor.logs import choose_attempt
     from isles.monitor.remote import RemoteFollower
-    from isles.monitor.signals import caught_signals
+    from isles.monitor.stop import caught_signals
     from isles.monitor.table import console
     from isles.run.find import find_cluster
     from isles.run.remote import RemoteRun
@@ -293,13 +297,13 @@ def attend(
         else:
             start = choose_attempt(found, attempt)
             follower = RunFollower(found, start, *consoles, is_begun=begun)
-        if orders or isinstance(found, RemoteRun):
-            signals.read_words()
+        if stdin or isinstance(found, RemoteRun):
+            signals.read_stdin()
         return follower.follow(signals)
 
 
-@rendezvous_app.default
-def rendezvous(
+@hub_app.default
+def hub(
     run_file: Path,
     /,
     *overrides: str,
@@ -308,8 +312,8 @@ def rendezvous(
     detach: bool = False,
     new: bool = False,
 ) -> int:
-    """Open the point where clusters of one run meet, print the line by which they join, and show
-    who comes and goes. Typed again it goes on where it was: same line, same memory.
+    """Open the hub through which clusters of one run average, print the line by which they join,
+    and show which join and leave. Typed again it goes on where it was: same line, same state.
 
     Args:
         run_file: The run file, with outer: {kind: diloco}. Clusters elsewhere get from here what
@@ -319,11 +323,11 @@ def rendezvous(
             on. Left out: outer.public of the run file, or clusters of this machine only.
         listen: HOST:PORT of this machine, if it is not what --public says.
         detach: Return as soon as it is open.
-        new: Begin with an empty memory and another line.
+        new: Begin with an empty state and another line.
     """
     from isles.launch.meeting_run import start_meeting
     from isles.monitor.hub import HubFollower, opening_lines
-    from isles.monitor.signals import caught_signals
+    from isles.monitor.stop import caught_signals
     from isles.monitor.table import console
 
     with caught_signals() as signals:
@@ -336,7 +340,7 @@ def rendezvous(
         return HubFollower(meeting, console(), console(stderr=True)).follow(signals)
 
 
-@join_cluster_app.default
+@join_app.default
 def join(
     line: Annotated[str, Parameter(allow_leading_hyphen=True)],
     /,
@@ -347,7 +351,7 @@ def join(
     dry_run: bool = False,
     detach: bool = False,
 ) -> int:
-    """Train as one more cluster of a run, by the line that `isles rendezvous` has printed.
+    """Train as one more cluster of a run, by the line that `isles hub` has printed.
 
     Model, data, training and outer are the run's own, and come from there. Typed again it goes on
     where the last start ended.
@@ -391,22 +395,10 @@ def join(
 
 
 def say(line: str) -> None:
-    """Print a line on stdout."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def note(line: str) -> None:
-    """Print a line on stderr."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
-
-
-def _end_with_stdin() -> None:
-    """Nobody reads any more once the other end of stdin is closed, even if no line comes."""
-
-    def wait() -> None:
-        sys.stdin.read()
-        os._exit(ExitCode.OK)
-
-    threading.Thread(target=wait, daemon=True).start()

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.check.finding import Finding, Level
-from isles.check.hosts import Answers, Hosts
-from isles.check.plan import NodePlan
+from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
 from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
@@ -31,7 +30,7 @@ _WELL = {
 
 
 def files(plan: NodePlan) -> Iterator[Finding]:
-    """The folders of a run, and what its run file names, seen from this node.
+    """Findings on the folders of a run, and on what its run file names.
 
     Raises:
         UserError: this isles refuses the run file.
@@ -74,7 +73,7 @@ def _no_workdir(plan: NodePlan) -> Finding:
 
 
 def existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or the nearest one above it that exists."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -82,7 +81,7 @@ def existing(path: Path) -> Path:
 
 
 def _usable(folder: Path) -> tuple[int, str]:
-    """Bytes that are free, and why nothing can be written; empty where it can."""
+    # Free bytes, and why nothing can be written; empty where it can.
     try:
         free = shutil.disk_usage(folder).free
         if not folder.is_dir():
@@ -140,7 +139,7 @@ def _inodes(name: str, folder: Path) -> Finding:
 
 
 def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Finding]:
-    """Where prepared data or downloads go: a finding only where it will not do."""
+    # A finding only where the folder will not do.
     folder = existing(path)
     free, fault = _usable(folder)
     variables = "clusters[0].environment.variables"
@@ -159,7 +158,7 @@ def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Findi
 
 
 def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
-    """What the run file names and this node does not have."""
+    # Paths of the run file that this node does not have.
     is_script = loaded.config.training.script is not None
     looked = ["files.script"] if is_script else ["files.model", "files.data"]
     ignored = "" if plan.is_first else "files.data"  # prepared data travels from the first host
@@ -184,7 +183,7 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
 
 
 def hub(plan: NodePlan) -> Iterator[Finding]:
-    """Whether this node can read what the run file names of the Hugging Face hub."""
+    """Findings on access to the repositories of the run file on the Hugging Face hub."""
     for row in ask_hub(plan.repos):
         what, state = f"{row['kind']} {row['name']}", row["state"]
         if state == "ok":
@@ -199,7 +198,7 @@ def hub(plan: NodePlan) -> Iterator[Finding]:
 
 
 def try_shared(hosts: Hosts) -> None:
-    """Whether what one host writes into the output folder is seen by the others."""
+    """Find out whether the hosts share the output folder: the first writes, the others read."""
     if len(hosts.names) < 2:
         return
     first, *rest = hosts.names
@@ -214,7 +213,7 @@ def try_shared(hosts: Hosts) -> None:
 
 
 def shared_findings(first: str, seen: Answers) -> list[Finding]:
-    """Whether the others see the first host's output folder; `seen` are answers of `probe_read`."""
+    """Findings on the output folder; `seen`: answers of `probe_read` of the other hosts."""
     shared = [name for name, answer in seen.items() if answer["is_shared"]]
     own = [name for name, answer in seen.items() if not answer["is_shared"]]
     if not seen:
@@ -237,8 +236,8 @@ def shared_findings(first: str, seen: Answers) -> list[Finding]:
 
 
 def probe_write(output_dir: str) -> dict[str, str]:
-    """Leave a file with a random name where the run directory will be; its path and content,
-    empty where it cannot be written."""
+    """Write a file with a random name where the run directory will be: its path and content, empty
+    where it cannot be written."""
     word = os.urandom(8).hex()
     path = existing(Path(output_dir).expanduser()) / f".isles-check-{word}"
     try:
@@ -250,7 +249,6 @@ def probe_write(output_dir: str) -> dict[str, str]:
 
 
 def probe_read(path: str, word: str) -> dict[str, bool]:
-    """Whether that file is here too."""
     try:
         return {"is_shared": Path(path).read_text(encoding="ascii") == word}
     except OSError:
@@ -258,7 +256,6 @@ def probe_read(path: str, word: str) -> dict[str, bool]:
 
 
 def probe_remove(path: str) -> dict[str, bool]:
-    """Take it away again."""
     if Path(path).name.startswith(".isles-check-"):
         Path(path).unlink(missing_ok=True)
     return {}

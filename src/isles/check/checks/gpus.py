@@ -1,4 +1,4 @@
-"""The GPUs of a node, as nvidia-smi tells of them."""
+"""The GPUs of a node, as nvidia-smi reports them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Gpu:
 
 
 def gpus(plan: NodePlan) -> Iterator[Finding]:
-    """The GPUs that a rank would see, and what troubles them."""
+    """Findings on the GPUs that a rank would see."""
     name = plan.name
     found = find_gpus(timeout_s=_ANSWER_S)
     if found.warning:
@@ -119,7 +119,7 @@ def _busy(name: str, cards: list[_Gpu]) -> Iterator[Finding]:
 
 
 def _by_uuid() -> dict[str, dict[str, str]]:
-    """All that the driver says of each card; one that it does not know has not the fields."""
+    # Fields that the driver does not know are absent.
     tables = [
         _query("gpu", _FIELDS),
         _query("gpu", ("uuid", _ERRORS, _THROTTLE)),
@@ -134,7 +134,7 @@ def _by_uuid() -> dict[str, dict[str, str]]:
 
 
 def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """A table of nvidia-smi; empty where this driver does not know it."""
+    # A table of nvidia-smi; empty where this driver does not know it.
     command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
@@ -160,7 +160,7 @@ def _query(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def _number(text: str | None) -> int:
-    """A field as a number; 0 where the driver does not say."""
+    # 0 where the driver does not say.
     digits = (text or "").split(" ")[0].partition(".")[0]
     if digits.lower() == "yes":
         return 1

@@ -1,5 +1,4 @@
-"""The links between hosts: a listener on each, what its peers measure against it, and what that
-means for a pair."""
+"""The links between hosts: a listener on each, what its peers measure, and findings for pairs."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from typing import Any
 
 from isles.check.checks.network import compare_names, connect, interface_of
 from isles.check.finding import Finding
-from isles.check.hosts import Answers, Hosts
+from isles.check.plan import Answers, Hosts
 from isles.errors import UserError
 from isles.facts.units import format_bytes, format_duration
 from isles.launch.ssh.addresses import Reach
 
-_CONNECT_S, _STREAM_S, _STALL_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
+_CONNECT_S, _STREAM_S, _BLOCKED_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
 _PING = 64
 _NUM_PINGS, _PING_EVERY_S, _PING_WAIT_S = 20, 0.02, 1.0
 _IP_HEADERS = 28
@@ -38,7 +37,7 @@ _SLOW_BYTES, _STUCK_BYTES = 10e6, 64 << 10
 _SLOW_STEP_S = 10.0
 
 Links = dict[str, dict[str, "Link"]]
-"""By the host that has measured, and its peer."""
+"""By the host that has measured, and by its peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,10 @@ class Link:
     """What one host has measured to another.
 
     Args:
-        run, free: the run's port, and one that the system chose: ok, or what `connect` says.
+        run, free: state of the run's port, and of one that the system chose: ok, or an error of
+            `connect`.
         rtt_s: median round trip over TCP; 0: not measured.
-        sent, lost: packets; none are sent where UDP is not answered, for ranks talk TCP.
+        sent, lost: UDP packets; none are sent where UDP is not answered, for ranks use TCP.
         is_full_size: whether packets of the interface's full size arrive; None: not known.
     """
 
@@ -61,43 +61,41 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether ranks could talk over it."""
         return self.run == self.free == "ok"
 
 
 class Listener:
-    """Answers the peers of this node: TCP on the run's port and on any, UDP on any."""
+    """Servers for the peers of a node: TCP on the run's port and on any, UDP on any."""
 
     def __init__(self) -> None:
         self._servers: list[socketserver.BaseServer] = []
 
     def listen(self, port: int) -> dict[str, int]:
-        """Open ports: `run` is the first free one of a hundred, `any` and `udp` are the kernel's.
+        """Open three ports: `run`, the first free one of a hundred; `any` and `udp`, the system's.
 
         Raises:
             UserError: all hundred are taken.
         """
-        first = port
-        run = next((s for port in range(first, first + 100) if (s := _server(port))), None)
+        run = None
+        for own in range(port, port + 100):
+            with suppress(OSError):
+                run = _Server(("", own), _Stream)
+                break
         if run is None:
             raise UserError(
-                f"the ports {first} to {first + 99} are all taken",
+                f"the ports {port} to {port + 99} are all taken",
                 fix="set clusters[0].network.port to the first of a hundred that are not",
                 id="port.taken",
             )
-        free, udp = _server(0), socketserver.UDPServer(("", 0), _Datagram)
-        assert free is not None
-        self._servers = [run, free, udp]
-        for server in self._servers:
+        free, udp = _Server(("", 0), _Stream), socketserver.UDPServer(("", 0), _Datagram)
+        ports = {}
+        for name, server in (("run", run), ("any", free), ("udp", udp)):
             threading.Thread(target=server.serve_forever, args=(_POLL_S,), daemon=True).start()
-        return {
-            "run": run.server_address[1],
-            "any": free.server_address[1],
-            "udp": udp.server_address[1],
-        }
+            self._servers.append(server)
+            ports[name] = server.server_address[1]
+        return ports
 
     def unlisten(self) -> dict[str, int]:
-        """Close them."""
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -111,16 +109,8 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 256
 
 
-def _server(port: int) -> _Server | None:
-    try:
-        return _Server(("", port), _Stream)
-    except OSError:
-        return None
-
-
 class _Stream(socketserver.BaseRequestHandler):
-    """E: give back what comes. S: count it, and say how much came in how many seconds."""
-
+    # By the first byte. E: echo what comes. S: count it, and answer with bytes and seconds.
     def handle(self) -> None:
         link: socket.socket = self.request
         with suppress(OSError):
@@ -173,7 +163,7 @@ def reach(peers: list[dict[str, Any]], timeout_s: float, mtu: int) -> dict[str, 
 
 
 def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]:
-    """The state of a port, and the median of its round trips."""
+    # The state of a port, and the median of its round trips.
     link = connect(address, port, timeout_s)
     if isinstance(link, str):
         return link, 0.0
@@ -193,14 +183,14 @@ def _round_trips(address: str, port: int, timeout_s: float) -> tuple[str, float]
                     left -= len(data)
                 times.append(time.perf_counter() - begin)
     except TimeoutError:
-        return "ok", timeout_s  # it is open, and somebody there is very slow
+        return "ok", timeout_s  # it is open, and the host is very slow
     except OSError as error:
         return error.strerror or str(error), 0.0
     return "ok", statistics.median(times)
 
 
 def _datagrams(address: str, port: int, mtu: int) -> tuple[int, int, bool | None]:
-    """Packets sent and lost, and whether one of the interface's full size arrives unbroken."""
+    # Packets sent and lost, and whether one of the interface's full size arrives unbroken.
     is_full_size = None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link, suppress(OSError):
         link.connect((address, port))
@@ -216,7 +206,7 @@ def _datagrams(address: str, port: int, mtu: int) -> tuple[int, int, bool | None
 
 
 def _pings(link: socket.socket, sizes: list[int]) -> int:
-    """How many of these packets are answered."""
+    # How many of these packets are answered.
     numbers = itertools.count(int(time.monotonic() * 1000) << 16)
     waiting: set[bytes] = set()
 
@@ -239,14 +229,14 @@ def _pings(link: socket.socket, sizes: list[int]) -> int:
 
 
 def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
-    """Bytes a second to one peer, as it has received them; 0 where nothing arrives."""
+    """Bytes per second that one peer receives; 0 where nothing arrives."""
     block = bytes(1 << 18)
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_S) as link:
             link.sendall(b"S")
             end = time.monotonic() + seconds
             # A link that carries nothing shows at the first full buffer.
-            link.settimeout(_STALL_S)
+            link.settimeout(_BLOCKED_S)
             while time.monotonic() < end:
                 link.sendall(block)
             link.shutdown(socket.SHUT_WR)
@@ -257,7 +247,7 @@ def bandwidth(address: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def try_links(hosts: Hosts) -> None:
-    """Every port of every pair, names, and the bandwidth of every pair."""
+    """Try the ports and the bandwidth of every pair of hosts, and their names."""
     if not hosts.reach:
         return
     hosts.say("trying every link")
@@ -290,8 +280,7 @@ def try_links(hosts: Hosts) -> None:
 
 
 def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str], float]:
-    """Bytes a second from host to host: in each round everybody sends to one and hears from one, as
-    in a ring of an all-reduce."""
+    # In each round every host sends to one and receives from one, as in a ring of an all-reduce.
     names = [name for name in hosts.names if name in ports]
     rates: dict[tuple[str, str], float] = {}
     for shift in range(1, len(names) if len(names) <= _MANY else 2):
@@ -310,7 +299,7 @@ def _rates(hosts: Hosts, ports: Answers, reached: Links) -> dict[tuple[str, str]
 
 
 def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]:
-    """Ports, packets and round trips of every pair, in both directions."""
+    """Findings on ports, packets and round trips of every pair, in both directions."""
     findings: list[Finding] = []
     trips = []
     for name, others in reached.items():
@@ -325,7 +314,7 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
             if back is not None and back.is_open:
                 text += f"; the other way works, so it is the firewall of {other}"
             state = link.run if link.run != "ok" else link.free
-            fix = _open(other, hosts.reach[other], hosts.facts[other]["firewalls"])
+            fix = _opening(other, hosts.reach[other], hosts.facts[other]["firewalls"])
             findings.append(Finding("net.connect", "error", pair, text, state, "ok", fix))
     if not trips:
         return findings
@@ -344,27 +333,23 @@ def link_findings(hosts: Hosts, reached: Links, ports: Answers) -> list[Finding]
 
 
 def _closed(link: Link, address: str, ports: Mapping[str, int]) -> str:
+    state = link.free if link.run == "ok" else link.run
+    how = {
+        "dropped": "no answer: packets are dropped, as by a firewall",
+        "refused": "refused, as by a firewall that rejects",
+    }.get(state, state)
     if link.run == "ok":
         return (
-            f"{address} port {ports['run']} is open, and {ports['any']} is not "
-            f"({_how(link.free)}): ranks talk over ports that the system chooses, so one open port "
-            "is not enough"
+            f"{address} port {ports['run']} is open, and {ports['any']} is not ({how}): ranks talk "
+            "over ports that the system chooses, so one open port is not enough"
         )
     if link.free == "ok":
-        return f"{address} port {ports['run']}, the run's: {_how(link.run)}"
-    return f"{address} ports {ports['run']} and {ports['any']}: {_how(link.run)}"
+        return f"{address} port {ports['run']}, the run's: {how}"
+    return f"{address} ports {ports['run']} and {ports['any']}: {how}"
 
 
-def _how(state: str) -> str:
-    if state == "dropped":
-        return "no answer: packets are dropped, as by a firewall"
-    if state == "refused":
-        return "refused, as by a firewall that rejects"
-    return state
-
-
-def _open(name: str, reach: Reach, firewalls: list[str]) -> str:
-    """The line that lets the other hosts in, for the firewall that is there."""
+def _opening(name: str, reach: Reach, firewalls: list[str]) -> str:
+    # The line that lets the other hosts in, for the firewall that is installed.
     network = str(reach.network) if reach.network is not None else "SUBNET"
     lines = {
         "ufw": f"sudo ufw allow from {network}",
@@ -380,8 +365,8 @@ def _open(name: str, reach: Reach, firewalls: list[str]) -> str:
 
 def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
     if link.lost >= _LOST:
-        text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients will "
-        text += "stall"
+        text = f"{link.lost} of {link.sent} packets were lost: every exchange of gradients "
+        text += "will wait"
         lost = f"{100 * link.lost // link.sent} % lost"
         fix = "try another cable or port of the switch; see ip -s link on both hosts"
         yield Finding("net.latency", "warning", pair, text, lost, "0 % lost", fix)
@@ -400,7 +385,7 @@ def _packets(pair: str, name: str, other: str, link: Link) -> Iterator[Finding]:
 def bandwidth_findings(
     rates: Mapping[tuple[str, str], float], gradient_bytes: int, num_hosts: int
 ) -> Iterator[Finding]:
-    """What each link carries, bytes a second, against the gradients of a step (0: not known)."""
+    """Compare bytes per second of each link with the gradients of a step (0: not known)."""
     if not rates:
         return
     sent = gradient_bytes * 2 * (num_hosts - 1) / max(1, num_hosts)
@@ -431,16 +416,13 @@ def bandwidth_findings(
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time as ms."""
     return f"{seconds * 1000:.2f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
 
 
 def short_time(seconds: float) -> str:
-    """A time as ms, or s from one second on."""
     return milliseconds(seconds) if seconds < 1 else f"{seconds:.1f} s"
 
 
 def bit_rate(bytes_per_s: float) -> str:
-    """As networks are sold."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"

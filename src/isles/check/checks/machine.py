@@ -20,7 +20,7 @@ from isles.launch.node.facts import reached_at
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _RANK_BYTES = _GIB
-"""What a rank takes besides the model: Python, torch and its libraries."""
+"""Memory of a rank besides the model: Python, torch and its libraries."""
 _SHM_BAD, _SHM_LOW = 32 * _MIB, 512 * _MIB
 _SKEW_WARNING_S, _SKEW_ERROR_S = 2.0, 30.0
 _RANK_THREADS, _RANK_FILES = 200, 64
@@ -28,7 +28,7 @@ _PINNED = 64 * _MIB
 
 
 def machine(plan: NodePlan) -> Iterator[Finding]:
-    """Everything about this machine that needs neither torch nor a network."""
+    """Findings on this machine that need neither torch nor a network."""
     try:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
     except OSError:
@@ -67,7 +67,7 @@ def _memory(plan: NodePlan) -> Iterator[Finding]:
 
 
 def _within_cgroup(total: int, available: int) -> tuple[int, int]:
-    """Memory as a container or a job's control group leaves it."""
+    # Memory as a container or a job's control group leaves it.
     root = Path("/sys/fs/cgroup")
     for limit, usage in (
         ("memory.max", "memory.current"),
@@ -115,7 +115,13 @@ def _limits(plan: NodePlan) -> Iterator[Finding]:
     needed = 512 + _RANK_FILES * plan.world_size
     now = "ulimit -n 65536"
     yield _limit(plan, "nofile", resource.RLIMIT_NOFILE, needed, "open files", now)
-    needed = _num_threads() + _RANK_THREADS * plan.nproc
+    # The limit counts all threads of this user.
+    threads = 0
+    for process in psutil.process_iter(["uids", "num_threads"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real == os.getuid():
+            threads += process.info["num_threads"] or 1
+    needed = threads + _RANK_THREADS * plan.nproc
     now = "ulimit -u 65536"
     yield _limit(plan, "nproc", resource.RLIMIT_NPROC, needed, "processes and threads", now)
     if not Path("/sys/class/infiniband").is_dir():
@@ -147,37 +153,26 @@ def _for_good(kind: str, value: str) -> str:
     return f"the line `* - {kind} {value}` in /etc/security/limits.conf, and log in again"
 
 
-def _num_threads() -> int:
-    """Threads of this user: what the limit of processes counts."""
-    total = 0
-    for process in psutil.process_iter(["uids", "num_threads"]):
-        uids = process.info["uids"]
-        if uids is not None and uids.real == os.getuid():
-            total += process.info["num_threads"] or 1
-    return total
-
-
 def _lease(plan: NodePlan) -> Iterator[Finding]:
-    """Addresses that a router lends may be others after its next restart."""
+    # An address that a router lends may be another after its next restart.
     used = reached_at()
-    if plan.num_hosts < 2 or used is None:
+    own = next((own for own in interfaces() if own.address == used), None)
+    if plan.num_hosts < 2 or own is None:
         return
-    for own in interfaces():
-        if own.address != used:
-            continue
-        if not own.is_leased:
-            text = f"{used} is its own address"
-            yield Finding("address.dhcp", "ok", plan.name, text, used)
-            return
-        prefix = sum(int(part).bit_count() for part in own.netmask.split("."))
-        text = f"{used} on {own.name} is lent by DHCP, and may be another tomorrow"
-        fix = "reserve it in the router, or make it static: /etc/netplan/*.yaml with "
-        fix += f"{own.name}: {{dhcp4: no, addresses: [{used}/{prefix}]}}, then sudo netplan apply"
-        yield Finding("address.dhcp", "warning", plan.name, text, f"{used}, dynamic", fix=fix)
+    if not own.is_leased:
+        text = f"{own.address} is its own address"
+        yield Finding("address.dhcp", "ok", plan.name, text, own.address)
+        return
+    prefix = sum(int(part).bit_count() for part in own.netmask.split("."))
+    text = f"{own.address} on {own.name} is lent by DHCP, and may be another tomorrow"
+    static = f"{own.name}: {{dhcp4: no, addresses: [{own.address}/{prefix}]}}"
+    fix = "reserve it in the router, or make it static: /etc/netplan/*.yaml with "
+    fix += f"{static}, then sudo netplan apply"
+    yield Finding("address.dhcp", "warning", plan.name, text, f"{own.address}, dynamic", fix=fix)
 
 
 def clock_skew(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Clocks against the median of all, this machine's among them.
+    """Compare clocks with the median of all, this machine's among them.
 
     Args:
         offsets: of each host: seconds that it is ahead of this machine, and the round trip.
@@ -196,7 +191,7 @@ def clock_skew(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
         is_well = False
         level: Level = "error" if sure > _SKEW_ERROR_S else "warning"
         text = f"its clock is {format_duration(abs(skew))} {'ahead' if skew > 0 else 'behind'}; "
-        text += "signs of life and records of the hosts are compared by their times"
+        text += "heartbeats and records of the hosts are compared by their times"
         fix = f"on {name}: sudo timedatectl set-ntp true (or: sudo chronyc makestep)"
         limit = f"{_SKEW_WARNING_S:.0f} s"
         yield Finding("clock.skew", level, name, text, f"{skew:+.1f} s", limit, fix)

@@ -1,4 +1,4 @@
-"""How hosts are found: addresses and interfaces, names, and the rendezvous of clusters."""
+"""How hosts are reached: addresses and interfaces, names, and the hub of clusters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from isles.check.finding import Finding
-from isles.check.hosts import Answers, Hosts
+from isles.check.plan import Answers, Hosts
 from isles.config.load import Loaded
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, PreflightError
@@ -40,8 +40,8 @@ class Interface:
         name: of the interface that has it.
         address, netmask: of the interface.
         mtu: largest packet, bytes; 0: not known.
-        is_leased: whether it ends some day unless a DHCP server renews it.
-        is_wireless: as it says.
+        is_leased: whether a DHCP server has lent it.
+        is_wireless: whether the interface is.
     """
 
     name: str
@@ -53,7 +53,6 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Every IPv4 address of this node."""
     leased, stats = _leased(), psutil.net_if_stats()
     return [
         Interface(
@@ -90,19 +89,19 @@ def _leased() -> set[str]:
 
 
 def firewalls() -> list[str]:
-    """The programs of this node that set up a firewall, the usual one first."""
+    """The firewall programs that this node has, the usual one first."""
     return [name for name in _FIREWALLS if shutil.which(name, path=_SBIN)]
 
 
 def interface_of(hosts: Hosts, name: str) -> Interface | None:
-    """What has the address at which a host is reached; None: the host does not know it."""
+    """The interface with the address at which a host is reached; None: the host has none."""
     address = hosts.reach[name].address
     known = (Interface(**own) for own in hosts.facts[name]["interfaces"])
     return next((own for own in known if own.address == address), None)
 
 
 def choose_reach(hosts: Hosts) -> Iterator[Finding]:
-    """Choose the addresses that the ranks would use, and look at what carries them."""
+    """Choose the addresses that the ranks would use; findings on their interfaces."""
     names, cluster = hosts.names, hosts.run.cluster
     if len(hosts.facts) == 1:
         hosts.reach = {name: Reach("127.0.0.1", None, None) for name in names}
@@ -145,7 +144,7 @@ def _carrier(name: str, reach: Reach, own: Interface | None, wanted: str | None)
 
 
 def resolve(names: list[str]) -> dict[str, Any]:
-    """The IPv4 `addresses` of names, as this node finds them; `silent`: no answer in time."""
+    """IPv4 `addresses` of names, as this node resolves them; `silent`: those without an answer."""
     found: dict[str, list[str]] = {}
 
     def look(name: str) -> None:
@@ -167,7 +166,7 @@ def resolve(names: list[str]) -> dict[str, Any]:
 def compare_names(
     answers: Answers, hostnames: Mapping[str, str], reach: Mapping[str, Reach]
 ) -> Iterator[Finding]:
-    """Whether every host finds the others by name; ranks do not need it, other programs may."""
+    """Findings on names: ranks use addresses, but other programs may not."""
     is_well, unknown = True, []
     for name, answer in answers.items():
         own = answer["addresses"].get(hostnames[name], [])
@@ -198,7 +197,7 @@ def compare_names(
 
 
 def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
-    """A connection; or why there is none: refused, dropped, or what the kernel says."""
+    """A connection; or why there is none: refused, dropped, or an error of the system."""
     try:
         return socket.create_connection((address, port), timeout=timeout_s)
     except ConnectionRefusedError:
@@ -213,7 +212,7 @@ def connect(address: str, port: int, timeout_s: float) -> socket.socket | str:
 
 
 def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
-    """Whether something listens there: `state` is ok, or what `connect` says; and `seconds`."""
+    """Connect and close: `state` is ok, or an error of `connect`; and `seconds`."""
     begin = time.perf_counter()
     found = connect(address, port, timeout_s)
     seconds = time.perf_counter() - begin
@@ -224,15 +223,15 @@ def dial(address: str, port: int, timeout_s: float) -> dict[str, Any]:
 
 
 @contextmanager
-def rendezvous_stand_in(loaded: Loaded) -> Iterator[Loaded]:
-    """While clusters are checked, listen where the rendezvous of their run will.
+def hub_stand_in(loaded: Loaded) -> Iterator[Loaded]:
+    """While clusters are checked, listen where the hub of their run will.
 
     Yields:
-        The run file with that address as `outer.rendezvous`; as it is where clusters of another
-        machine take no part, or meet elsewhere.
+        The run file with that address as `outer.rendezvous`; unchanged where clusters of another
+        machine take no part, or the hub is elsewhere.
 
     Raises:
-        UserError: there is no address at which they could meet here.
+        UserError: there is no address at which they could reach a hub here.
     """
     outer = loaded.config.diloco
     if len(loaded.config.clusters) > 1:
@@ -253,14 +252,14 @@ def rendezvous_stand_in(loaded: Loaded) -> Iterator[Loaded]:
 
 @contextmanager
 def _listening(host: str, port: int, where: str) -> Iterator[int]:
-    """Let whoever comes in; the port. Where somebody listens already it is the rendezvous."""
+    # Accept connections; the port. What listens there already is the hub.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         server = socket.create_server((host, port), family=family)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(
-                f"the rendezvous cannot listen at {host} port {port}: {error.strerror or error}",
+                f"the hub cannot listen at {host} port {port}: {error.strerror or error}",
                 where=where,
                 fix="outer.public: HOST:PORT, with an address that leads here and a port from "
                 "1024 on",
@@ -283,8 +282,8 @@ def _listening(host: str, port: int, where: str) -> Iterator[int]:
         server.close()
 
 
-def try_rendezvous(hosts: Hosts) -> None:
-    """The first host of the cluster, whose rank 0 speaks with the others, dials the rendezvous."""
+def try_hub(hosts: Hosts) -> None:
+    """Dial the hub from the first host of the cluster, whose rank 0 will."""
     config = hosts.run.config
     outer = config.diloco if config is not None else None
     if outer is None or outer.rendezvous is None or not hosts.names:
@@ -292,30 +291,30 @@ def try_rendezvous(hosts: Hosts) -> None:
     first = hosts.names[0]
     host, port = split_address(outer.rendezvous, "outer.rendezvous")
     args = {"address": host, "port": port, "timeout_s": _CONNECT_S}
-    asked = hosts.ask("dial", args, only=[first], finding_id="net.rendezvous")
+    asked = hosts.ask("dial", args, only=[first], finding_id="net.hub")
     if (answer := asked().get(first)) is not None:
-        hosts.findings.append(rendezvous_finding(first, outer, answer))
+        hosts.findings.append(hub_finding(first, outer, answer))
 
 
-def rendezvous_finding(first: str, outer: DiLoCoConfig, answer: Mapping[str, Any]) -> Finding:
-    """What dialling the rendezvous has shown: `answer` is that of `dial`, of the first host."""
+def hub_finding(first: str, outer: DiLoCoConfig, answer: Mapping[str, Any]) -> Finding:
+    """The finding for the answer of `dial` of the first host."""
     address, state = outer.rendezvous or "", str(answer["state"])
     if state == "ok":
         taken = f"{answer['seconds'] * 1e3:.0f} ms"
-        text = f"it reaches the rendezvous at {address}"
-        return Finding("net.rendezvous", "ok", first, text, measured=taken)
+        text = f"it reaches the hub at {address}"
+        return Finding("net.hub", "ok", first, text, measured=taken)
     host, _, port = address.rpartition(":")
     place = "this machine" if host.strip("[]") in own_addresses() else host
     open_it = f"open port {port} on {place} for it, such as sudo ufw allow {port}/tcp"
     if state == "refused":
         why = "nothing listens there, or a firewall refuses"
-        fix = f"is it running (`isles rendezvous`)? {open_it}"
+        fix = f"is it running (`isles hub`)? {open_it}"
     elif state == "dropped":
         why = f"no answer within {_CONNECT_S:.0f} s: packets are dropped, as by a firewall"
         fix = open_it
     else:
         why, fix = state, f"is {host} its name or address, and is there a way to it?"
     if outer.engine == "hub":
-        fix += "; or name an address that it reaches: outer.public, or a rendezvous elsewhere"
-    text = f"it does not reach the rendezvous at {address}: {why}"
-    return Finding("net.rendezvous", "error", first, text, measured=state, fix=fix)
+        fix += "; or name an address that it reaches: outer.public, or a hub elsewhere"
+    text = f"it does not reach the hub at {address}: {why}"
+    return Finding("net.hub", "error", first, text, measured=state, fix=fix)

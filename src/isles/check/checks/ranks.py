@@ -1,4 +1,4 @@
-"""The ranks: torch on every device, an all-reduce over all of them, a training of three steps."""
+"""Ranks: torch on every device, an all-reduce over all, a training of three steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from typing import Any
 
 from isles.check.checks.links import bit_rate, short_time
 from isles.check.finding import Finding
-from isles.check.hosts import Answers, Hosts
-from isles.check.plan import NodePlan
+from isles.check.plan import Answers, Hosts, NodePlan
 from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
 from isles.launch.ssh.network import network_variables
@@ -34,7 +33,7 @@ _WHEELS = (((12, 0), "cu128"), ((10, 0), "cu128"), ((7, 5), "cu126"))
 
 Source: PyTorch's release compatibility matrix (RELEASE.md of pytorch/pytorch)."""
 
-_HINDERS = (
+_NEEDED = (
     "net.connect",
     "net.interface",
     "torch.imports",
@@ -54,20 +53,20 @@ _STAGES = {
 
 
 class Ranks:
-    """A process of torch for each rank of this node: started early, and asked later."""
+    """One process with torch for each rank of this node: started early, used later."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Start them, and wait until each has imported torch and launched a kernel.
+        """Start the processes; each imports torch and launches a kernel.
 
         Args:
             plan: the fields of a `NodePlan`.
             timeout_s: longest wait.
 
         Returns:
-            findings; versions: torch, cuda and nccl as rank 0 has imported them.
+            findings; versions: of torch, cuda and nccl, as rank 0 has imported them.
         """
         own = NodePlan(**plan)
         command = [sys.executable, "-m", "isles.train.check_rank", "--device", own.device]
@@ -90,19 +89,19 @@ class Ranks:
         findings = [asdict(finding) for finding in torch_findings(own, found)]
         return {"findings": findings, "versions": versions}
 
-    def reduce(self, orders: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-        """Give each its order, as `isles.train.check_rank.reduce` takes it; all their answers."""
-        for process, order in zip(self._processes, orders, strict=True):
+    def reduce(self, commands: list[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+        """Have each rank do `isles.train.check_rank.reduce`; their answers."""
+        for process, command in zip(self._processes, commands, strict=True):
             assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.write(json.dumps(command).encode() + b"\n")
                 process.stdin.flush()
             except OSError:
                 pass  # it has ended: its answer says so
         return {"ranks": self._answers(timeout_s)}
 
     def end(self) -> dict[str, Any]:
-        """End them all, and wait until they have: whoever asks has a deadline."""
+        """Kill the processes, and wait for their ends."""
         self.kill()
         for process in self._processes:
             process.wait()
@@ -110,7 +109,7 @@ class Ranks:
         return {}
 
     def kill(self) -> None:
-        """End them, without waiting for one that is stuck in a driver."""
+        """Kill the processes, without waiting for one that is stuck in a driver."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -121,7 +120,7 @@ class Ranks:
 
 
 def _answer(process: subprocess.Popen[bytes], end: float) -> dict[str, Any]:
-    """The next line of a rank; or how it ended, or that it hangs."""
+    # The next line of a rank; or that it has ended or hangs.
     assert process.stdout is not None and process.stderr is not None
     streams, line, noise = [process.stdout.fileno(), process.stderr.fileno()], b"", b""
     while (left := end - time.monotonic()) > 0:
@@ -137,25 +136,20 @@ def _answer(process: subprocess.Popen[bytes], end: float) -> dict[str, Any]:
             answer: dict[str, Any] = json.loads(line)
             return answer
         if not streams:
-            return {"stage": "died", "fault": _ending(process, noise)}
+            code = process.wait(timeout=10)
+            words = noise.decode(errors="replace").strip().splitlines()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            end_text = f"ended {how}" + (f": {words[-1]}" if words else "")
+            return {"stage": "died", "fault": end_text}
     return {"stage": "silent", "fault": "no answer in time"}
 
 
-def _ending(process: subprocess.Popen[bytes], noise: bytes) -> str:
-    code = process.wait(timeout=10)
-    words = noise.decode(errors="replace").strip().splitlines()
-    said = f": {words[-1]}" if words else ""
-    if code < 0:
-        return f"ended by {signal.Signals(-code).name}{said}"
-    return f"ended with exit code {code}{said}"
-
-
 def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Torch and a first kernel on every device of this node.
+    """Findings on torch and a first kernel on every device of a node.
 
     Args:
         plan: of the node.
-        ranks: what `isles.train.check_rank.look` says of each.
+        ranks: answers of `isles.train.check_rank.look`.
     """
     bad = [_fault(plan, index, own) for index, own in enumerate(ranks) if own.get("fault")]
     if bad:
@@ -218,9 +212,9 @@ def _pip(index: str) -> str:
 
 
 def try_reduce(hosts: Hosts) -> None:
-    """A real all-reduce over all ranks, unless it is known that it must hang."""
+    """Do an all-reduce over all ranks, unless it is known that it must hang."""
     names, timeout_s = hosts.names, hosts.extent.timeout_s
-    bad = [f for f in hosts.findings if f.level == "error" and f.id in _HINDERS]
+    bad = [f for f in hosts.findings if f.level == "error" and f.id in _NEEDED]
     if bad or not hosts.reach or len(names) < len(hosts.facts):
         why = f"{bad[0].where}: {bad[0].text}" if bad else "hosts are missing"
         text, fix = f"the all-reduce was not tried ({why})", "mend that first, and check again"
@@ -231,25 +225,25 @@ def try_reduce(hosts: Hosts) -> None:
     free = hosts.ask("facts", asked, only=names[:1])()
     if not free:
         return
-    orders = _orders(hosts, free[names[0]]["port"])
+    commands = _commands(hosts, free[names[0]]["port"])
     answers = hosts.ask(
         "reduce",
-        lambda name: {"orders": orders[name], "timeout_s": timeout_s - 2},
+        lambda name: {"commands": commands[name], "timeout_s": timeout_s - 2},
         timeout_s=timeout_s,
         finding_id="reduce.works",
     )()
-    hosts.findings += reduce_findings(answers, orders, hosts.run.cluster.network)
+    hosts.findings += reduce_findings(answers, commands, hosts.run.cluster.network)
 
 
-def _orders(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
-    """For each rank of each host what `isles.train.check_rank.reduce` takes."""
+def _commands(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
+    # For each rank of each host what `isles.train.check_rank.reduce` takes.
     names, network, device = hosts.names, hosts.run.cluster.network, hosts.device
     world_size = sum(hosts.nproc[name] for name in names)
     first = 0
-    orders: dict[str, list[dict[str, Any]]] = {}
+    commands: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         interface = hosts.reach[name].interface or ("lo" if len(names) == 1 else None)
-        orders[name] = [
+        commands[name] = [
             {
                 "rank": first + index,
                 "world_size": world_size,
@@ -264,25 +258,25 @@ def _orders(hosts: Hosts, port: int) -> dict[str, list[dict[str, Any]]]:
             for index in range(hosts.nproc[name])
         ]
         first += hosts.nproc[name]
-    return orders
+    return commands
 
 
 def reduce_findings(
-    answers: Answers, orders: Mapping[str, list[dict[str, Any]]], network: NetworkConfig
+    answers: Answers, commands: Mapping[str, list[dict[str, Any]]], network: NetworkConfig
 ) -> Iterator[Finding]:
-    """The all-reduce: its speed, or who failed and where.
+    """Findings on the all-reduce: its speed, or which ranks failed and where.
 
     Args:
         answers: of `Ranks.reduce`.
-        orders: that the ranks of each host were given.
+        commands: of the ranks of each host.
         network: of the run file.
     """
-    owner = {order["rank"]: name for name, own in orders.items() for order in own}
-    backend = str(orders[next(iter(orders))][0]["backend"])
+    owner = {command["rank"]: name for name, own in commands.items() for command in own}
+    backend = str(commands[next(iter(commands))][0]["backend"])
     found = {
-        order["rank"]: answer
+        command["rank"]: answer
         for name, own in answers.items()
-        for order, answer in zip(orders[name], own["ranks"], strict=True)
+        for command, answer in zip(commands[name], own["ranks"], strict=True)
     }
     bad = {rank: answer for rank, answer in found.items() if answer.get("fault")}
     missing = sorted({rank for answer in bad.values() for rank in answer.get("missing", ())})
@@ -335,7 +329,7 @@ track: [jsonl]
 
 
 def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
-    """Train a small model on this machine alone: whatever a check of parts would miss."""
+    """Train a small model on this machine alone."""
     isles, begin = [sys.executable, "-m", "isles"], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="isles-smoke-") as folder:
         path = Path(folder) / "run.yaml"
@@ -350,17 +344,17 @@ def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
                 timeout=timeout_s,
                 check=False,
             )
-            code, said = done.returncode, done.stdout
+            code, output = done.returncode, done.stdout
             fault = f"ended with exit code {code}" if code else ""
         except subprocess.TimeoutExpired as error:
             stop = [*isles, "stop", "--now", "--output-dir", f"{folder}/runs"]
             subprocess.run(stop, capture_output=True, timeout=30, check=False)
-            fault, said = f"not done in {timeout_s:.0f} s", error.stdout or b""
+            fault, output = f"not done in {timeout_s:.0f} s", error.stdout or b""
     seconds = f"{time.monotonic() - begin:.1f} s"
     if not fault:
         yield Finding("train.smoke", "ok", plan.name, "three steps trained", seconds)
         return
-    last = "\n".join(said.decode(errors="replace").strip().splitlines()[-6:])
+    last = "\n".join(output.decode(errors="replace").strip().splitlines()[-6:])
     text = f"a training of three steps {fault}:\n{last}"
     fix = "the lines above say why; isles train there shows more"
     yield Finding("train.smoke", "error", plan.name, text, seconds, fix=fix)

@@ -1,4 +1,4 @@
-"""What the nodes have installed, compared: the odd one out is named, with both values."""
+"""Versions of what the nodes have installed, compared; findings name the node that differs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from isles.check.finding import Finding, Level
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""By the host's name: what `isles.launch.node.facts` says."""
+"""By the host's name, of `isles.launch.node.facts`."""
 
 _SETUP = "make the hosts equal: isles setup run.yaml"
 _FURTHER = ("safetensors", "datasets", "peft", "deepspeed")
 
 
 def duplicates(facts: Facts) -> Iterator[Finding]:
-    """Names that lead to one machine."""
+    """Errors for names that lead to one machine."""
     first: dict[str, str] = {}
     for name, own in facts.items():
         other = first.setdefault(own["machine_id"] or name, name)
@@ -33,13 +33,13 @@ def compare_versions(
     drivers: Mapping[str, str],
     here: str | None,
 ) -> Iterator[Finding]:
-    """Versions over all hosts.
+    """Compare versions over all hosts.
 
     Args:
-        facts: what pip knows on each.
-        imported: torch, cuda and nccl as a rank has imported them; None: it has not.
+        facts: of all hosts: what pip knows.
+        imported: versions of torch, cuda and nccl that a rank has imported; None: it has not.
         drivers: of the GPUs, where there are any.
-        here: isles on this machine, where that counts.
+        here: isles on this machine; None: it need not be the same.
     """
     yield from _missing(facts)
     python = {name: own["python"] for name, own in facts.items()}
@@ -47,7 +47,12 @@ def compare_versions(
     minors = {".".join(version.split(".")[:2]) for version in python.values()}
     level: Level = "error" if len(minors) > 1 else "warning"
     yield from _compare("version.python", "Python", python, level)
-    yield from _isles({name: own["isles"] for name, own in facts.items()}, here)
+    isles = {name: own["isles"] for name, own in facts.items()}
+    odd = {name: version for name, version in isles.items() if here and version != here}
+    for name, version in odd.items():
+        yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
+    if not odd:
+        yield from _compare("version.isles", "isles", isles, "error")
     packages = {name: own["packages"] for name, own in facts.items()}
     torch = {name: own["torch"] for name, own in packages.items() if "torch" in own}
     yield from _compare("version.torch", "torch", torch, "error")
@@ -80,33 +85,24 @@ def _missing(facts: Facts) -> Iterator[Finding]:
         yield Finding("packages.missing", "error", name, text, f"missing: {missing}", fix=fix)
 
 
-def _isles(versions: Mapping[str, str], here: str | None) -> Iterator[Finding]:
-    odd = {name: version for name, version in versions.items() if version != here}
-    if here is None or not odd:
-        yield from _compare("version.isles", "isles", versions, "error")
-        return
-    for name, version in odd.items():
-        yield _odd("version.isles", "isles", name, version, f"{here} on this machine", "error")
-
-
 def _doubled(
     installed: Mapping[str, str], imported: Mapping[str, Mapping[str, str | None]]
 ) -> Iterator[Finding]:
     # A package that pip knows beside another that Python finds first.
     for name, own in imported.items():
-        told, real = installed.get(name), own["torch"]
+        known, real = installed.get(name), own["torch"]
         # A wheel's local version (+cu128) is not always part of what pip knows.
-        if told and real and told.partition("+")[0] != real.partition("+")[0]:
-            text = f"pip knows torch {told}, and Python imports {real}: two are installed"
+        if known and real and known.partition("+")[0] != real.partition("+")[0]:
+            text = f"pip knows torch {known}, and Python imports {real}: two are installed"
             fix = "look at PYTHONPATH and `python -m pip list -v` there; remove one of the two"
-            yield Finding("version.torch", "error", name, text, real, told, fix)
+            yield Finding("version.torch", "error", name, text, real, known, fix)
 
 
 def _compare(
     finding_id: str, what: str, values: Mapping[str, str], level: Level
 ) -> Iterator[Finding]:
-    """One finding where all are equal; else one for each host that differs from most, or from the
-    first where there is no most."""
+    # One finding where all are equal; else one for each host that differs from most, or from the
+    # first where there is no majority.
     if not values:
         return
     usual, _ = Counter(values.values()).most_common(1)[0]

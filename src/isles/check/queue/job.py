@@ -61,7 +61,7 @@ Found = tuple[list[Finding], list[str]]
 
 
 def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> Found:
-    """Check the nodes that the queue gives, or those of the job that this is in.
+    """Check the nodes that the queue gives, or those of the job that this process is in.
 
     Args:
         run: what is checked, with its run file.
@@ -84,13 +84,13 @@ def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> F
         resolved = settle(loaded)
         with _folder(run.output_dir, loaded, resolved) as folder:
             if isinstance(launcher, PbsLauncherConfig):
-                said = _pbs(resolved, launcher, folder, workdir, timeout_s)
+                output = _pbs(resolved, launcher, folder, workdir, timeout_s)
             else:
-                said = _srun(resolved, launcher, folder, workdir, timeout_s)
+                output = _srun(resolved, launcher, folder, workdir, timeout_s)
             record: dict[str, Any] | None = read_record(RunDir(folder).attempt(1).findings)
     if record is not None:
         return [Finding(**finding) for finding in record["findings"]], record["hosts"]
-    text = f"no node has answered: {'; '.join(said[-3:])}"
+    text = f"no node has answered: {'; '.join(output[-3:])}"
     fix = "are nodes free? isles check without --in-job says which are; --timeout 10m waits longer "
     fix += "for them"
     return [Finding("step.nodes", "error", "the job", text, "no answer", fix=fix)], ["the job"]
@@ -98,7 +98,7 @@ def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> F
 
 @contextmanager
 def _folder(output_dir: str, loaded: Loaded, resolved: Resolved) -> Iterator[Path]:
-    """A folder beside the run directories, as `isles.check.step` takes it, for a while."""
+    # Beside the run directories, in the form that `isles.check.step` reads.
     above = existing(Path(output_dir).expanduser())
     folder = Path(tempfile.mkdtemp(prefix=".isles-check-", dir=above))
     try:
@@ -118,7 +118,7 @@ def _srun(
     workdir: Path,
     timeout_s: float,
 ) -> list[str]:
-    """One task a node, with the nodes that the run would ask for; what srun has said."""
+    # One task a node, with the nodes that the run would ask for; the lines of srun.
     cluster = resolved.config.clusters[0]
     nodes = cluster.max_nodes
     job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir), ())
@@ -147,7 +147,7 @@ def _srun(
 def _pbs(
     resolved: Resolved, launcher: PbsLauncherConfig, folder: Path, workdir: Path, timeout_s: float
 ) -> list[str]:
-    """The job script of a run that only checks, here or submitted; the last that was said."""
+    # The job script of a run that only checks, here or submitted; its last lines.
     cluster, pbs = resolved.config.clusters[0], Pbs(launcher.bin_path)
     seconds = 60.0 * math.ceil((timeout_s + _RUN_S) / 60)
     dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()
@@ -164,12 +164,12 @@ def _pbs(
     )
     attempt.script.write_text(script, encoding="utf-8")
     if pbs_job() is not None:
-        said = _run_here(attempt.script, timeout_s + _RUN_S)
+        output = _run_here(attempt.script, timeout_s + _RUN_S)
     else:
-        said = _submit(pbs, RunDir(folder), timeout_s)
+        output = _submit(pbs, RunDir(folder), timeout_s)
     log = attempt.path / "pbs.log"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return [*lines[-2:], said]
+    return [*lines[-2:], output]
 
 
 def _run_here(script: Path, timeout_s: float) -> str:
@@ -200,13 +200,13 @@ def _submit(pbs: Pbs, run_dir: RunDir, timeout_s: float) -> str:
         )
     launch = {"job_id": done.stdout.split()[-1], "bin_path": pbs.bin_path}
     job = PbsJob.of(run_dir, attempt, launch)
-    began, said = time.monotonic(), "it has not begun"
+    began, output = time.monotonic(), "it has not begun"
     is_alive, has_begun = True, False
     try:
         while is_alive:
             limit_s = timeout_s + (_RUN_S if has_begun else 0.0)
             if time.monotonic() - began > limit_s:
-                return f"{job.text}, after {limit_s:.0f} s: {said}"
+                return f"{job.text}, after {limit_s:.0f} s: {output}"
             time.sleep(_LOOK_S)
             has_begun = has_begun or (attempt.path / "pbs.log").exists()
             # Every few seconds also while it runs: a job that was killed leaves no word.
@@ -214,8 +214,8 @@ def _submit(pbs: Pbs, run_dir: RunDir, timeout_s: float) -> str:
             if attempt.findings.exists() or not has_begun or is_due:
                 with suppress(PreflightError):
                     report = job.state()
-                    said, is_alive = report.reason, report.is_alive
-        return f"{job.text}: {said}"
+                    output, is_alive = report.reason, report.is_alive
+        return f"{job.text}: {output}"
     finally:
         if is_alive:
             with suppress(UserError):

@@ -1,4 +1,4 @@
-"""What Slurm or PBS says of the place that a job asks for: nodes, GPUs, time, account."""
+"""Findings on what Slurm or PBS has for a job: nodes, GPUs, time, account."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ _ATTRIBUTE = re.compile(r"^\s+([\w.]+) = (.*)$")
 
 @dataclass(frozen=True, slots=True)
 class QueueNode:
-    """One node, as its scheduler tells it.
+    """One node, as its scheduler reports it.
 
     Args:
-        name: of the node.
         state: the scheduler's word.
         is_up: whether it can have jobs, now or later.
         reason: why not.
-        gpus: that it has; None: not said.
+        gpus: that it has; None: not reported.
     """
 
     name: str
@@ -46,13 +45,7 @@ class QueueNode:
 def queue_findings(
     cluster: ClusterConfig, launcher: SlurmLauncherConfig | PbsLauncherConfig, shell: Shell
 ) -> list[Finding]:
-    """Ask the scheduler of a cluster.
-
-    Args:
-        cluster: of the run file.
-        launcher: its launcher.
-        shell: where the scheduler's commands are.
-    """
+    """Ask the scheduler of a cluster; `shell`: where the scheduler's commands are."""
     if isinstance(launcher, SlurmLauncherConfig):
         name, possessive = "Slurm", "Slurm's"
         asked = _slurm(cluster, launcher, Slurm(launcher.bin_path, shell))
@@ -236,7 +229,10 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
     if asked.returncode:
         return
     queues = _blocks(asked.stdout, "Queue:")
-    name = launcher.queue or _default_queue(pbs)
+    name = launcher.queue
+    if name is None:
+        servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
+        name = servers[0].get("default_queue") if servers else None
     yield _queue(where, name, queues)
     attributes = queues.get(name or "")
     if attributes is None:
@@ -249,11 +245,6 @@ def _pbs(cluster: ClusterConfig, launcher: PbsLauncherConfig, pbs: Pbs) -> Itera
     most = attributes.get("resources_max.walltime")
     most_s = parse_duration_s(most) if most else None
     yield _time(where, f"the queue {name}", launcher.time, most_s)
-
-
-def _default_queue(pbs: Pbs) -> str | None:
-    servers = list(_blocks(pbs.run("qstat", "-Bf").stdout, "Server:").values())
-    return servers[0].get("default_queue") if servers else None
 
 
 def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]) -> Finding:
@@ -279,7 +270,7 @@ def _queue(where: str, name: str | None, queues: Mapping[str, Mapping[str, str]]
 
 
 def _blocks(text: str, sign: str = "") -> dict[str, dict[str, str]]:
-    """Blocks of `key = value` lines, by the unindented line that heads each."""
+    # Blocks of `key = value` lines, by the unindented line that heads each.
     blocks: dict[str, dict[str, str]] = {}
     current: dict[str, str] = {}
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""How a run ended: a summary, or what went wrong, with the rank that caused it first."""
+"""How an attempt ended, as it is printed: results, or the root cause of a failure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from isles.errors import ExitCode, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
+from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command
 from isles.monitor.table import print_lines
 from isles.run.find import typed_command, typed_name
@@ -25,12 +26,13 @@ from isles.run.state import attempt_state, number_of, script_of
 _TRACEBACK_LINES = 15
 _LOG_LINES = 15
 _NO_ROOM_BYTES = 64 * 1024
-"""With less there was none for the record of an end."""
+"""With less free space the outcome could not be written."""
 
 
-def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Console) -> int:
+def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: Console) -> int:
     """Print how an attempt ended, and give its exit code."""
     state = attempt_state(run_dir, attempt)
+    status = f"`isles status {typed_name(run_dir)}`"
     match state.state:
         case "finished":
             print_lines(console, finished_lines(run_dir))
@@ -39,22 +41,20 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
             step = number_of(outcome, "step")
             place = f" at step {step:.0f}" if step is not None else ""
             reason = f" ({outcome['reason']})" if outcome.get("reason") else ""
-            lines = [f"{run_dir.name} stopped{place}{reason}", *_next_start(run_dir)]
+            lines = [f"{run_dir.name} stopped{place}{reason}", _next_start(run_dir)]
             print_lines(console, lines)
         case "failed" | "killed" | "new":
-            print_lines(errors, failure_lines(attempt, _next_start(run_dir)))
+            print_lines(errors, failure_lines(attempt, [_next_start(run_dir)]))
         case "running":
-            ask = f"`isles status {typed_name(run_dir)}` says when it is done"
-            print_lines(errors, [f"{run_dir.name} is still closing; {ask}"])
+            print_lines(errors, [f"{run_dir.name} is still closing; {status} says when it is done"])
         case "queued":
-            ask = f"`isles status {typed_name(run_dir)}` says how it is"
-            print_lines(errors, [f"{run_dir.name} waits in the queue; {ask}"])
+            print_lines(errors, [f"{run_dir.name} waits in the queue; {status} says how it is"])
         case "unknown":
-            silence = f"is {state.process.host if state.process else 'its host'} up?"
+            what = f"is {state.process.host if state.process else 'its host'} up?"
             if state.heard_at is not None:
                 at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
-                silence = f"its last sign of life was at {at}; {silence}"
-            print_lines(errors, [f"error: {run_dir.name} is not heard of any more: {silence}"])
+                what = f"its last sign of life was at {at}; {what}"
+            print_lines(errors, [f"error: {run_dir.name} is not heard of any more: {what}"])
     recorded = number_of(state.outcome, "exit_code")
     if recorded is not None:
         return int(recorded)
@@ -64,34 +64,12 @@ def conclude(run_dir: RunDir, attempt: Attempt, console: Console, errors: Consol
 def finished_lines(run_dir: RunDir) -> list[str]:
     """Figures of a finished run, where its results lie, and what can be done next."""
     summary = read_record(run_dir.summary) or {}
-    steps = number_of(summary, "steps")
-    took_s = number_of(summary, "elapsed_s")
     head = f"{run_dir.name} is finished"
-    if steps is not None:
+    if (steps := number_of(summary, "steps")) is not None:
         head += f": {steps:.0f} steps"
-    if took_s is not None:
+    if (took_s := number_of(summary, "elapsed_s")) is not None:
         head += f" in {format_duration(took_s)}"
-    lines = [head, *_figures(summary)]
-    places = [
-        ("model", run_dir.model),
-        ("loss curve", run_dir.loss_plot),
-        ("metrics", run_dir.metrics),
-        ("tensorboard", run_dir.tensorboard),
-    ]
-    lines += [f"  {name:<12} {path}" for name, path in places if path.exists()]
-    if script_of(run_dir) is not None:
-        return [*lines, f"  what it printed: isles logs {typed_name(run_dir)}"]
-    lines += [
-        "next:",
-        f"  {generate_command(run_dir, 'Once')}",
-        f"  isles eval {typed_name(run_dir)}",
-        f"  isles checkpoint list {typed_name(run_dir)}",
-    ]
-    return lines
-
-
-def _figures(summary: dict[str, Any]) -> list[str]:
-    lines = []
+    lines = [head]
     first, last = number_of(summary, "first_loss"), number_of(summary, "last_loss")
     if first is not None and last is not None:
         lines.append(f"  {'loss':<12} {first:.4f} -> {last:.4f}")
@@ -103,25 +81,40 @@ def _figures(summary: dict[str, Any]) -> list[str]:
     if tokens is not None:
         end = f", {format_count(speed)} a second" if speed is not None else ""
         lines.append(f"  {'tokens':<12} {format_count(tokens)}{end}")
-    return lines
+    places = [
+        ("model", run_dir.model),
+        ("loss curve", run_dir.loss_plot),
+        ("metrics", run_dir.metrics),
+        ("tensorboard", run_dir.tensorboard),
+    ]
+    lines += [f"  {name:<12} {path}" for name, path in places if path.exists()]
+    if script_of(run_dir) is not None:
+        return [*lines, f"  what it printed: isles logs {typed_name(run_dir)}"]
+    return [
+        *lines,
+        "next:",
+        f"  {generate_command(run_dir, 'Once')}",
+        f"  isles eval {typed_name(run_dir)}",
+        f"  isles checkpoint list {typed_name(run_dir)}",
+    ]
 
 
-def _next_start(run_dir: RunDir) -> list[str]:
+def _next_start(run_dir: RunDir) -> str:
     checkpoints = list_checkpoints(run_dir)
     typed = typed_command(run_dir)
     command = f"`{typed}`" if typed else "the same `isles train` command"
     if script_of(run_dir) is not None:
-        return [f"  {command} starts the script again"]
+        return f"  {command} starts the script again"
     if not checkpoints:
-        return [f"  nothing was saved; {command} starts from the beginning"]
-    return [f"  {command} goes on from step {checkpoints[-1].step}"]
+        return f"  nothing was saved; {command} starts from the beginning"
+    return f"  {command} goes on from step {checkpoints[-1].step}"
 
 
 def root_cause(attempt: Attempt) -> dict[str, Any] | None:
     """The error that ended an attempt: an error record, or the outcome's; None if there is none.
 
     A rank's own error comes before the agent's decision, and that before the errors of ranks
-    that only lost touch with the others. Among equals the earliest is the cause.
+    that only lost the connection to others. Among equals the earliest is the cause.
     """
     paths = attempt.rank_errors(current_restart(attempt))
     records = [record for path in paths if (record := read_record(path))]
@@ -147,27 +140,33 @@ def root_cause(attempt: Attempt) -> dict[str, Any] | None:
 
 
 def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
-    """The failure as it is shown to the user; the first line begins with `error: `.
+    """The failure of an attempt as it is printed; the first line begins with `error: `.
 
     Args:
-        attempt: a start that has failed.
-        then: lines for the end, before the one that says where to read more.
+        then: lines for the end, before those that name `isles explain`.
     """
     outcome = read_record(attempt.outcome) or {}
+    full_disk = ""
+    with suppress(OSError):
+        free = shutil.disk_usage(attempt.path).free
+        if free < _NO_ROOM_BYTES:
+            full_disk = f"the disk of {attempt.path} is full, {format_bytes(free)} are left"
     cause = root_cause(attempt)
     if cause is None:
         what = "the processes of this run are gone and have left no word"
-        if full := _full_disk(attempt):
-            what += f": {full}\n  fix: free some of it, and start the run again"
+        if full_disk:
+            what += f": {full_disk}\n  fix: free some of it, and start the run again"
         else:
             what += ": killed, perhaps"
-        return [f"error: {outcome.get('reason') or what}", *_agent_tail(attempt), *then]
+        tail = LineTail(attempt.agent_log, last=_LOG_LINES).read(final=True)
+        end = [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]
+        return [f"error: {outcome.get('reason') or what}", *(end if tail else []), *then]
     rank = number_of(cause, "rank")
     what = str(cause.get("what") or cause.get("kind") or "unknown error").rstrip()
     fix = str(cause.get("fix") or "")
-    if (full := _full_disk(attempt)) and "disk" not in what:
-        # What a rank met there is only the consequence.
-        what, fix = f"{full}; {what}", f"free some of it first; {fix}".removesuffix("; ")
+    if full_disk and "disk" not in what:
+        # A rank's error is only the consequence.
+        what, fix = f"{full_disk}; {what}", f"free some of it first; {fix}".removesuffix("; ")
     lines = [f"error: {what}"]
     who = f"rank {rank:.0f} on {cause.get('host', 'this host')}" if rank is not None else ""
     where = str(cause.get("where") or "")
@@ -178,7 +177,7 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     if fix:
         lines.append(f"  fix: {fix}")
     elif trace:
-        # No fix: nobody foresaw this error, and where it came from is all there is.
+        # An error without a fix is unforeseen: its origin is all that can be shown.
         is_trace = any("Traceback (most recent call last)" in line for line in trace)
         head = "traceback (its end):" if is_trace else "the end of its log:"
         lines += [f"  {head}", *(f"    {line}" for line in trace[-_TRACEBACK_LINES:])]
@@ -193,24 +192,3 @@ def failure_lines(attempt: Attempt, then: Sequence[str] = ()) -> list[str]:
     if others > 0:
         lines.append(f"  {others} other rank{'s' if others > 1 else ''} stopped because of it")
     return [*lines, *then, *more_lines([cause.get("id")])]
-
-
-def _full_disk(attempt: Attempt) -> str:
-    """That nothing can be written any more, if so: whoever failed could not say why."""
-    with suppress(OSError):
-        free = shutil.disk_usage(attempt.path).free
-        if free < _NO_ROOM_BYTES:
-            return f"the disk of {attempt.path} is full, {format_bytes(free)} are left"
-    return ""
-
-
-def _agent_tail(attempt: Attempt) -> list[str]:
-    """The end of what the agent printed, for an end that left no record."""
-    try:
-        text = attempt.agent_log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    tail = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
-    if not tail:
-        return []
-    return [f"  the end of {attempt.agent_log}:", *(f"    {line}" for line in tail)]
