@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.data.dataset import Dataset, Rows
+from isles.data.mix import Dataset, Rows
 from isles.data.rng import Float32Array, Int64Array
 from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
 from isles.dist.split import RowSplit, even_split

@@ -38,12 +38,12 @@ class SampleCounts:
     """
 
     documents: int
-    truncated: int
-    too_long: int
-    untrained: int
-    samples: int
-    used: int
-    places: int
+    truncated: int = 0
+    too_long: int = 0
+    untrained: int = 0
+    samples: int = 0
+    used: int = 0
+    places: int = 0
 
     @property
     def dropped(self) -> int:

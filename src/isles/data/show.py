@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.builders import make_table
+from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
-from isles.data.tokens.store import Ranges, TokenStore
+from isles.data.tokens.store import TokenStore
 from isles.facts.text import printable
 
 SHOWN_TOKENS = 600
