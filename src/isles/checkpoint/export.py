@@ -48,12 +48,8 @@ def export_checkpoint(
     """Export a checkpoint file by file, so that the model is never in memory as a whole.
 
     Args:
-        checkpoint: its folder.
         model: the Hugging Face model on the meta device: names, shapes, types and config.
-        tokenizer: its tokenizer; None where the run had none (fake data).
-        folder: the result, as for `export_model`.
         max_shard_bytes: weights in one file, and so in memory; a larger tensor has its own.
-        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -96,11 +92,8 @@ def export_model(
     """Write config, safetensors and tokenizer; load them again; compare every weight; rename.
 
     Args:
-        model: a Hugging Face model.
-        tokenizer: its tokenizer; None where the run had none (fake data).
         folder: the result; an earlier export there is replaced once the new one is verified.
         max_shard_bytes: weights in one file; a larger tensor has its own.
-        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -126,7 +119,6 @@ def read_trained(model: nn.Module, checkpoint: Path) -> None:
 
     Args:
         model: with an adapter, on one device.
-        checkpoint: its folder.
 
     Raises:
         TrainingError: the checkpoint lacks one, or holds it in another shape.
@@ -141,12 +133,9 @@ def export_adapter(
     """Write an adapter as `PeftModel.from_pretrained` loads it, and read it back.
 
     Args:
-        checkpoint: its folder.
         model: the model with its adapter, which may lie on the meta device: names and shapes.
-        tokenizer: of the run; None where it had none.
         folder: the result; an earlier export there is replaced once the new one is verified.
         base: the model that it belongs to, a hub id or a folder, for adapter_config.json.
-        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
@@ -172,7 +161,6 @@ def export_merged(
     Args:
         model: a Hugging Face model with a trained adapter, whole on one device, not quantised;
             afterwards it is the merged model.
-        tokenizer: of the run; None where it had none.
         folder, max_shard_bytes, card: as for `export_model`.
 
     Raises:
@@ -196,7 +184,9 @@ def export_merged(
 def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
     # A new folder beside another, which takes its place at the end if nothing was raised.
     is_file = folder.exists() and not folder.is_dir()
-    if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_model(folder)):
+    # An earlier export is a model, or an adapter alone.
+    is_export = any((folder / f).is_file() for f in ("config.json", "adapter_config.json"))
+    if is_file or (folder.is_dir() and any(folder.iterdir()) and not is_export):
         raise UserError(
             "this is a file" if is_file else "this folder is not empty and not a model",
             where=str(folder),
@@ -267,11 +257,6 @@ def _read_shard(checkpoint: Path, names: dict[str, Tensor]) -> dict[str, Tensor]
     }
     load_tensors(state, checkpoint, alone=True)
     return {name.removeprefix("model."): value for name, value in state.items()}
-
-
-def _is_model(folder: Path) -> bool:
-    # Whether a folder is an earlier export: a model, or an adapter alone.
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:

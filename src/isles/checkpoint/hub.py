@@ -29,9 +29,7 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
     The token is where huggingface_hub looks for it: HF_TOKEN, or what `hf auth login` has kept.
 
     Args:
-        repo: owner/name.
         where: who asks for it; empty: the run file.
-        timeout_s: longest wait for the hub.
 
     Raises:
         UserError: there is no token, the hub does not know it or cannot be reached, or it may not
@@ -58,8 +56,8 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
     except Exception as error:
         what = f"the hub does not take the token: {_text(error)}"
         raise UserError(what, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload") from None
-    if (fault := _refusal(repo, who)) is not None:
-        raise UserError(fault, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
+    if (refusal := _refusal(repo, who)) is not None:
+        raise UserError(refusal, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
 
 
 def push(folder: Path, repo: str, *, message: str) -> str:
@@ -67,11 +65,6 @@ def push(folder: Path, repo: str, *, message: str) -> str:
 
     Makes the repository if it is not there, private; one that is there keeps its visibility, and
     its files save weights that the export lacks.
-
-    Args:
-        folder: the export.
-        repo: owner/name.
-        message: of the commit.
 
     Raises:
         UserError: the hub refuses or does not answer; the folder is as it was.
@@ -127,7 +120,8 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
     if owner.lower() not in names:
         member = f", a member of {', '.join(orgs)}" if orgs else ""
         return f"the token is that of {user}{member}; {owner} is neither"
-    if owner.lower() != user.lower() and _org(orgs, owner).get("roleInOrg") == "read":
+    org = next((org for name, org in orgs.items() if name.lower() == owner.lower()), {})
+    if owner.lower() != user.lower() and org.get("roleInOrg") == "read":
         return f"{user} may only read in {owner}"
     if role == "fineGrained":
         scopes = (token.get("fineGrained") or {}).get("scoped") or []
@@ -139,10 +133,6 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
         if not may & {owner.lower(), repo.lower()}:
             return f"the fine-grained token of {user} may not write to repositories of {owner}"
     return None
-
-
-def _org(orgs: dict[str, Any], owner: str) -> dict[str, Any]:
-    return next((org for name, org in orgs.items() if name.lower() == owner.lower()), {})
 
 
 def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:

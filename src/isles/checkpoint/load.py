@@ -74,10 +74,7 @@ def on_this_disk(
 
     Args:
         checkpoint: its folder is rank 0's.
-        run_dir: as this rank knows it.
-        world: the ranks.
         disks: which nodes have a run directory of their own.
-        progress: called with the bytes that have been sent, and all of them.
 
     Raises:
         TrainingError: a disk fails or is too small, or a file has changed; on every rank.
@@ -126,7 +123,6 @@ def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) ->
 
     Args:
         state: tensors (or shards) by name, as an engine's `state_dict` gives them.
-        folder: the checkpoint.
         alone: this process loads without the others; otherwise all ranks must call this.
 
     Raises:

@@ -64,7 +64,6 @@ class CheckpointManager:
     Args:
         run_dir: whose checkpoints, as this rank knows it.
         world: the ranks of the cluster.
-        config: the run file's section.
         disks: which nodes have a run directory of their own.
         attempt: which start of the run this is; its checkpoints say so.
         now: seconds that only ever grow.
@@ -135,7 +134,6 @@ class CheckpointManager:
         """Save a step. Training may go on as soon as this returns. All ranks must call this.
 
         Args:
-            state: tensors by name, from the engine.
             manifest: what the manifest says beside the files; `step` is required.
             replicas: from the engine; see `strategies.base.Engine.replicas`.
             wait: return only when the checkpoint is whole on the disk.

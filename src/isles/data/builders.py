@@ -15,7 +15,7 @@ import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.data import isolates as isolates_documents
-from isles.data.rng import Int64Array, draw, key_from
+from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleCounts, SampleTable
 from isles.data.tokens.store import TokenStore
 
@@ -29,12 +29,7 @@ _DOCUMENTS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Pieces of a store's tokens, in order and apart; a piece is a document or part of one.
-
-    Args:
-        starts: place of the first token of each.
-        ends: place after the last token of each.
-    """
+    """Pieces of a store's tokens, in order and apart; a piece is a document or part of one."""
 
     starts: Int64Array
     ends: Int64Array
@@ -292,7 +287,6 @@ def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array
 
     Args:
         lengths: places that each document takes; 1 to `capacity`.
-        capacity: places in a sample.
 
     Returns:
         The documents' numbers, sample after sample and in each in ascending order; and for each

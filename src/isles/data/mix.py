@@ -18,8 +18,7 @@ import numpy as np
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table, split_store
 from isles.data.chat.messages import texts_of
-from isles.data.order import SampleOrder
-from isles.data.rng import Float32Array, Int64Array
+from isles.data.order import Float32Array, Int64Array, SampleOrder
 from isles.data.samples import FAKE_SAMPLES, FakeSamples, Samples, SampleTable
 from isles.data.sources.find import open_source
 from isles.data.sources.parse import columns_of
@@ -61,7 +60,6 @@ class Dataset:
     """The samples at global indices.
 
     Args:
-        parts: the sources' samples; all of one or all of two rows.
         order: over as many sources of the same sizes.
         seq_length: places in a row, at most.
         trims: whether the rows of a batch are only as long as the longest of them needs. Padding
@@ -215,11 +213,7 @@ def build_datasets(
     """The training set and the validation set of a run. All ranks must call this.
 
     Args:
-        data: the run file's section.
         tokenizer: may be None where every source is fake.
-        cache_dir: where prepared tokens are kept.
-        seed: of the split and of the order.
-        progress: called with a line for people.
         vocab_size: the model's, for fake sources and streams.
         world: the ranks, of which one on each node prepares; None: this process is the only one.
         pairs: whether fake samples are pairs, for training.method: dpo.
@@ -241,7 +235,10 @@ def build_datasets(
         # Samples for training, which a stream has elsewhere, and for validation.
         if source.type == "fake":
             assert vocab_size is not None, "a fake source needs the model's vocabulary"
-            return _fake_samples(data, vocab_size, seed + number, pairs=pairs)
+            own_seed = 2 * (seed + number)
+            fake = partial(FakeSamples, vocab_size, data.seq_length, pairs=pairs)
+            held_out = round(data.validation_fraction * FAKE_SAMPLES)
+            return fake(own_seed, FAKE_SAMPLES), fake(own_seed + 1, held_out) if held_out else None
         if not data.streaming:
             return split_samples(data, source, prepared(source, partial(open_source, source)), seed)
         if data.validation_fraction == 0:
@@ -307,16 +304,6 @@ def _mixed(data: DataConfig, parts: Sequence[Samples | None], seed: int, *, trim
     weighted = any(source.weight is not None for source, _ in some)
     order = SampleOrder([part.num_samples for part in kept], weights if weighted else None, seed)
     return Dataset(kept, order, data.seq_length, trims=trims)
-
-
-def _fake_samples(
-    data: DataConfig, vocab_size: int, seed: int, *, pairs: bool
-) -> tuple[Samples, Samples | None]:
-    training = FakeSamples(vocab_size, data.seq_length, 2 * seed, FAKE_SAMPLES, pairs=pairs)
-    if data.validation_fraction == 0:
-        return training, None
-    count = max(1, round(data.validation_fraction * FAKE_SAMPLES))
-    return training, FakeSamples(vocab_size, data.seq_length, 2 * seed + 1, count, pairs=pairs)
 
 
 def split_samples(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -65,8 +64,6 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
     Args:
         model: a Hugging Face model, with weights or on the meta device.
         adapter: the run file's section, of type lora or qlora.
-        dtype: of what is trained.
-        name: of the model, as in the run file.
 
     Raises:
         MissingDependencyError: peft is not installed.
@@ -130,21 +127,6 @@ def is_fresh(name: str) -> bool:
     return any(part in name for part in _FRESH)
 
 
-def fresh_matrix(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """A low-rank matrix as peft begins it, whole, in fp32 on the CPU.
-
-    Of the two, one is zero: the model begins as what it was.
-
-    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
-    """
-    value = torch.zeros(shape)
-    if ".lora_A." in name:
-        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-    elif ".lora_embedding_B." in name:
-        nn.init.normal_(value, generator=generator)
-    return value
-
-
 def magnitudes(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Any, int]]:
     """What DoRA computes from the base's weights before the first step.
 
@@ -169,14 +151,6 @@ def lengths(weight: Tensor, axis: int) -> Tensor:
     """
     found: Tensor = torch.linalg.vector_norm(weight.float(), dim=axis)
     return found
-
-
-def plain_weight(base: Any) -> Tensor:
-    """The weight of a layer that holds it whole, out of its 4 bits where it lies in these."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    weight: Tensor = dequantize_module_weight(base).detach()
-    return weight
 
 
 def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:

@@ -54,12 +54,7 @@ def build_model(
     """The model on its device, in train mode, with the same weights on every rank.
 
     Args:
-        config: the run file's section.
-        device: where the parameters lie.
-        dtype: of the parameters that are trained.
-        seed: of fresh weights.
         vocab_size: size of a tokenizer trained for this run; None keeps the config's.
-        adapter: the run file's section.
         frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
 
     Raises:
@@ -133,11 +128,6 @@ def build_probe(
 
 def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
     """Weights for a model, or this rank's part of one, that was built empty and is allocated.
-
-    Args:
-        model: from `build_empty_model`.
-        config: the run file's section.
-        seed: of fresh weights.
 
     Raises:
         UserError: the weights cannot be read, or the model cannot be filled piece by piece.

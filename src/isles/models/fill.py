@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -25,11 +26,9 @@ from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.adapter import (
     base_name,
-    fresh_matrix,
     is_fresh,
     lengths,
     magnitudes,
-    plain_weight,
 )
 
 _INDEX = "model.safetensors.index.json"
@@ -83,8 +82,6 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
     Of an adapter this sets what follows from the model's weights; see `fill_adapter` for the rest.
 
     Args:
-        model: a Hugging Face model, or a part of one; its parameters are allocated.
-        config: the run file's section.
         whole: makes the whole model without memory; asked where the files hold more than the part.
 
     Raises:
@@ -121,22 +118,32 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
 def fill_adapter(model: nn.Module, seed: int) -> None:
     """Fresh low-rank matrices, in place, by seed and name. All ranks fill their own part.
 
+    Of the two, one is zero: the model begins as what it was.
+
     Args:
         model: with an adapter, or a part of one; its parameters are allocated.
-        seed: of the matrices.
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
     """
     generator = torch.Generator()
     for name, parameter in model.named_parameters():
         if is_fresh(name):
             generator.manual_seed(_module_seed(seed, name))
-            _copy_part(parameter, fresh_matrix(name, parameter.shape, generator))
+            value = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            elif ".lora_embedding_B." in name:
+                nn.init.normal_(value, generator=generator)
+            _copy_part(parameter, value)
 
 
 @torch.no_grad()
 def fill_magnitudes(model: nn.Module) -> None:
     """What DoRA computes from the weights of a model that this rank holds whole, in place."""
+    from peft.utils.integrations import dequantize_module_weight
+
     for vector, _, base, axis in magnitudes(model):
-        vector.copy_(lengths(plain_weight(base), axis))
+        vector.copy_(lengths(dequantize_module_weight(base).detach(), axis))
 
 
 class _Files:

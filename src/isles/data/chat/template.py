@@ -63,7 +63,6 @@ class ChatTemplate:
 
     Args:
         tokenizer: with a chat template.
-        name: of the template, for messages.
 
     Raises:
         DataError: the tokenizer has no template, or it is no Jinja.
@@ -107,8 +106,6 @@ class ChatTemplate:
         """A conversation as text, with the spans that are trained on.
 
         Args:
-            chat: the conversation.
-            where: the row, for messages.
             train_on: `assistant`, `last` or `all`, as in the run file.
 
         Raises:
@@ -205,7 +202,7 @@ class ChatTemplate:
         # Several marks in a turn: those count that end behind what comes before the wanted turns.
         first = wanted[0]
         before = self._render(chat.messages[:first], chat) if first else ""
-        start = _common_length(before, text)
+        start = common_length(before, text)
         return [(max(a, start), b) for a, b in marked if b > start]
 
     def _find_answer(self, number: int, chat: Chat, text: str, where: str) -> Span:
@@ -300,7 +297,7 @@ class ChatTemplate:
 
     def _common_tokens(self, one: str, other: str) -> int:
         # How many characters two texts begin with in common, special tokens kept whole.
-        length = _common_length(one, other)
+        length = common_length(one, other)
         for token in self._special_tokens:
             for text in (one, other):
                 at = text.find(token, max(0, length - len(token) + 1))
@@ -423,10 +420,8 @@ def _unused_mark(text: str) -> str:
     return mark
 
 
-def _common_length(one: str, other: str) -> int:
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many characters, or tokens, two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shorter = min(len(one), len(other))
+    return next((place for place, (left, right) in pairs if left != right), shorter)

@@ -33,7 +33,6 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     datasets library, a glob, a hub id. Files are looked up now and read later.
 
     Args:
-        source: in the run file.
         streams: whether a dataset of the hub is read as it is needed; else it is downloaded now.
 
     Raises:
@@ -188,12 +187,7 @@ def _library() -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource(Source):
-    """One split of a dataset that the `datasets` library has opened.
-
-    Args:
-        name: path or hub id, for messages.
-        dataset: a datasets.Dataset.
-    """
+    """One split of a dataset that the `datasets` library has opened."""
 
     name: str
     dataset: Any  # the datasets library ships no types that mypy can follow
@@ -241,7 +235,6 @@ class HubStream(Source):
 
     Args:
         name: hub id, subset and split, for messages.
-        builder: of the `datasets` library.
         split: one split, not a slice of one.
     """
 

@@ -92,7 +92,6 @@ def make_parser(source: SourceConfig, *, has_template: bool, vocab_size: int | N
     """The parser for the rows of a source.
 
     Args:
-        source: of any type but `fake`.
         has_template: whether a chat template will render questions and answers.
         vocab_size: one more than the largest token id that may stand in the data; None: any.
     """
@@ -148,7 +147,6 @@ class ChatParser(Parser):
     Without a column that was named, `messages` is read, else `conversations` (or `conversation`).
 
     Args:
-        columns: how the data names them.
         needs_answer: whether a conversation in which the assistant says nothing is bad.
     """
 
@@ -192,7 +190,6 @@ class InstructParser(Parser):
     A prompt may be a list of messages; then the completion may be one as well.
 
     Args:
-        columns: how the data names them.
         has_template: whether a chat template renders them; otherwise they are one text.
     """
 
@@ -278,7 +275,6 @@ class PreferenceParser(Parser):
     prompt and answer; text with turns of `Human:` and `Assistant:` is read as a conversation.
 
     Args:
-        columns: how the data names them.
         has_template: whether a chat template renders them.
     """
 
@@ -358,7 +354,6 @@ class TokensParser(Parser):
     """Token ids, with labels (-100: not trained) or an attention mask (0: padding) where there are.
 
     Args:
-        columns: how the data names them.
         vocab_size: one more than the largest id; None: not known.
     """
 

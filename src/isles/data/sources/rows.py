@@ -25,12 +25,7 @@ _LOOK_FURTHER = 10_000
 
 
 class Row(NamedTuple):
-    """One row of a file or dataset.
-
-    Args:
-        where: file and line, or file and row.
-        columns: values by column name.
-    """
+    """One row of a file or dataset."""
 
     where: str
     columns: Mapping[str, Any]
@@ -69,9 +64,7 @@ class Chunk(NamedTuple):
     """Some rows, one after another.
 
     Args:
-        begin: where the first of them is.
         end: where the one after the last of them is; there may be none.
-        rows: in their order; one that is bad as its error.
     """
 
     begin: ChunkStart
@@ -115,7 +108,6 @@ class Tally:
     """Counts the rows of a source, and stops where too many of them are bad.
 
     Args:
-        name: of the source.
         max_bad_fraction: share of the rows that may be bad.
     """
 
@@ -178,10 +170,8 @@ def judge_bad_rows(
     """Log bad rows that are left out, or refuse the source where there are too many.
 
     Args:
-        name: of the source.
         record: as `Tally.record` gives it.
         limit: share of the rows that may be bad.
-        is_all: whether all rows were read.
 
     Raises:
         DataError: the share is above the limit.
@@ -230,8 +220,6 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
 
     Args:
         column: the one that is missing.
-        names: those that are there.
-        where: file and line, or file.
         key: how the run file names the column: `text_column`, or the key within `columns`.
     """
     if tuple(names) == (PLAIN,):

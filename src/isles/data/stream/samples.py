@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isles.config.sections.data import DataConfig, isolates
-from isles.data.order import ENDLESS, permute
-from isles.data.rng import Int64Array, key_from
+from isles.data.order import ENDLESS, Int64Array, key_from, permute
 from isles.data.samples import Samples, SampleTable
 from isles.data.stream.segments import SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.prepare import count_message, size_of_folders
@@ -63,13 +62,8 @@ def open_streams(
     """The endless samples of each source of a run that streams. All ranks must call this.
 
     Args:
-        data: the run file's section.
-        tokenizer: of the run.
         cache_dir: where the segments are, while they are needed.
         state: as `Dataset.state` gave it; None: the run begins.
-        seed: of the order, and of what is held out.
-        vocab_size: of the model.
-        world: the ranks; None: this process is the only one.
         progress: called with a line for people until training begins.
 
     Raises:
@@ -113,12 +107,7 @@ class StreamSamples(Samples):
     whole global batch says that what lies before its first sample is passed for good.
 
     Args:
-        data: the run file's section.
-        source: number of the source in it.
-        segments: of the source.
         content: names what the samples are made of.
-        seed: of the shuffling.
-        vocab_size: of the model.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig, isolates
 from isles.data.builders import Ranges, make_table
-from isles.data.rng import Int64Array, draw, key_from
+from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleTable
 from isles.data.sources.find import open_source
 from isles.data.sources.rows import Chunk, ChunkStart, Columns, Row, Source, Tally
@@ -65,11 +65,8 @@ class SegmentRecord:
     """All that is needed to make a segment again, exactly, without those before it.
 
     Args:
-        number: from 0.
         first_sample: number of its first sample within the stream.
-        num_samples: how many it has.
         begin, end: its place in the stream.
-        digest: of its tokens.
     """
 
     number: int
@@ -96,13 +93,7 @@ class SegmentRecord:
 
 
 class HoldOut:
-    """Which documents are held out for validation: by their number alone.
-
-    Args:
-        fraction: share of them.
-        seed: another seed holds out others.
-        source: number of the source in the run file.
-    """
+    """Which documents are held out for validation: by their number alone."""
 
     def __init__(self, fraction: float, seed: int, source: int) -> None:
         self.identity = [fraction, seed, source]
@@ -118,12 +109,6 @@ class HoldOut:
 
 class Stream:
     """One source as an endless stream, and how it is cut into segments.
-
-    Args:
-        data: the run file's section.
-        number: the source's, from 0.
-        tokenizer: of the run.
-        seed: of what is held out.
 
     Raises:
         DataError: there is no such source, or the tokenizer does not go with it.
@@ -200,9 +185,7 @@ def make_segment(
     """Prepare the segment after this one into a folder that is made here.
 
     Args:
-        stream: the whole.
         before: the segment before; None: this is the first.
-        folder: must not be there.
         tick: called often, with the documents and tokens so far.
 
     Raises:

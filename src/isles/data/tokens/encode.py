@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from isles.config.sections.data import SourceConfig
 from isles.data.chat.messages import Chat, Continuation, Ids, Item, Pair, size_of
-from isles.data.chat.template import ChatTemplate, Rendered, no_template
+from isles.data.chat.template import ChatTemplate, Rendered, common_length, no_template
 from isles.data.sources.parse import Parser, make_parser
 from isles.data.sources.rows import Row, Rows, Tally, checked_text
 from isles.data.tokens.tokenizer import encode, end_of_text_id, tokenizer_digest, vocabulary_size
@@ -38,7 +38,6 @@ class Encoded:
     """One document.
 
     Args:
-        ids: its tokens.
         trained: for each whether it is a target, predicted from those before it; None: all are.
     """
 
@@ -50,7 +49,6 @@ class Encoder:
     """Makes documents of the rows of one source.
 
     Args:
-        source: of any type but `fake`.
         tokenizer: with an end-of-text token; for messages, with a chat template.
 
     Raises:
@@ -126,7 +124,9 @@ class Encoder:
                 where=where,
                 fix="repair or remove that row, or look at the template's {% generation %} marks",
             )
-            documents.append(made if all(map(_is_trained, made)) else error)
+            # The first token is predicted from nothing.
+            masks = [np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in made]
+            documents.append(made if all(mask[1:].any() for mask in masks) else error)
         return documents
 
     def _render(self, item: Item, where: str) -> list[Rendered] | DataError:
@@ -163,7 +163,7 @@ class Encoder:
         )
         first = [] if self.template is not None else self._first_ids
         for number, rendered in enumerate(texts):
-            ids = list(tokens["input_ids"][number])
+            ids: list[int] = list(tokens["input_ids"][number])
             trained = np.zeros(len(ids), dtype=np.bool_)
             if self.tokenizer.is_fast:
                 # Of each token its first character, and the one after its last.
@@ -171,11 +171,12 @@ class Encoder:
                 for start, end in rendered.spans:
                     trained |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
             else:
-                for start, end in rendered.spans:
-                    first_id, last_id = (
-                        self._tokens_before(rendered.text[:place], ids) for place in (start, end)
-                    )
-                    trained[first_id:last_id] = True
+                for span in rendered.spans:
+                    # It does not say which characters a token stands for.
+                    texts_before = [rendered.text[:place] for place in span]
+                    before = self.tokenizer(texts_before, add_special_tokens=False)["input_ids"]
+                    start, end = (common_length(one, ids) for one in before)
+                    trained[start:end] = True
             if first:
                 ids = [*first, *ids]
                 trained = np.concatenate([np.zeros(len(first), dtype=np.bool_), trained])
@@ -184,33 +185,12 @@ class Encoder:
                 trained = np.append(trained, bool(rendered.spans))
             yield Encoded(ids, trained if self.has_mask else None)
 
-    def _tokens_before(self, prefix: str, ids: Sequence[int]) -> int:
-        # For tokenizers that do not say which characters a token stands for.
-        count = 0
-        prefix_ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"]
-        for one, other in zip(prefix_ids, ids, strict=False):
-            if one != other:
-                break
-            count += 1
-        return count
-
-
-def _is_trained(document: Encoded) -> bool:
-    if document.trained is None:
-        return len(document.ids) > 1
-    return bool(document.trained[1:].any())
-
 
 def encode_rows(rows: Rows, encoder: Encoder, tally: Tally) -> Iterator[list[Encoded]]:
     """The documents of rows, batch by batch in order; bad rows go to the tally.
 
     The caller judges the tally at the end. Where many rows hold nothing, a batch may be empty: it
     is a sign of life.
-
-    Args:
-        rows: of a source.
-        encoder: made for it.
-        tally: counts rows, and stops where too many are bad.
 
     Raises:
         DataError: the source cannot be read further, or too many rows are bad.

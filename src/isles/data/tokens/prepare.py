@@ -65,9 +65,6 @@ def prepare(
     Several processes may call it at once: one writes, the others wait for it.
 
     Args:
-        source: the rows.
-        encoder: makes documents of them.
-        cache_dir: made where it is missing.
         progress: called with a line for people, at most every two seconds.
         max_bad_fraction: share of the rows that may be left out because they are bad.
         no_progress_s: how long to wait while another process that prepares the same writes nothing.
@@ -214,12 +211,8 @@ def prepare_everywhere(
     already is sent nothing.
 
     Args:
-        source: in the run file.
         make: prepares it into `cache_dir` and gives the folder; called on one rank of each node
             that has it, in a thread.
-        world: the ranks.
-        cache_dir: this node's.
-        progress: called with a line for people.
 
     Raises:
         DataError: no node has it, or nodes have different data under its name.

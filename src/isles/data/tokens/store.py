@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from isles.data.rng import Int64Array
+from isles.data.order import Int64Array
 from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError
 from isles.run.manifest import sync_folder
@@ -71,12 +71,8 @@ class TokenStore:
     """The tokens of one source, memory-mapped. Documents of text end with the end-of-text id.
 
     Args:
-        folder: where it lies.
-        name: the source, for messages.
         tokens: all tokens, document after document; uint16 or uint32.
         document_ends: for each document, the place after its last token.
-        end_of_text_id: the id that ends a text.
-        max_token_id: the largest id there is.
         trained: for each token whether it is a target, predicted from those before it; None: all
             are.
         kind: what the documents are: text, chat, instruct, tokens, or preference, where they come
@@ -144,7 +140,6 @@ def disk_errors(cache_dir: Path, needed_bytes: Callable[[], int] = lambda: 0) ->
     """Turns the system's errors about a full or closed disk into ours.
 
     Args:
-        cache_dir: for the message.
         needed_bytes: how many are known to be needed.
 
     Raises:
@@ -177,7 +172,6 @@ class TokenWriter:
     """Appends documents to a new folder; `finish` makes it whole.
 
     Args:
-        folder: made here.
         encoder: that makes the documents; small vocabularies take two bytes a token, others four.
     """
 
@@ -216,7 +210,9 @@ class TokenWriter:
         with self._disk_errors():
             self._tokens.append(ids)
             if self._trained is not None:
-                self._trained.append(np.concatenate([_mask_of(document) for document in documents]))
+                masks = [document.trained for document in documents]
+                self._trained.append(np.concatenate([mask for mask in masks if mask is not None]))
+                assert self._trained.size_bytes == self.num_tokens + total, "a mask for each token"
         self._lengths.append(lengths)
         self._max_token_id = max(self._max_token_id, int(ids.max()))
         self.num_documents += len(documents)
@@ -226,8 +222,6 @@ class TokenWriter:
         """Write the rest, the manifest last, all of it down to the disk.
 
         Args:
-            name: of the source, for messages.
-            source: the source's identity.
             rows: counts of rows and the first bad ones, as `Tally.record` gives them.
         """
         buffer = io.BytesIO()
@@ -264,13 +258,6 @@ class TokenWriter:
         return disk_errors(
             self._folder.parent, lambda: sum(column.size_bytes for column in self._columns)
         )
-
-
-def _mask_of(document: Encoded) -> npt.NDArray[np.bool_]:
-    if document.trained is None:
-        return np.ones(len(document.ids), dtype=np.bool_)
-    assert len(document.trained) == len(document.ids)
-    return document.trained
 
 
 class _Column:
@@ -322,7 +309,6 @@ def remove_stale(folder: Path, *, locked: bool) -> None:
     """Remove what dead processes of this machine left beside a folder.
 
     Args:
-        folder: the one that is about to be made.
         locked: whether nobody else makes it now, so that what others left of it goes as well.
     """
     for entry in folder.parent.glob(".tmp-*"):
