@@ -24,7 +24,7 @@ ExportKind = Literal["model", "adapter"]
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What a model card says.
+    """Contents of a model card.
 
     Args:
         repo: where it will lie on the hub, owner/name; None: not there.

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,24 +138,20 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
 
 def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
     # Do something over the network; huggingface_hub itself waits without a limit.
-    outcome: list[tuple[T | None, Exception | None]] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append((work(), None))
-        except Exception as error:  # handed on below
-            outcome.append((None, error))
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
     # A daemon: what hangs must not keep the process.
-    thread = threading.Thread(target=run, name="hub", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not outcome:
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    # Not `result(limit_s)`: the network fails with a TimeoutError of its own.
+    if not wait([future], timeout=limit_s).done:
         raise TimeoutError(f"waited {format_duration(limit_s)} for {waits_for}")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # no error: `work` has returned
+    return future.result()
 
 
 def _text(error: Exception) -> str:

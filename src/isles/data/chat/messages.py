@@ -82,7 +82,7 @@ def read_messages(
     text or a list of parts of the type text. The whole list may be JSON written as text.
 
     Args:
-        keys: how the data names `role` and `content`, where it was said.
+        keys: how the data names `role` and `content`, where the run file says it.
 
     Raises:
         DataError: it is no such list, or something in it is missing or of the wrong type.
@@ -245,7 +245,7 @@ def check_answers(messages: Sequence[Message], name: str, where: str, first: int
 
 
 def texts_of(item: Item) -> list[str]:
-    """All that is said in an item, for training a tokenizer."""
+    """All text of an item, for training a tokenizer."""
     match item:
         case str():
             return [item]

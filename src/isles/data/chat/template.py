@@ -126,7 +126,9 @@ class ChatTemplate:
             elif self._is_marked:
                 spans = self._choose_marked(chat, text, marked, answers, wanted)
             else:
-                spans = [self._find_answer(number, chat, text, where) for number in wanted]
+                # Each is looked for, as a template that leaves one out does not fit the data.
+                found = {i: self._find_answer(i, chat, text, where) for i in answers}
+                spans = [found[number] for number in wanted]
         except TemplateRefusal as error:
             raise DataError(
                 f"the chat template does not take this conversation: {error}",

@@ -213,18 +213,18 @@ class InstructParser(Parser):
         is_prompt = question == "prompt"
         if is_prompt and not isinstance(row.columns[self._names["prompt"]], str):
             return self._messages(row, system)
-        asked, said = self._text(question, row), self._text(answer, row)
+        asked, answered = self._text(question, row), self._text(answer, row)
         given = "" if is_prompt else self._text("input", row, may_miss=True)
         if self._has_template:
             content = f"{asked}\n\n{given}" if given.strip() else asked
             messages = _with_system([{"role": "user", "content": content}], system)
-            return Chat([*messages, _assistant(said)], first=len(messages))
+            return Chat([*messages, _assistant(answered)], first=len(messages))
         if is_prompt:
-            return Continuation(f"{system}\n\n{asked}" if system.strip() else asked, said)
+            return Continuation(f"{system}\n\n{asked}" if system.strip() else asked, answered)
         parts = [system.strip()] if system.strip() else []
         parts.append(f"### Instruction:\n{asked.strip()}")
         parts += [f"### Input:\n{given.strip()}"] if given.strip() else []
-        return Continuation("\n\n".join([*parts, "### Response:\n"]), said)
+        return Continuation("\n\n".join([*parts, "### Response:\n"]), answered)
 
     def _form(self, names: Sequence[str], where: str) -> tuple[str, str]:
         # Which of the two forms the columns have, by what was named and what is there.

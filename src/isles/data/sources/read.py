@@ -195,64 +195,46 @@ def _read_json_array(path: Path) -> Rows:
         )
     text = decode(data, path, 0, 1)
     del data
-    at = _Cursor(path, text)
+
+    def skip(place: int) -> int:
+        # Past white space.
+        while text[place : place + 1] in (" ", "\t", "\r", "\n"):
+            place += 1
+        return place
+
+    def broken(what: str, place: int) -> DataError:
+        number, column = 1 + text.count("\n", 0, place), place - text.rfind("\n", 0, place)
+        return DataError(
+            f"not JSON: {what} (row {row}, column {column})",
+            where=f"{path}:{number}",
+            fix=f"repair it there; python -m json.tool {path} tests it",
+        )
+
     decoder = json.JSONDecoder()
-    at.skip("[")
-    number = 0
-    while not at.skip("]"):
-        number += 1
-        at.row = number
-        if number > 1 and not at.skip(","):
-            raise at.error("a comma or ] is missing")
-        at.skip("")
+    row, line, counted = 0, 1, 0
+    place = skip(skip(0) + 1)
+    while text[place : place + 1] != "]":
+        row += 1
+        if row > 1 and text[place : place + 1] != ",":
+            raise broken("a comma or ] is missing", place)
+        start = place if row == 1 else skip(place + 1)
         try:
-            value, end = decoder.raw_decode(text, at.position)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             # What follows cannot be told from what is broken.
             what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise at.error(what, getattr(error, "pos", at.position)) from error
-        where = f"{path}:{at.line()} row {number}"
+            raise broken(what, getattr(error, "pos", start)) from error
+        line, counted = line + text.count("\n", counted, start), start
+        where = f"{path}:{line} row {row}"
         if isinstance(value, dict):
             yield Row(where, value)
         else:
             what = f"not a JSON object but {type(value).__name__}"
             yield DataError(what, where=where, fix="an array of JSON objects is expected")
-        at.position = end
-    at.skip("")
-    if at.position != len(text):
-        raise at.error("there is more after the array's end")
-
-
-class _Cursor:
-    """A place in a text of JSON, and its line."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
-        self._counted, self._line = 0, 1
-        self.position = 0
-        self.row = 0
-
-    def skip(self, character: str) -> bool:
-        # Go past white space, and then past the character if it stands there.
-        while self._text[self.position : self.position + 1] in (" ", "\t", "\r", "\n"):
-            self.position += 1
-        found = bool(character) and self._text.startswith(character, self.position)
-        self.position += found
-        return found
-
-    def line(self) -> int:
-        self._line += self._text.count("\n", self._counted, self.position)
-        self._counted = self.position
-        return self._line
-
-    def error(self, what: str, position: int | None = None) -> DataError:
-        self.position = self.position if position is None else position
-        column = self.position - self._text.rfind("\n", 0, self.position)
-        return DataError(
-            f"not JSON: {what} (row {self.row}, column {column})",
-            where=f"{self._path}:{self.line()}",
-            fix=f"repair it there; python -m json.tool {self._path} tests it",
-        )
+        place = skip(end)
+    place = skip(place + 1)
+    if place != len(text):
+        raise broken("there is more after the array's end", place)
 
 
 def _read_csv(path: Path, columns: Columns, delimiter: str) -> Rows:

@@ -299,7 +299,7 @@ class _Column:
 
 
 def temporary_beside(folder: Path, kind: str = "new") -> Path:
-    """A name that says whose it is, so that a dead process' leftovers can be told."""
+    """A name beside a folder that has its owner's process in it, for `remove_stale`."""
     process = ProcessId.of(os.getpid())
     owner = f"{process.host}@{process.pid}@{process.started}"
     return folder.with_name(f".tmp-{kind}-{folder.name}@{owner}")
