@@ -121,7 +121,8 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
     if owner.lower() not in names:
         member = f", a member of {', '.join(orgs)}" if orgs else ""
         return f"the token is that of {user}{member}; {owner} is neither"
-    org = next((org for name, org in orgs.items() if name.lower() == owner.lower()), {})
+    matching = (org for name, org in orgs.items() if name.lower() == owner.lower())
+    org: dict[str, Any] = next(matching, {})
     if owner.lower() != user.lower() and org.get("roleInOrg") == "read":
         return f"{user} may only read in {owner}"
     if role == "fineGrained":
