@@ -73,9 +73,10 @@ class Encoder:
         self.columns = make_parser(source, has_template=has_template, vocab_size=self.vocab_size)
         self._source = source
         # What the tokenizer itself puts before a text: the id that begins one, or nothing.
-        bos = tokenizer.bos_token_id
-        begins = source.type in MASKED and bos is not None
-        self._first_ids = [bos] if begins and tokenizer("a")["input_ids"][:1] == [bos] else []
+        self._first_ids: list[int] = []
+        if source.type in MASKED:
+            begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+            self._first_ids = [tokenizer.bos_token_id] if begins else []
 
     def identity(self) -> dict[str, Any]:
         """All that the documents of given rows depend on, for a key; plain JSON."""
