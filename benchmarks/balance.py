@@ -269,7 +269,6 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
 
     import torch.distributed as dist
 
-    from isles.checkpoint.travel import Travel
     from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
@@ -286,8 +285,8 @@ def run_rank(run_dir: RunDir, effort: Effort) -> None:
     # All have been imported; from here on the slowdown is on.
     (run_dir.path / f"ready-{env.rank}").touch()
     world.main_first(lambda: wait_for(run_dir.path / "go"))
-    travel = Travel(run_dir, world, find_disks(world, run_dir.path))
-    parts = build(resolved, run_dir, world, recorder, StopSignals(), None, travel, 1)
+    disks = find_disks(world, run_dir.path)
+    parts = build(resolved, run_dir, world, recorder, StopSignals(), None, disks, 1)
     turns = Turns(parts, effort, lambda: dist.barrier(group=world.control))
     if effort.works:
         make_slow(parts.engine.model, parts.balancer.block_types, int(effort.factors[world.rank]))

@@ -192,7 +192,7 @@ def weights_of(cluster: Cluster) -> str:
     """A digest of the weights that it has ended with."""
     import torch
 
-    from isles.checkpoint.store import SafeReader, load_tensors
+    from isles.checkpoint.load import SafeReader, load_tensors
 
     folder = find_checkpoint(cluster.directory, None).path
     found = SafeReader(str(folder)).read_metadata().state_dict_metadata

@@ -212,7 +212,6 @@ def run_rank(
     """
     import torch.distributed as dist
 
-    from isles.checkpoint.travel import Travel
     from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world
     from isles.train.build import build
@@ -226,8 +225,8 @@ def run_rank(
     signals = StopSignals()
     timeout_s = resolved.config.clusters[0].comm_timeout
     world = join_world(env, device=resolved.device, timeout_s=timeout_s)
-    travel = Travel(run_dir, world, find_disks(world, run_dir.path))
-    parts = build(resolved, run_dir, world, recorder, signals, None, travel, 1)
+    disks = find_disks(world, run_dir.path)
+    parts = build(resolved, run_dir, world, recorder, signals, None, disks, 1)
     bare = make_bare(parts)
     interleaved = Interleaved(parts.loader, bare, chunk_steps, dist.barrier)
     parts.loader = interleaved  # type: ignore[assignment]  # it stands in for the loader

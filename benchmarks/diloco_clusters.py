@@ -15,9 +15,9 @@ from torch import Tensor
 from isles.config.sections.outer import DiLoCoConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import learning_rate
-from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
-from isles.data.rng import Int64Array
+from isles.data.mix import Dataset
+from isles.data.order import Int64Array
 from isles.dist.split import even_split
 from isles.dist.world import World
 from isles.models.build import fill_model

@@ -48,7 +48,7 @@ import torch
 from diloco_clusters import FRAGMENTS, Bench, Replica, Setting, open_meeting
 
 from isles.config.load import load_run_file
-from isles.data.build import build_datasets
+from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv

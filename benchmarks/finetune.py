@@ -141,7 +141,7 @@ def padding_waste(folder: Path) -> float:
     from transformers import AutoTokenizer
 
     from isles.config.sections.data import DataConfig, SourceConfig
-    from isles.data.build import build_datasets
+    from isles.data.mix import build_datasets
     from isles.dist.world import join_world, leave_world
     from isles.run.env import RankEnv
 

@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.data import DataConfig
-from isles.data.build import build_datasets
-from isles.data.stream import segment
+from isles.data.mix import build_datasets
+from isles.data.stream import segments
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import UserError
 from tests.documents import blocks
@@ -146,7 +146,7 @@ def batches(folder: Path, setting: str, count: int) -> Iterator[bytes]:
     values = {"seq_length": 96, "validation_fraction": 0.0, **SETTINGS[setting]}
     sources = [s | {"path": str(folder / s["path"])} for s in values["sources"]]
     pairs = sources[0].get("type") == "preference"
-    segment.SEGMENT_TOKENS = 20_000
+    segments.SEGMENT_TOKENS = 20_000
     training, validation = build_datasets(
         DataConfig.model_validate({**values, "sources": sources}),
         byte_tokenizer(folder / "tokenizer"),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from isles.checkpoint.adapter import read_trained
+from isles.checkpoint.export import read_trained
 from isles.config.resolve import load_resolved
 from isles.config.sections.model import AdapterConfig, ModelConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig

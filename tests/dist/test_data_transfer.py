@@ -41,7 +41,7 @@ def build_on_node(
 ) -> Any:
     """What one rank gets: the data's hash and a batch, the error, and what was logged."""
     from isles.config.sections.data import DataConfig
-    from isles.data.build import build_datasets
+    from isles.data.mix import build_datasets
     from isles.data.tokens.tokenizer import load_tokenizer
     from isles.dist import files
     from isles.dist.world import join_world, leave_world
@@ -134,9 +134,9 @@ def test_different_data_under_one_name_and_data_that_is_nowhere(tmp_path: Path, 
 
 def stream_on_node(env: RankEnv, folder: Path, tokenizer: Path) -> Any:
     """As `build_on_node`, with data that streams."""
-    from isles.data.stream import segment as stream_segment
+    from isles.data.stream import segments
 
-    stream_segment.SEGMENT_TOKENS = 4096
+    segments.SEGMENT_TOKENS = 4096
     return build_on_node(env, folder, 1, tokenizer, streaming=True, validation_fraction=0)
 
 

@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isles.config.load import load_run_file
-from isles.data.build import build_datasets
+from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ExitCode
 from isles.run.manifest import list_checkpoints, verify_checkpoint

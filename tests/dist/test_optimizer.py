@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from isles.checkpoint.store import load_tensors
+from isles.checkpoint.load import load_tensors
 from isles.config.layout import Strategy
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.model import ModelConfig

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from isles.checkpoint.store import load_tensors, stage, write_shards
+from isles.checkpoint.load import load_tensors
+from isles.checkpoint.save import stage, write_shards
 from isles.config.load import load_run_file
 from isles.config.sections.run import RunConfig
 from isles.dist.batch import Batch

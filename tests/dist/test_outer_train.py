@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from isles.config.load import load_run_file
 from isles.config.sections.outer import DiLoCoConfig
-from isles.data.build import build_datasets
+from isles.data.mix import build_datasets
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
 from isles.outer.base import OuterSettings

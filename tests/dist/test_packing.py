@@ -20,10 +20,11 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
 from isles.data import builders
-from isles.data.dataset import Dataset
+from isles.data.builders import Ranges
 from isles.data.loader import Loader
+from isles.data.mix import Dataset
 from isles.data.order import SampleOrder
-from isles.data.tokens.store import Ranges, TokenStore
+from isles.data.tokens.store import TokenStore
 from isles.dist.batch import Batch, cu_seqlens
 from isles.dist.documents import isolation_inputs
 from isles.dist.split import even_split

@@ -141,8 +141,8 @@ def test_other_numbers_of_ranks_see_each_sample_once(run_file: Path) -> None:
 def test_samples_over_ranks_and_resumes_are_each_index_once(run_file: Path) -> None:
     """The cursor itself: what each rank's loader is given, over changes of the number of ranks."""
     from isles.config.load import load_run_file
-    from isles.data.build import build_datasets
     from isles.data.loader import Loader
+    from isles.data.mix import build_datasets
     from isles.dist.split import even_split
 
     data = load_run_file(run_file, ["data.sources=[{type: fake}]", "tokenizer={}"]).config.data

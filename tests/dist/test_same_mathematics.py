@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isles.checkpoint.store import SafeReader, load_tensors
+from isles.checkpoint.load import SafeReader, load_tensors
 from isles.run.manifest import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows

@@ -27,10 +27,10 @@ STREAM = ("data.streaming=true", "data.packing=true", "training.logging_steps=1"
 def _rank(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> Any:
     """A rank with segments so small that a short run has many; how much its cache has held."""
     from isles.data.stream import samples as stream_samples
-    from isles.data.stream import segment as stream_segment
+    from isles.data.stream import segments
     from isles.train.worker import run_rank
 
-    stream_segment.SEGMENT_TOKENS = SEGMENT_TOKENS
+    segments.SEGMENT_TOKENS = SEGMENT_TOKENS
     held = [0]
     follow = stream_samples.StreamSamples.num_targets
 
@@ -160,11 +160,11 @@ def read_mixture(env: RankEnv, folder: Path, first: int, steps: int, state: Any 
     import numpy as np
 
     from isles.config.sections.data import DataConfig
-    from isles.data.build import build_datasets
-    from isles.data.stream import segment as stream_segment
+    from isles.data.mix import build_datasets
+    from isles.data.stream import segments
     from isles.data.tokens.tokenizer import load_tokenizer
 
-    stream_segment.SEGMENT_TOKENS = SEGMENT_TOKENS
+    segments.SEGMENT_TOKENS = SEGMENT_TOKENS
     data = {
         "sources": [
             {"path": str(folder / "words.jsonl"), "weight": 3},

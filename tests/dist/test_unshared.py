@@ -294,7 +294,7 @@ def test_files_travel_whole_or_not_at_all_in_little_memory(tmp_path: Path) -> No
 
 def look_around(env: RankEnv, folder: Path) -> list[Any]:
     """What a rank finds out about the disks, and what it refuses."""
-    from isles.checkpoint.travel import refuse_other_run
+    from isles.checkpoint.load import refuse_other_run
     from isles.config.sections.model import ModelConfig
     from isles.dist.files import find_disks
     from isles.dist.nodes import on_every_rank

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isles.data.dataset import Dataset
+from isles.data.mix import Dataset
 from isles.errors import ExitCode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record

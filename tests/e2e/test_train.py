@@ -138,7 +138,7 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from isles.checkpoint.store import load_tensors
+    from isles.checkpoint.load import load_tensors
 
     exported = AutoModelForCausalLM.from_pretrained(run_dir.model).eval()
     again = AutoModelForCausalLM.from_config(exported.config).eval()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from isles.checkpoint.manager import CheckpointManager
-from isles.checkpoint.travel import Travel
+from isles.checkpoint.save import CheckpointManager
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
 from isles.dist.nodes import Place
@@ -30,8 +29,8 @@ def manager(
     device: Any = None
     world = World(0, 0, 1, 1, device, group, group, group, 1.0)
     run_dir = RunDir(tmp_path)
-    travel = Travel(run_dir, world, Disks((Place(0, 0, "here"),), (False,)))
-    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), travel, 1, now)
+    disks = Disks((Place(0, 0, "here"),), (False,))
+    return CheckpointManager(run_dir, world, CheckpointConfig(timeout=timeout_s), disks, 1, now)
 
 
 def wait_for(checkpoints: CheckpointManager, pending: Future[None]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.build import build_datasets, documents_for_tokenizer
+from isles.data.mix import build_datasets, documents_for_tokenizer
 from isles.data.samples import FAKE_SAMPLES
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.dist.batch import IGNORE_INDEX

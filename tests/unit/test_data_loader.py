@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
+from isles.data.mix import Dataset
 from isles.data.order import SampleOrder
 from isles.data.samples import FakeSamples
 from isles.dist.batch import IGNORE_INDEX

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.data.order import PERIOD, SampleOrder, permute, shares
-from isles.data.rng import key_from
+from isles.data.order import PERIOD, SampleOrder, key_from, permute, shares
 from tests.each import each
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)

@@ -16,13 +16,12 @@ from isles.config.load import Loaded, load_run_file
 from isles.config.rules import check_rules
 from isles.config.rules.shape import check_shape
 from isles.config.sections.data import DataConfig, SourceConfig, isolates
-from isles.data.build import split_samples
-from isles.data.builders import best_fit, make_table, packed, pairs, whole
-from isles.data.dataset import Dataset
+from isles.data.builders import Ranges, best_fit, make_table, packed, pairs, split_store, whole
 from isles.data.loader import Loader
+from isles.data.mix import Dataset, split_samples
 from isles.data.order import SampleOrder
 from isles.data.samples import Samples, SampleTable
-from isles.data.tokens.store import Ranges, TokenStore, split_store
+from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 from isles.dist.documents import block_mask
 from isles.dist.split import even_split

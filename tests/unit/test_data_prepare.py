@@ -58,8 +58,7 @@ def letters(tokenizer: Any = None) -> Encoder:
 class Told:
     """A source that follows lines on standard input: `more` is a document, the end the end."""
 
-    def describe(self) -> str:
-        return "told"
+    name = "told"
 
     def identity(self) -> dict[str, Any]:
         return {"told": 1}
@@ -132,7 +131,7 @@ def test_tokens_of_the_documents_in_order(source, tmp_path: Path):
     assert store.document_ends.tolist() == [6, 10, 22]
     assert (store.end_of_text_id, store.max_token_id) == (1, ord("t"))
     assert store.tokens.dtype == np.uint16
-    assert lines == [f"{source.describe()}: 3 documents, 22 tokens"]
+    assert lines == [f"{source.name}: 3 documents, 22 tokens"]
     assert leftovers(tmp_path / "cache") == [folder.name]
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.data.builders import cut, packed
-from isles.data.dataset import Dataset
+from isles.data.builders import Ranges, cut, packed, split_store
+from isles.data.mix import Dataset
 from isles.data.order import SampleOrder
 from isles.data.samples import FakeSamples, Samples
-from isles.data.tokens.store import Ranges, TokenStore, split_store
+from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 
 END = 9999

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.build import documents_for_tokenizer
-from isles.data.sources.find import open_source
-from isles.data.sources.hub import open_hub
+from isles.data.mix import documents_for_tokenizer
+from isles.data.sources.find import open_hub, open_source
 from isles.data.sources.parse import columns_of
 from isles.data.sources.read import PIECE_BYTES, WHOLE_BYTES
 from isles.data.sources.rows import PLAIN

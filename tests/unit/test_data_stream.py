@@ -14,13 +14,12 @@ import pytest
 from isles.config.load import load_run_file
 from isles.config.sections.data import DataConfig
 from isles.data.order import SampleOrder
-from isles.data.sources.find import open_source
-from isles.data.sources.hub import HubStream
+from isles.data.sources.find import HubStream, open_source
 from isles.data.sources.parse import TextParser
 from isles.data.sources.read import file_pieces
 from isles.data.sources.rows import Row
-from isles.data.stream import segment as stream_segment
-from isles.data.stream.segment import HoldOut, SegmentRecord, Stream, make_segment, segment_table
+from isles.data.stream import segments as stream_segments
+from isles.data.stream.segments import HoldOut, SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
 from isles.errors import ConfigErrors, DataError
@@ -108,7 +107,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of a few thousand tokens."""
-    monkeypatch.setattr(stream_segment, "SEGMENT_TOKENS", 6000)
+    monkeypatch.setattr(stream_segments, "SEGMENT_TOKENS", 6000)
 
 
 def stream_of(path: Path, tokenizer: Any, **keys: Any) -> Stream:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.build import documents_for_tokenizer
+from isles.data.mix import documents_for_tokenizer
 from isles.data.tokens import tokenizer as module
 from isles.data.tokens.tokenizer import (
     END_OF_TEXT,

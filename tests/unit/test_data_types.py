@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat.conversations import chat_prompt
-from isles.data.chat.template import stop_at_turns, use_template
+from isles.data.chat.template import chat_prompt, stop_at_turns, use_template
 from isles.data.sources.find import open_source
 from isles.data.sources.rows import Row, Tally
 from isles.data.tokens.encode import Encoded, Encoder, encode_each, encode_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.checkpoint.store import seal
+from isles.checkpoint.save import seal
 from isles.run.records import write_record
 
 _fsync, _replace = os.fsync, Path.replace

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from isles.checkpoint.store import SafeReader, disk_fault
+from isles.checkpoint.load import SafeReader
+from isles.checkpoint.save import disk_fault
 from isles.errors import TrainingError
 
 

@@ -24,23 +24,17 @@ ExportKind = Literal["model", "adapter"]
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What a model card says.
+    """Contents of a model card.
 
     Args:
-        name: the run's name.
         repo: where it will lie on the hub, owner/name; None: not there.
         kind: a whole model, or an adapter that needs its base.
         base: what training began from, as the run file names it.
         base_repo: the same, where it is a repository on the hub.
-        from_scratch: whether it began from fresh weights.
-        method: causal_lm or dpo.
         adapter: lora or qlora; None: all weights were trained.
-        is_chat: whether the tokenizer has a chat template.
-        has_tokenizer: whether a tokenizer lies beside the weights.
         sources: a line a source of data.
         datasets: those of them that are datasets on the hub.
         figures: measured numbers by name; those that are None are left out.
-        versions: packages and their versions.
         run_file: the run file with its defaults.
     """
 
@@ -73,12 +67,8 @@ def card_text(
     """The model card of an export.
 
     Args:
-        run_dir: whose run.
-        resolved: its run file.
         checkpoint: what is exported; figures are those up to its step.
         tokenizer: that lies beside the weights; None: there is none.
-        kind: a whole model, or an adapter alone.
-        repo: where it will lie on the hub; None: not there.
     """
     config = resolved.config
     name = config.model.name_or_path
@@ -162,15 +152,15 @@ def _snippet(facts: CardFacts) -> str:
     loader = "AutoPeftModelForCausalLM" if facts.kind == "adapter" else "AutoModelForCausalLM"
     imports = [f"from {'peft' if facts.kind == 'adapter' else 'transformers'} import {loader}"]
     load = f"model = {loader}.from_pretrained(folder)"
-    head = f'folder = "{facts.repo or "."}"  # {at}'
+    first = f'folder = "{facts.repo or "."}"  # {at}'
     if not facts.has_tokenizer:
-        lines = ["import torch", *imports, "", head, load]
+        lines = ["import torch", *imports, "", first, load]
         return "\n".join([*lines, "print(model(torch.tensor([[1, 2, 3]])).logits.shape)"])
     if facts.kind == "adapter":
         imports.append("from transformers import AutoTokenizer")
     else:
         imports = [f"from transformers import {loader}, AutoTokenizer"]
-    lines = [*imports, "", head, "tokenizer = AutoTokenizer.from_pretrained(folder)", load]
+    lines = [*imports, "", first, "tokenizer = AutoTokenizer.from_pretrained(folder)", load]
     if facts.is_chat:
         lines += [
             'messages = [{"role": "user", "content": "Hello"}]',

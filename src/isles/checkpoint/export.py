@@ -1,28 +1,39 @@
-"""A trained model as a Hugging Face folder, verified by loading it again."""
+"""A trained model as a Hugging Face folder, verified by loading it again.
+
+A whole model, file by file from a checkpoint or from memory; an adapter alone, in peft's own
+format; or an adapter merged into its model.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
+import functools
 import json
-import logging
 import os
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from isles.checkpoint.store import load_tensors
+from isles.checkpoint.load import load_tensors
 from isles.errors import TrainingError, UserError
 from isles.run.packages import hidden
 from isles.run.refusals import NO_SPACE, refusal
 
-log = logging.getLogger(__name__)
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+"""What peft's own models put before every name."""
+
+_PROBE = (2, 16)
+"""Rows and tokens that a merged model is tried with."""
 
 
 def export_checkpoint(
@@ -37,19 +48,14 @@ def export_checkpoint(
     """Export a checkpoint file by file, so that the model is never in memory as a whole.
 
     Args:
-        checkpoint: its folder.
         model: the Hugging Face model on the meta device: names, shapes, types and config.
-        tokenizer: its tokenizer; None where the run had none (fake data).
-        folder: the result, as for `export_model`.
         max_shard_bytes: weights in one file, and so in memory; a larger tensor has its own.
-        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
         TrainingError: the checkpoint lacks a weight, or what was written does not read back.
     """
-    with whole_folder(folder) as partial:
-        write_card(card, partial)
+    with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
         model.config.architectures = [type(model).__name__]
         model.config.dtype = model.dtype
@@ -66,7 +72,7 @@ def export_checkpoint(
                 if len(shards) == 1
                 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             )
-            _write_shard(checkpoint, names, partial / file)
+            _write_verified(functools.partial(_read_shard, checkpoint, names), partial / file)
             where |= dict.fromkeys(names, file)
         if len(shards) > 1:
             size = sum(t.numel() * t.element_size() for names in shards for t in names.values())
@@ -86,36 +92,101 @@ def export_model(
     """Write config, safetensors and tokenizer; load them again; compare every weight; rename.
 
     Args:
-        model: a Hugging Face model.
-        tokenizer: its tokenizer; None where the run had none (fake data).
         folder: the result; an earlier export there is replaced once the new one is verified.
         max_shard_bytes: weights in one file; a larger tensor has its own.
-        card: the text of README.md; None: none.
 
     Raises:
         UserError: the folder holds something that is not an export.
         TrainingError: what was written does not load to the same weights.
     """
-    with whole_folder(folder) as partial:
-        write_card(card, partial)
+    with _whole_folder(folder, card) as partial:
         _give_special_tokens(model, tokenizer)
         # accelerate looks whether this is DeepSpeed's engine, and imports all of it, with MLflow.
         with hidden("deepspeed"):
             model.save_pretrained(partial, max_shard_size=max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        _compare(model, partial)
+        again = type(model).from_pretrained(partial, dtype=model.dtype, use_safetensors=True)
+        written = again.state_dict()
+        for name, value in model.state_dict().items():
+            if name not in written or not torch.equal(written[name], value.cpu()):
+                what = f"the exported weight {name!r} does not load to what was trained"
+                raise _differs(what, folder)
+
+
+def read_trained(model: nn.Module, checkpoint: Path) -> None:
+    """Take over the weights of a checkpoint into the trained parameters of a whole model.
+
+    Args:
+        model: with an adapter, on one device.
+
+    Raises:
+        TrainingError: the checkpoint lacks one, or holds it in another shape.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    load_tensors({f"model.{name}": p.data for name, p in trained.items()}, checkpoint, alone=True)
+
+
+def export_adapter(
+    checkpoint: Path, model: Any, tokenizer: Any, folder: Path, *, base: str, card: str | None
+) -> None:
+    """Write an adapter as `PeftModel.from_pretrained` loads it, and read it back.
+
+    Args:
+        model: the model with its adapter, which may lie on the meta device: names and shapes.
+        folder: the result; an earlier export there is replaced once the new one is verified.
+        base: the model that it belongs to, a hub id or a folder, for adapter_config.json.
+
+    Raises:
+        UserError: the folder holds something that is not an export.
+        TrainingError: the checkpoint lacks a weight, or what was written does not read back.
+    """
+    with _whole_folder(folder, card) as partial:
+        [config] = model.peft_config.values()
+        config = copy.copy(config)
+        config.base_model_name_or_path = base
+        config.inference_mode = True
+        config.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        read = functools.partial(_named_by_peft, model, checkpoint)
+        _write_verified(read, partial / _ADAPTER_WEIGHTS)
+
+
+def export_merged(
+    model: Any, tokenizer: Any, folder: Path, *, max_shard_bytes: int, card: str | None
+) -> None:
+    """Merge a model's adapter into its weights, and export it as one whole model.
+
+    Args:
+        model: a Hugging Face model with a trained adapter, whole on one device, not quantised;
+            afterwards it is the merged model.
+        folder, max_shard_bytes, card: as for `export_model`.
+
+    Raises:
+        UserError: the folder holds something that is not an export.
+        TrainingError: the merged model does not answer as the model with the adapter does.
+    """
+    model.eval()
+    dtype = next(p.dtype for p in model.parameters() if not p.requires_grad)
+    wanted = _logits(model, dtype)
+    _merge(model)
+    model.to(dtype)
+    found = _logits(model, dtype)
+    # Merged weights are rounded once more: in bf16 to three digits.
+    tolerance = (1e-3 if dtype == torch.float32 else 0.1) * float(wanted.abs().max())
+    if not bool(torch.isfinite(found).all()) or float((found - wanted).abs().max()) > tolerance:
+        raise _differs("the merged model does not answer as the model with the adapter", folder)
+    export_model(model, tokenizer, folder, max_shard_bytes=max_shard_bytes, card=card)
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside another, which takes its place at the end if nothing was raised.
-
-    Raises:
-        UserError: the folder holds something that is not an export, or cannot be written.
-    """
+def _whole_folder(folder: Path, card: str | None) -> Iterator[Path]:
+    # A new folder beside another, which takes its place at the end if nothing was raised.
     is_file = folder.exists() and not folder.is_dir()
-    if is_file or (folder.is_dir() and any(folder.iterdir()) and not _is_model(folder)):
+    # An earlier export is a model, or an adapter alone.
+    is_export = any((folder / f).is_file() for f in ("config.json", "adapter_config.json"))
+    if is_file or (folder.is_dir() and any(folder.iterdir()) and not is_export):
         raise UserError(
             "this is a file" if is_file else "this folder is not empty and not a model",
             where=str(folder),
@@ -128,6 +199,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         for left in folder.parent.glob(f".partial-*{folder.name}-*"):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
+        if card is not None:
+            (partial / "README.md").write_text(card, encoding="utf-8")
         yield partial
         if folder.exists():
             old = folder.with_name(f".partial-old-{folder.name}-{os.getpid()}")
@@ -150,12 +223,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_card(card: str | None, folder: Path) -> None:
-    """Write README.md."""
-    if card is not None:
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
-
 def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     # Names and empty tensors of each file; a weight that two modules share stands once.
     shards: list[dict[str, Tensor]] = [{}]
@@ -174,29 +241,22 @@ def _plan_shards(model: Any, max_shard_bytes: int) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _write_shard(checkpoint: Path, names: dict[str, Tensor], file: Path) -> None:
-    def read() -> dict[str, Tensor]:
-        state = {
-            f"model.{name}": torch.empty(meta.shape, dtype=meta.dtype)
-            for name, meta in names.items()
-        }
-        load_tensors(state, checkpoint, alone=True)
-        return state
-
-    save_file(
-        {name.removeprefix("model."): value for name, value in read().items()},
-        file,
-        metadata={"format": "pt"},
-    )
+def _write_verified(read: Callable[[], dict[str, Tensor]], file: Path) -> None:
+    # The tensors are read twice, and are never in memory twice.
+    save_file(read(), file, metadata={"format": "pt"})
     with safe_open(file, "pt") as written:
         for name, value in read().items():
-            if not torch.equal(written.get_tensor(name.removeprefix("model.")), value):
-                raise _not_the_same(name.removeprefix("model."), file.parent)
+            if not torch.equal(written.get_tensor(name), value):
+                what = f"the exported weight {name!r} does not read back"
+                raise _differs(what, file.parent)
 
 
-def _is_model(folder: Path) -> bool:
-    # Whether a folder is an earlier export: a model, or an adapter alone.
-    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+def _read_shard(checkpoint: Path, names: dict[str, Tensor]) -> dict[str, Tensor]:
+    state = {
+        f"model.{name}": torch.empty(meta.shape, dtype=meta.dtype) for name, meta in names.items()
+    }
+    load_tensors(state, checkpoint, alone=True)
+    return {name.removeprefix("model."): value for name, value in state.items()}
 
 
 def _give_special_tokens(model: Any, tokenizer: Any) -> None:
@@ -214,28 +274,66 @@ def _give_special_tokens(model: Any, tokenizer: Any) -> None:
             has_own = not special.isdisjoint(ids if isinstance(ids, list) else [ids])
             if ids is None or (own is not None and not has_own):
                 setattr(holder, name, own)
-    _stop_at(model.generation_config, tokenizer.eos_token_id)
-
-
-def _stop_at(generation_config: Any, token_id: int | None) -> None:
-    # Let generation stop at the tokenizer's end too: it may be that of a turn, learnt just now.
-    known = generation_config.eos_token_id
+    # Generation stops at the tokenizer's end too: it may be that of a turn, learnt just now.
+    known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [known]
-    if token_id is not None and token_id not in ids:
-        generation_config.eos_token_id = [*(i for i in ids if i is not None), token_id]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        kept = [i for i in ids if i is not None]
+        model.generation_config.eos_token_id = [*kept, tokenizer.eos_token_id]
 
 
-def _compare(model: Any, folder: Path) -> None:
-    again = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
-    written, wanted = again.state_dict(), model.state_dict()
-    for name, value in wanted.items():
-        if name not in written or not torch.equal(written[name], value.cpu()):
-            raise _not_the_same(name, folder)
+def _named_by_peft(model: Any, checkpoint: Path) -> dict[str, Tensor]:
+    # The trained tensors of a checkpoint, under the names of peft's files.
+    from peft import get_peft_model_state_dict
+
+    own = _read_shard(checkpoint, {n: p for n, p in model.named_parameters() if p.requires_grad})
+    # Embeddings that are trained are among `modules_to_save`; without asking the hub for others.
+    named = get_peft_model_state_dict(model, own, save_embedding_layers=False)
+    assert len(named) == len(own), sorted(own)
+    return {f"{_PEFT_PREFIX}{name}": value for name, value in named.items()}
 
 
-def _not_the_same(name: str, folder: Path) -> TrainingError:
+@torch.no_grad()
+def _logits(model: Any, dtype: torch.dtype) -> Tensor:
+    # Of the same few tokens every time, [B, T, V] in fp32.
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    tokens = torch.randint(vocab_size, _PROBE, generator=generator).to(device)
+    is_mixed = dtype != torch.float32
+    with torch.autocast(device.type, dtype=dtype if is_mixed else None, enabled=is_mixed):
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits.float()
+
+
+@torch.no_grad()
+def _merge(model: nn.Module) -> None:
+    # In place: each matrix with what its adapter adds, rounded once; then the adapters go.
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            base: Any = module.get_base_layer()
+            dtype = base.weight.dtype
+            base.weight.data = base.weight.data.float()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module.merge(safe_merge=True)
+            base.weight.data = base.weight.data.to(dtype)
+            replacement = base
+        elif isinstance(module, ModulesToSaveWrapper):
+            [replacement] = module.modules_to_save.values()
+        else:
+            continue
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, replacement)
+    del model.peft_config
+
+
+def _differs(what: str, folder: Path) -> TrainingError:
     return TrainingError(
-        f"the exported weight {name!r} does not load to what was trained",
+        what,
         where=str(folder),
         fix="this is a fault of isles or of the disk; the checkpoints are untouched",
     )

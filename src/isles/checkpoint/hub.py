@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,9 +30,7 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
     The token is where huggingface_hub looks for it: HF_TOKEN, or what `hf auth login` has kept.
 
     Args:
-        repo: owner/name.
         where: who asks for it; empty: the run file.
-        timeout_s: longest wait for the hub.
 
     Raises:
         UserError: there is no token, the hub does not know it or cannot be reached, or it may not
@@ -58,8 +57,8 @@ def check_push(repo: str, *, where: str = "", timeout_s: float = _ASK_S) -> None
     except Exception as error:
         what = f"the hub does not take the token: {_text(error)}"
         raise UserError(what, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload") from None
-    if (fault := _refusal(repo, who)) is not None:
-        raise UserError(fault, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
+    if (refusal := _refusal(repo, who)) is not None:
+        raise UserError(refusal, where=where, fix=f"{_LOGIN}; {later}", id="hub.upload")
 
 
 def push(folder: Path, repo: str, *, message: str) -> str:
@@ -67,11 +66,6 @@ def push(folder: Path, repo: str, *, message: str) -> str:
 
     Makes the repository if it is not there, private; one that is there keeps its visibility, and
     its files save weights that the export lacks.
-
-    Args:
-        folder: the export.
-        repo: owner/name.
-        message: of the commit.
 
     Raises:
         UserError: the hub refuses or does not answer; the folder is as it was.
@@ -127,7 +121,9 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
     if owner.lower() not in names:
         member = f", a member of {', '.join(orgs)}" if orgs else ""
         return f"the token is that of {user}{member}; {owner} is neither"
-    if owner.lower() != user.lower() and _org(orgs, owner).get("roleInOrg") == "read":
+    matching = (org for name, org in orgs.items() if name.lower() == owner.lower())
+    org: dict[str, Any] = next(matching, {})
+    if owner.lower() != user.lower() and org.get("roleInOrg") == "read":
         return f"{user} may only read in {owner}"
     if role == "fineGrained":
         scopes = (token.get("fineGrained") or {}).get("scoped") or []
@@ -141,30 +137,22 @@ def _refusal(repo: str, who: dict[str, Any]) -> str | None:
     return None
 
 
-def _org(orgs: dict[str, Any], owner: str) -> dict[str, Any]:
-    return next((org for name, org in orgs.items() if name.lower() == owner.lower()), {})
-
-
 def _within(limit_s: float, work: Callable[[], T], waits_for: str) -> T:
     # Do something over the network; huggingface_hub itself waits without a limit.
-    outcome: list[tuple[T | None, Exception | None]] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append((work(), None))
-        except Exception as error:  # handed on below
-            outcome.append((None, error))
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
     # A daemon: what hangs must not keep the process.
-    thread = threading.Thread(target=run, name="hub", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not outcome:
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    # Not `result(limit_s)`: the network fails with a TimeoutError of its own.
+    if not wait([future], timeout=limit_s).done:
         raise TimeoutError(f"waited {format_duration(limit_s)} for {waits_for}")
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # no error: `work` has returned
+    return future.result()
 
 
 def _text(error: Exception) -> str:

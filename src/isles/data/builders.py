@@ -1,26 +1,92 @@
 """Builders of sample tables: which tokens of a store make which sample.
 
-`packed` and `cut` are for text, `whole` for documents that stay whole, `pairs` for preferences.
+`split_store` holds some documents out for validation. `packed` and `cut` are for text, `whole` for
+documents that stay whole, `pairs` for preferences.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.config.sections.data import isolates as isolates_documents
-from isles.data.rng import Int64Array
+from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleCounts, SampleTable
-from isles.data.tokens.store import Ranges, TokenStore
+from isles.data.tokens.store import TokenStore
+
+log = logging.getLogger(__name__)
 
 TooLong = Literal["truncate", "drop"]
 
 _DOCUMENTS_AT_ONCE = 4096
 """Documents whose trained tokens are counted at once, so that memory stays small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Pieces of a store's tokens, in order and apart; a piece is a document or part of one."""
+
+    starts: Int64Array
+    ends: Int64Array
+
+    @classmethod
+    def of(cls, store: TokenStore) -> Ranges:
+        """All documents of a store."""
+        ends = np.asarray(store.document_ends)
+        return cls(np.concatenate([[0], ends[:-1]]), ends)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all of them."""
+        return int((self.ends - self.starts).sum())
+
+    def joined(self) -> Ranges:
+        """The same tokens, where neighbours have become one piece."""
+        gap = self.starts[1:] != self.ends[:-1]
+        return Ranges(
+            starts=self.starts[np.concatenate([[True], gap])[: len(self.starts)]],
+            ends=self.ends[np.concatenate([gap, [True]])[: len(self.ends)]],
+        )
+
+
+def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, Ranges | None]:
+    """Training and validation part of a store; every token is in exactly one of them.
+
+    `fraction` of the documents, at least one and never all, are held out: which ones depends on
+    the seed and the number of documents alone. Of a single text it is the tail. Pairs of
+    preferences stay together.
+
+    Returns:
+        The validation part is None where the fraction is 0, or where there is too little: a single
+        token, a single pair, a single document that is not text.
+    """
+    all_ranges = Ranges.of(store)
+    starts, ends = all_ranges.starts, all_ranges.ends
+    each = 2 if store.kind == "preference" else 1
+    num_units, num_tokens = len(ends) // each, int(ends[-1])
+    if fraction == 0 or num_tokens == 1 or (num_units == 1 and store.kind != "text"):
+        return all_ranges, None
+    if num_units == 1:
+        # Two: a single token has nothing to predict.
+        cut = num_tokens - min(max(round(fraction * num_tokens), 2), num_tokens - 1)
+        log.info(
+            "source=%s has one document: its last %d of %d tokens are the validation part",
+            store.name,
+            num_tokens - cut,
+            num_tokens,
+        )
+        return Ranges(starts, np.array([cut])), Ranges(np.array([cut]), ends)
+    number = min(max(round(fraction * num_units), 1), num_units - 1)
+    drawn = draw(key_from(seed, 3), np.arange(num_units))
+    chosen = np.zeros(num_units, dtype=np.bool_)
+    chosen[np.argpartition(drawn, number)[:number]] = True
+    held_out = np.repeat(chosen, each)
+    return Ranges(starts[~held_out], ends[~held_out]), Ranges(starts[held_out], ends[held_out])
 
 
 def make_table(
@@ -65,9 +131,6 @@ def packed(
         how=f"packed:{seq_length}{':isolated' if isolates else ''}",
         counts=SampleCounts(
             documents=len(ranges.starts),
-            truncated=0,
-            too_long=0,
-            untrained=0,
             samples=num_samples,
             used=num_samples * length,
             places=num_samples * seq_length,
@@ -96,8 +159,6 @@ def cut(store: TokenStore, ranges: Ranges, seq_length: int) -> SampleTable:
         how=f"documents:{seq_length}",
         counts=SampleCounts(
             documents=len(lengths),
-            truncated=0,
-            too_long=0,
             untrained=int((lengths == 0).sum()),
             samples=len(first),
             used=int(lengths.sum()),
@@ -122,7 +183,7 @@ def whole(
     token is left out. Documents that share a sample stand in the order of the source.
     """
     isolates = packs and isolates
-    kept = _fit(store, ranges, seq_length, 1, too_long)
+    kept, targets, counts = _fit(store, ranges, seq_length, 1, too_long)
     lengths = kept.ends - kept.starts - 1
     if packs:
         order, sample_ends = best_fit(lengths, seq_length)
@@ -139,8 +200,8 @@ def whole(
         (borders[:-1], borders[1:]),
         num_samples=num_samples,
         how=f"{how}:{seq_length}:{too_long}",
-        counts=kept.counts(num_samples, int(lengths.sum()), num_samples * seq_length),
-        targets=np.diff(_sums(kept.targets[order], sample_ends)),
+        counts=replace(counts, samples=num_samples, places=num_samples * seq_length),
+        targets=np.diff(_sums(targets[order], sample_ends)),
         isolates=isolates,
     )
 
@@ -151,7 +212,7 @@ def pairs(store: TokenStore, ranges: Ranges, seq_length: int, *, too_long: TooLo
     Pairs are not packed. One with a document of more places than a row has loses that document's
     end, or is left out; one with a document without a trained token is left out.
     """
-    kept = _fit(store, ranges, seq_length, 2, too_long)
+    kept, targets, counts = _fit(store, ranges, seq_length, 2, too_long)
     lengths = kept.ends - kept.starts - 1
     ends = np.cumsum(lengths)
     num_samples = len(lengths) // 2
@@ -163,40 +224,17 @@ def pairs(store: TokenStore, ranges: Ranges, seq_length: int, *, too_long: TooLo
         (ends - lengths, ends),
         num_samples=num_samples,
         how=f"pairs:{seq_length}:{too_long}",
-        counts=kept.counts(num_samples, int(lengths.sum()), 2 * num_samples * seq_length),
-        targets=kept.targets.reshape(-1, 2).sum(1),
+        counts=replace(counts, samples=num_samples, places=2 * num_samples * seq_length),
+        targets=targets.reshape(-1, 2).sum(1),
         rows_per_sample=2,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The documents that are left, cut to their length.
-
-    Args:
-        starts, ends: their tokens in the store.
-        targets: trained tokens of each.
-        units: documents, or pairs, that there were.
-        truncated, too_long, untrained: as in SampleCounts.
-    """
-
-    starts: Int64Array
-    ends: Int64Array
-    targets: Int64Array
-    units: int
-    truncated: int
-    too_long: int
-    untrained: int
-
-    def counts(self, samples: int, used: int, places: int) -> SampleCounts:
-        """With what the samples hold."""
-        return SampleCounts(
-            self.units, self.truncated, self.too_long, self.untrained, samples, used, places
-        )
-
-
-def _fit(store: TokenStore, ranges: Ranges, seq_length: int, each: int, too_long: TooLong) -> _Kept:
-    """Cut documents to seq_length + 1 tokens, and leave out what cannot be used, `each` at once."""
+def _fit(
+    store: TokenStore, ranges: Ranges, seq_length: int, each: int, too_long: TooLong
+) -> tuple[Ranges, Int64Array, SampleCounts]:
+    # Documents cut to seq_length + 1 tokens, without those that cannot be used, `each` at once; the
+    # trained tokens of each; and counts, still without samples.
     starts = np.asarray(ranges.starts, dtype=np.int64)
     given = np.asarray(ranges.ends, dtype=np.int64)
     assert len(starts) % each == 0, "pairs are not split"
@@ -207,19 +245,19 @@ def _fit(store: TokenStore, ranges: Ranges, seq_length: int, each: int, too_long
     fits = np.logical_not(is_long & (too_long == "drop"))
     kept = fits & is_trained
     by_document = np.repeat(kept, each)
-    return _Kept(
-        starts=starts[by_document],
-        ends=ends[by_document],
-        targets=targets[by_document],
-        units=len(is_long),
+    ranges = Ranges(starts[by_document], ends[by_document])
+    counts = SampleCounts(
+        documents=len(is_long),
         truncated=int((is_long & kept).sum()),
         too_long=int((~fits).sum()),
         untrained=int((fits & ~is_trained).sum()),
+        used=ranges.num_tokens - len(ranges.starts),
     )
+    return ranges, targets[by_document], counts
 
 
 def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> Int64Array:
-    """Trained tokens of each document; the first token of one is never predicted."""
+    # Trained tokens of each document; the first token of one is never predicted.
     counts: Int64Array = np.maximum(ends - starts - 1, 0)
     if store.trained is None:
         return counts
@@ -236,20 +274,19 @@ def _count_trained(store: TokenStore, starts: Int64Array, ends: Int64Array) -> I
 
 
 def _sums(per_document: Int64Array, sample_ends: Int64Array) -> Int64Array:
-    """Sums over the documents of all samples before each sample, and over all."""
+    # Sums over the documents of all samples before each sample, and over all.
     sums = np.concatenate([[0], np.cumsum(per_document)])
     return np.asarray(sums[np.concatenate([[0], sample_ends])], dtype=np.int64)
 
 
 def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array]:
-    """Deal documents into as few samples as best fit decreasing finds.
+    """Assign documents to as few samples as best fit decreasing finds.
 
     Longest first, each goes to the sample in which it leaves least room; documents of one length
-    are dealt together, so that millions take seconds. The same lengths give the same samples.
+    are assigned together, so that millions take seconds. The same lengths give the same samples.
 
     Args:
         lengths: places that each document takes; 1 to `capacity`.
-        capacity: places in a sample.
 
     Returns:
         The documents' numbers, sample after sample and in each in ascending order; and for each
@@ -266,7 +303,7 @@ def best_fit(lengths: Int64Array, capacity: int) -> tuple[Int64Array, Int64Array
     sample_of = np.empty(lengths.shape, dtype=np.int64)
     room = _Room(capacity)
     for size, documents in zip(-sizes, np.split(longest_first, firsts[1:]), strict=True):
-        room.deal(int(size), documents, sample_of)
+        room.assign(int(size), documents, sample_of)
     by_sample = np.argsort(sample_of, kind="stable")
     return by_sample, np.cumsum(np.bincount(sample_of, minlength=room.num_samples))
 
@@ -280,23 +317,23 @@ class _Room:
         self._free: list[int] = []  # ascending; the keys below
         self._samples: dict[int, list[Int64Array]] = {}
 
-    def deal(self, size: int, documents: Int64Array, sample_of: Int64Array) -> None:
+    def assign(self, size: int, documents: Int64Array, sample_of: Int64Array) -> None:
         """Give each of these documents of one size a sample, noted in `sample_of`."""
         while documents.size:
             free, samples = self._take(size, documents.size)
             each = free // size
-            dealt = min(documents.size, samples.size * each)
-            sample_of[documents[:dealt]] = np.repeat(samples, each)[:dealt]
-            filled, rest = divmod(dealt, each)
+            count = min(documents.size, samples.size * each)
+            sample_of[documents[:count]] = np.repeat(samples, each)[:count]
+            filled, rest = divmod(count, each)
             self._put(free - each * size, samples[:filled])
             if rest:
                 self._put(free - rest * size, samples[filled : filled + 1])
                 filled += 1
             self._put(free, samples[filled:])
-            documents = documents[dealt:]
+            documents = documents[count:]
 
     def _take(self, size: int, wanted: int) -> tuple[int, Int64Array]:
-        """Samples with the least room in which `size` fits, or new ones, and that room."""
+        # Samples with the least room in which `size` fits, or new ones, and that room.
         at = bisect_left(self._free, size)
         if at < len(self._free):
             free = self._free[at]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isles.data.dataset import Dataset, Rows
-from isles.data.rng import Float32Array, Int64Array
+from isles.data.mix import Dataset, Rows
+from isles.data.order import Float32Array, Int64Array
 from isles.dist.batch import IGNORE_INDEX, Batch, cu_seqlens
 from isles.dist.split import RowSplit, even_split
 
@@ -64,12 +64,10 @@ class Loader:
     """The micro-batches of one rank, step by step; the next step is read in the background.
 
     The global batch at cursor s holds the samples s to s+G-1, whatever the number of ranks; a split
-    deals them out in order. Each rank reads its own, and none communicates.
+    assigns them in order. Each rank reads its own, and none communicates.
 
     Args:
-        dataset: the samples.
         split: the rows of each data-parallel rank, G in all.
-        dp_rank: which of them this rank is.
         device: where the micro-batches go. Pages are pinned and copies run along on CUDA.
         numbering: of a cluster that shares the samples with others; cursors then count its own.
             None: they are global indices.
@@ -114,7 +112,7 @@ class Loader:
         return replace(on_host, micro_batches=batches)
 
     def use(self, split: RowSplit) -> None:
-        """Deal the rows of every later step in another way. All ranks must do so after one step."""
+        """Split the rows of every later step otherwise. All ranks must do so after one step."""
         assert split.global_batch_size == self.split.global_batch_size, (split, self.split)
         if split == self.split:
             return
@@ -152,12 +150,17 @@ class Loader:
         sample_ids = self.sample_ids(first)
         lengths = self._dataset.lengths(sample_ids)
         input_tokens = int(lengths.sum())
+        # Places that all ranks compute: the rows of a micro-batch are as long as its longest.
+        all_sizes = _micro_batch_sizes(split)
+        longest = np.maximum.reduceat(lengths.max(1), np.cumsum(all_sizes) - all_sizes)
+        num_rows = all_sizes * self._dataset.rows_per_sample
+        num_places = int((self._dataset.width(longest) * num_rows).sum())
         return StepData(
             micro_batches=tuple(_cut(self._dataset, sample_ids, start, sizes, self._device)),
             loss_divisor=self._dataset.loss_divisor(sample_ids),
             global_tokens=self._dataset.num_targets(sample_ids),
             input_tokens=input_tokens,
-            padding_share=1 - input_tokens / _num_places(self._dataset, lengths, split),
+            padding_share=1 - input_tokens / num_places,
             first_sample=first,
             next_sample=first + size,
         )
@@ -178,11 +181,9 @@ def evaluation_batches(
     nothing.
 
     Args:
-        dataset: the samples.
         num_samples: how many over all ranks; more than there are means all.
         micro_batch_size: rows of a batch; the last one may be smaller.
         dp_rank, dp_size: which part, and how many there are.
-        device: where the batches go.
     """
     total = min(num_samples, dataset.samples_per_epoch)
     split = even_split(total, dp_size, micro_batch_size, in_step=True)
@@ -198,7 +199,7 @@ def _cut(
     sizes: Sequence[int],
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Micro-batches in this machine's memory, pinned where they go to a GPU."""
+    # Micro-batches in this machine's memory, pinned where they go to a GPU.
     for size in sizes:
         # A step without samples of its own reads one and trains on nothing of it.
         first = min(start, len(sample_ids) - 1)
@@ -259,17 +260,9 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **moved)
 
 
-def _num_places(dataset: Dataset, lengths_SR: Int64Array, split: RowSplit) -> int:
-    """Places that all ranks compute for the samples of a global batch."""
-    sizes = _micro_batch_sizes(split)
-    longest = np.maximum.reduceat(lengths_SR.max(1), np.cumsum(sizes) - sizes)
-    places = int((dataset.width(longest) * sizes).sum())
-    return places * dataset.rows_per_sample
-
-
 @functools.lru_cache(maxsize=4)
 def _micro_batch_sizes(split: RowSplit) -> Int64Array:
-    """Of all ranks, in the order of the samples; those without any are not counted."""
+    # Of all ranks, in the order of the samples; those without any are not counted.
     steps = (split.micro_steps(rank) for rank in range(len(split.rows)))
     return np.array([size for sizes in steps for size in sizes if size], dtype=np.int64)
 

@@ -1,4 +1,8 @@
-"""Which sample comes when: index arithmetic that needs the seed and the sample index alone."""
+"""Which sample comes when: index arithmetic that needs the seed and the sample index alone.
+
+Random numbers depend on a key and a counter (`key_from`, `draw`), `permute` shuffles without
+holding the order in memory, and `SampleOrder` interleaves the sources.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
-from isles.data.rng import Int64Array, UInt64Array, draw, key_from
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+UInt64Array = npt.NDArray[np.uint64]
 
 PERIOD = 65_536
 """Samples in which every weighted source gets exactly its share."""
@@ -16,6 +23,43 @@ ENDLESS = 2**40
 """Stands for the samples of a stream, which has no last one."""
 
 _ROUNDS = 4  # enough by Luby and Rackoff 1988; more only cost time
+_MASK = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def scramble(values: UInt64Array) -> UInt64Array:
+    """A fixed bijection of the 64-bit numbers after which neighbours look unrelated.
+
+    Args:
+        values: uint64, at least one dimension.
+
+    Source: splitmix64, Steele, Lea and Flood 2014 (doi:10.1145/2660193.2660195).
+    """
+    mixed = values + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def key_from(seed: int, *parts: int | Int64Array) -> UInt64Array:
+    """Keys of independent streams of random numbers: one for each seed and each of the parts.
+
+    Returns:
+        uint64, of the shape to which the parts broadcast (at least one element).
+    """
+    key = scramble(np.array([seed & _MASK], dtype=np.uint64))
+    for part in parts:
+        numbers = np.atleast_1d(np.asarray(part, dtype=np.int64)).view(np.uint64)
+        key = scramble(key ^ scramble(numbers))
+    return key
+
+
+def draw(key: UInt64Array, counter: Int64Array) -> UInt64Array:
+    """The numbers of the key's stream at these places; key and counter broadcast."""
+    return scramble(key + counter.view(np.uint64) * _GOLDEN)
 
 
 def permute(index: Int64Array, n: int, key: UInt64Array) -> Int64Array:
@@ -57,17 +101,17 @@ def _feistel(values: Int64Array, bits: int, keys: UInt64Array) -> Int64Array:
 
 
 def shares(weights: Sequence[float], slots: int) -> list[int]:
-    """Slots dealt in proportion to the weights: largest remainder, at least one each."""
+    """Slots in proportion to the weights: largest remainder, at least one each."""
     assert 0 < len(weights) <= slots
     total = sum(weights)
     exact = [weight / total * slots for weight in weights]
-    dealt = [max(1, int(share)) for share in exact]
-    by_want = sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])
-    for i in range(slots - sum(dealt)):
-        dealt[by_want[i % len(dealt)]] += 1
-    while sum(dealt) > slots:  # the ones given to tiny sources come from the largest
-        dealt[dealt.index(max(dealt))] -= 1
-    return dealt
+    given = [max(1, int(share)) for share in exact]
+    by_want = sorted(range(len(weights)), key=lambda i: given[i] - exact[i])
+    for i in range(slots - sum(given)):
+        given[by_want[i % len(given)]] += 1
+    while sum(given) > slots:  # the ones given to tiny sources come from the largest
+        given[given.index(max(given))] -= 1
+    return given
 
 
 class SampleOrder:
@@ -81,7 +125,6 @@ class SampleOrder:
         sizes: samples in each source; all positive. None: the sources are endless streams, each
             read from its first sample on; shuffling is left to them.
         weights: shares of the sources; None: no weights.
-        seed: another seed is another order.
     """
 
     def __init__(
@@ -93,7 +136,7 @@ class SampleOrder:
         self._seed = seed
         self._slots = None if weights is None else np.asarray(shares(weights, PERIOD), np.int64)
         # Two: a batch may lie across the border between periods.
-        self._deal = lru_cache(maxsize=2)(self._deal_period)
+        self._period = lru_cache(maxsize=2)(self._order_period)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -124,7 +167,7 @@ class SampleOrder:
         source, drawn = np.empty_like(slot), np.empty_like(slot)
         for number in np.unique(period):
             here = period == number
-            sources, ranks = self._deal(int(number))
+            sources, ranks = self._period(int(number))
             source[here] = sources[slot[here]]
             drawn[here] = ranks[slot[here]] + number * self._slots[source[here]]
         if self._sizes is None:
@@ -137,8 +180,8 @@ class SampleOrder:
             sample[here] = permute(place, size, key_from(self._seed, 1, int(k), epoch))
         return source, sample
 
-    def _deal_period(self, period: int) -> tuple[Int64Array, Int64Array]:
-        """For each place in one period: its source, and how many earlier ones that source has."""
+    def _order_period(self, period: int) -> tuple[Int64Array, Int64Array]:
+        # For each place in one period: its source, and how many earlier ones that source has.
         assert self._slots is not None
         ends = np.cumsum(self._slots)
         chosen = permute(np.arange(PERIOD), PERIOD, key_from(self._seed, 2, period))

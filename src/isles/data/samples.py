@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
-from isles.data.rng import Int64Array, draw, key_from
+from isles.data.order import Int64Array, draw, key_from
 from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX
 
@@ -38,12 +39,12 @@ class SampleCounts:
     """
 
     documents: int
-    truncated: int
-    too_long: int
-    untrained: int
-    samples: int
-    used: int
-    places: int
+    truncated: int = 0
+    too_long: int = 0
+    untrained: int = 0
+    samples: int = 0
+    used: int = 0
+    places: int = 0
 
     @property
     def dropped(self) -> int:
@@ -94,7 +95,6 @@ class Samples(ABC):
         """Write one sample into rows, padding included.
 
         Args:
-            sample: its number.
             input_ids_RT, targets_RT: rows of at least the sample's lengths, and at most as long as
                 a sample may be; all of it is written.
             position_ids_RT: counted from 0 when given; where documents are isolated, each of them
@@ -117,15 +117,12 @@ class SampleTable(Samples):
     the target.
 
     Args:
-        store: the tokens.
         starts: of each span, its first token in the store.
         lengths: of each span, how many places it has.
         tail: the target of a span's last place.
         rows: the first place of each row, and the one after its last; an int: each row has so many
             places, one row after the other.
-        num_samples: how many the rows make.
         how: names how the samples were made, for `content`.
-        counts: what became of the documents.
         targets: of each sample, how many tokens are trained; None: all that have a target.
         rows_per_sample, isolates: see `Samples`.
     """
@@ -189,10 +186,12 @@ class SampleTable(Samples):
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             borders = self._read_row(start, end, input_ids_RT[row], targets_RT[row])
             if self.isolates and position_ids_RT is not None:
-                _begin_anew(position_ids_RT[row], borders)
+                positions_T = position_ids_RT[row]
+                for first, last in pairwise([*borders, len(positions_T)]):
+                    positions_T[first:last] = np.arange(last - first)
 
     def _borders(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """First place of each row of these samples, and the place after its last."""
+        # First place of each row of these samples, and the place after its last.
         if isinstance(self._rows, int):
             return samples * self._rows, (samples + 1) * self._rows
         each = self.rows_per_sample
@@ -202,7 +201,7 @@ class SampleTable(Samples):
     def _read_row(
         self, place: int, end: int, input_ids_T: Int64Array, targets_T: Int64Array
     ) -> list[int]:
-        """Write the places up to `end`; gives where in the row each span begins, and padding."""
+        # Write the places up to `end`; gives where in the row each span begins, and padding.
         tokens, trained = self._store.tokens, self._store.trained
         span = int(np.searchsorted(self._ends, place, side="right"))
         borders, at = [], 0
@@ -232,10 +231,6 @@ class FakeSamples(Samples):
     """Random token ids that depend on the seed and the sample alone.
 
     Args:
-        vocab_size: of the model.
-        seq_length: places in a row.
-        seed: another seed gives other ids.
-        num_samples: how many.
         pairs: whether a sample is two rows that begin alike, and train on the other half.
     """
 
@@ -284,10 +279,3 @@ class FakeSamples(Samples):
         numbers = draw(key_from(self._seed, stream, sample), np.arange(self._seq_length + 1))
         tokens: Int64Array = (numbers % np.uint64(self._vocab_size)).astype(np.int64)
         return tokens
-
-
-def _begin_anew(position_ids_T: Int64Array, borders: list[int]) -> None:
-    """Count positions from 0 at each of these places, which ascend; one behind the row is none."""
-    for start, end in zip(borders, [*borders[1:], len(position_ids_T)], strict=True):
-        if start < end:
-            position_ids_T[start:end] = np.arange(end - start)

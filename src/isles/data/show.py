@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import DataConfig, SourceConfig
-from isles.data.builders import make_table
+from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
-from isles.data.tokens.store import Ranges, TokenStore
+from isles.data.tokens.store import TokenStore
 from isles.facts.text import printable
 
 SHOWN_TOKENS = 600
@@ -47,16 +47,11 @@ class Figures:
     """Counts of a source's rows, documents and tokens.
 
     Args:
-        rows: that were read.
         empty: rows of text that hold nothing.
         bad: rows that are left out because they are bad.
         documents: that they make; of preferences two for each row.
-        tokens: in all documents.
-        trained: of them, those that are targets.
         median: length of documents, tokens.
-        longest: document, tokens.
         over_length: documents of more than seq_length tokens and a next one as target.
-        counts: samples, and what is cut or left out to make them.
     """
 
     rows: int
@@ -97,10 +92,8 @@ def shown_documents(
     """Documents from all over a store; of preferences, both of a pair.
 
     Args:
-        store: prepared tokens.
         decode: ids to text, special tokens written out.
         seq_length: longer documents are marked.
-        num_samples: documents, or pairs.
     """
     each = 2 if store.kind == "preference" else 1
     num_items = len(store.document_ends) // each

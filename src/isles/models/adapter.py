@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -44,8 +43,8 @@ def import_peft(adapter: AdapterConfig) -> Any:  # an untyped library
     Raises:
         MissingDependencyError: it, or bitsandbytes for qlora, is not installed.
     """
-    if fault := missing_package(adapter):
-        raise fault
+    if missing := missing_package(adapter):
+        raise missing
     # torchao, which comes with it, names each of its CUDA libraries that it cannot load.
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "DeepSpeed")]
     levels = [logger.level for logger in noisy]
@@ -65,8 +64,6 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
     Args:
         model: a Hugging Face model, with weights or on the meta device.
         adapter: the run file's section, of type lora or qlora.
-        dtype: of what is trained.
-        name: of the model, as in the run file.
 
     Raises:
         MissingDependencyError: peft is not installed.
@@ -74,13 +71,26 @@ def add_adapter(model: Any, adapter: AdapterConfig, *, dtype: torch.dtype, name:
     """
     peft = import_peft(adapter)
     targets = _find_targets(model, adapter)
-    _check_whole_modules(model, adapter, targets)
+    for whole in _named(model, adapter.modules_to_save, "adapter.modules_to_save"):
+        inner = [name for name in targets if name == whole or name.startswith(f"{whole}.")]
+        if inner:
+            raise UserError(
+                f"{whole} is to be trained whole, and {inner[0]} in it is to get an adapter",
+                where="adapter.modules_to_save",
+                fix="take one of them out of the two lists",
+                id="adapter.modules",
+            )
     _check_tied(model, [*targets, *_named(model, adapter.modules_to_save)])
+    # For adapter_config.json: names by their ends, where these mean the same modules.
+    short = list(adapter.target_modules)
+    if adapter.target_modules == "all-linear":
+        short = sorted({name.rpartition(".")[2] for name in targets})
+        short = short if set(_named(model, short)) == set(targets) else targets
     config = peft.LoraConfig(
         r=adapter.r,
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=_short_names(model, targets, adapter),
+        target_modules=short,
         modules_to_save=list(adapter.modules_to_save) or None,
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
@@ -117,21 +127,6 @@ def is_fresh(name: str) -> bool:
     return any(part in name for part in _FRESH)
 
 
-def fresh_matrix(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """A low-rank matrix as peft begins it, whole, in fp32 on the CPU.
-
-    Of the two, one is zero: the model begins as what it was.
-
-    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
-    """
-    value = torch.zeros(shape)
-    if ".lora_A." in name:
-        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-    elif ".lora_embedding_B." in name:
-        nn.init.normal_(value, generator=generator)
-    return value
-
-
 def magnitudes(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Any, int]]:
     """What DoRA computes from the base's weights before the first step.
 
@@ -158,18 +153,17 @@ def lengths(weight: Tensor, axis: int) -> Tensor:
     return found
 
 
-def plain_weight(base: Any) -> Tensor:
-    """The weight of a layer that holds it whole, out of its 4 bits where it lies in these."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    weight: Tensor = dequantize_module_weight(base).detach()
-    return weight
-
-
 def _find_targets(model: Any, adapter: AdapterConfig) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
     if adapter.target_modules == "all-linear":
-        head = model.get_output_embeddings()
-        found = [name for name, m in _matrices(model) if m is not head]
+        lm_head = model.get_output_embeddings()
+        # Linear layers, of which some models write their own kind (GPT-2's Conv1D).
+        found = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and module is not lm_head
+        ]
         if not found:
             raise UserError(
                 f"{type(model).__name__} has no linear layers beside its head",
@@ -188,30 +182,16 @@ def _named(model: nn.Module, wanted: Iterable[str], key: str = "") -> list[str]:
     for one in wanted:
         matches = [name for name in every if name == one or name.endswith(f".{one}")]
         if not matches:
-            known = _known_names(model)
             near = difflib.get_close_matches(one, {n.rpartition(".")[2] for n in every}, n=3)
             meant = f"did you mean {' or '.join(near)}? " if near else ""
             raise UserError(
                 f"{type(model).__name__} has no module {one!r}",
                 where=key,
-                fix=f"{meant}it has {', '.join(known)}",
+                fix=f"{meant}it has {', '.join(_known_names(model))}",
                 id="adapter.modules",
             )
         found += matches
     return list(dict.fromkeys(found))
-
-
-def _check_whole_modules(model: nn.Module, adapter: AdapterConfig, targets: list[str]) -> None:
-    # What is trained whole must exist, and must hold no matrix that gets an adapter.
-    for whole in _named(model, adapter.modules_to_save, "adapter.modules_to_save"):
-        inner = [name for name in targets if name == whole or name.startswith(f"{whole}.")]
-        if inner:
-            raise UserError(
-                f"{whole} is to be trained whole, and {inner[0]} in it is to get an adapter",
-                where="adapter.modules_to_save",
-                fix="take one of them out of the two lists",
-                id="adapter.modules",
-            )
 
 
 def _check_tied(model: Any, chosen: list[str]) -> None:
@@ -230,15 +210,6 @@ def _check_tied(model: Any, chosen: list[str]) -> None:
         )
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    # Linear layers, of which some models write their own kind (GPT-2's Conv1D).
-    from transformers.pytorch_utils import Conv1D
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            yield name, module
-
-
 def _known_names(model: nn.Module) -> list[str]:
     # The last parts of the names of modules that can get an adapter, each once.
     from transformers.pytorch_utils import Conv1D
@@ -246,11 +217,3 @@ def _known_names(model: nn.Module) -> list[str]:
     kinds = nn.Linear | Conv1D | nn.Embedding
     named = (name for name, module in model.named_modules() if isinstance(module, kinds))
     return list(dict.fromkeys(name.rpartition(".")[2] for name in named))
-
-
-def _short_names(model: nn.Module, targets: list[str], adapter: AdapterConfig) -> list[str]:
-    # For adapter_config.json: names by their ends, where these mean the same modules.
-    if adapter.target_modules != "all-linear":
-        return list(adapter.target_modules)
-    ends = sorted({name.rpartition(".")[2] for name in targets})
-    return ends if set(_named(model, ends)) == set(targets) else targets

@@ -33,7 +33,6 @@ def use_maskless_attention(
     A model with sliding windows or other kinds of layers keeps its own masks.
 
     Args:
-        model: a Hugging Face model.
         device: where it computes; None: any, and documents that are kept apart go through a mask.
             Else nothing is computed between them where that can be done: on a GPU with bf16 or
             fp16 by a kernel for it, on a CPU document by document.
@@ -57,10 +56,6 @@ def use_maskless_attention(
 
 def check_attention(name: str, device: torch.device) -> None:
     """Whether the attention that the run file names can train here.
-
-    Args:
-        name: model.attn_implementation.
-        device: of this rank.
 
     Raises:
         UserError: it needs a GPU, or a package.
@@ -138,67 +133,38 @@ def _attend(
     query_NHD, key_NHD, value_NHD = (
         x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BHTD, value_BHTD)
     )
-    tokens = query_NHD, key_NHD, value_NHD
-    scale = options.get("scaling")
-    if query_BHTD.device.type == "cpu":
-        out_NHD = _one_by_one(*tokens, cu_seq_lens_q, scale, options.get("dropout", 0.0))
-    else:
-        out_NHD = _by_kernel(*tokens, cu_seq_lens_q, max_length_q, scale)
-    return out_NHD.view(rows, length, heads, -1), None
-
-
-def _one_by_one(
-    query_NHD: Tensor,
-    key_NHD: Tensor,
-    value_NHD: Tensor,
-    cu_seqlens: Tensor,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
-    # Attention of one document after another; a CPU waits for nothing when it is asked for their
-    # lengths.
-    lengths = cu_seqlens.diff().tolist()
-    pieces = zip(
-        *(
+    scale, kind = options.get("scaling"), query_BHTD.device.type
+    if kind == "cpu":
+        # One document after another; a CPU waits for nothing when it is asked for their lengths.
+        lengths = cu_seq_lens_q.diff().tolist()
+        split = [
             torch.split(x.transpose(0, 1)[None], lengths, 2)
             for x in (query_NHD, key_NHD, value_NHD)
-        ),
-        strict=True,
-    )
-    done = [
-        F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scale
+        ]
+        dropout = options.get("dropout", 0.0)
+        outputs = [
+            F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale)
+            for q, k, v in zip(*split, strict=True)
+        ]
+        out_NHD = torch.cat(outputs, 2)[0].transpose(0, 1).contiguous()
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if torch.is_autocast_enabled(kind):
+            # Autocast does not know this kernel, and rotary embeddings give queries in fp32.
+            dtype = torch.get_autocast_dtype(kind)
+            query_NHD, key_NHD, value_NHD = (x.to(dtype) for x in (query_NHD, key_NHD, value_NHD))
+        found = varlen_attn(
+            query_NHD,
+            key_NHD,
+            value_NHD,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scale,
+            window_size=(-1, 0),  # causal
         )
-        for query, key, value in pieces
-    ]
-    return torch.cat(done, 2)[0].transpose(0, 1).contiguous()
-
-
-def _by_kernel(
-    query_NHD: Tensor,
-    key_NHD: Tensor,
-    value_NHD: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    scale: float | None,
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    kind = query_NHD.device.type
-    if torch.is_autocast_enabled(kind):
-        # Autocast does not know this kernel, and rotary embeddings give queries and keys in fp32.
-        dtype = torch.get_autocast_dtype(kind)
-        query_NHD, key_NHD, value_NHD = (x.to(dtype) for x in (query_NHD, key_NHD, value_NHD))
-    out = varlen_attn(
-        query_NHD,
-        key_NHD,
-        value_NHD,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1, 0),  # causal
-    )
-    assert isinstance(out, Tensor)
-    return out
+        assert isinstance(found, Tensor)
+        out_NHD = found
+    return out_NHD.view(rows, length, heads, -1), None

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _NO_ADAPTER = AdapterConfig()
 
 # What transformers and safetensors raise for a config or weights that are not right.
-_FAULTS = (
+_LOAD_ERRORS = (
     ImportError,
     OSError,
     ValueError,
@@ -54,12 +54,7 @@ def build_model(
     """The model on its device, in train mode, with the same weights on every rank.
 
     Args:
-        config: the run file's section.
-        device: where the parameters lie.
-        dtype: of the parameters that are trained.
-        seed: of fresh weights.
         vocab_size: size of a tokenizer trained for this run; None keeps the config's.
-        adapter: the run file's section.
         frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
 
     Raises:
@@ -97,16 +92,7 @@ def build_empty_model(
 ) -> nn.Module:
     """The model on the meta device: shapes without memory, to be cut before it is filled.
 
-    Args:
-        config: the run file's section.
-        dtype: of the parameters that are trained.
-        vocab_size: size of a tokenizer trained for this run; None keeps the config's.
-        adapter: the run file's section; of qlora the matrices are not in 4 bits here.
-        frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
-
-    Raises:
-        MissingDependencyError: a package that the adapter needs is not installed.
-        UserError: no such model, remote code that was not asked for.
+    Arguments and errors as for `build_model`; of qlora the matrices are not in 4 bits here.
     """
     if adapter.type == "none":
         return _from_config(config, vocab_size, dtype, torch.device("meta")).train()  # type: ignore[no-any-return]
@@ -127,16 +113,9 @@ def build_probe(
     adapter: AdapterConfig = _NO_ADAPTER,
     frozen_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model with a few layers and any weights: to measure what a layer costs.
+    """The model with `num_layers` blocks and any weights: to measure what a layer costs.
 
-    Args:
-        config: the run file's section.
-        num_layers: blocks; those of the real model, or fewer.
-        device: where the parameters lie.
-        dtype: of the parameters that are trained.
-        vocab_size: size of a tokenizer trained for this run; None keeps the config's.
-        adapter: the run file's section; matrices of qlora are measured in 16 or 32 bits.
-        frozen_dtype: of the parameters that an adapter leaves alone; None: as the others.
+    Other arguments as for `build_model`; matrices of qlora are measured in 16 or 32 bits.
     """
     held = frozen_dtype or dtype
     probe: nn.Module = _from_config(config, vocab_size, held, device, num_layers)
@@ -147,21 +126,8 @@ def build_probe(
     return probe.train()
 
 
-def _cut_layers(hf_config: Any, num_layers: int) -> None:
-    # Fewer blocks; some configs also name the kind of each.
-    text = hf_config.get_text_config()
-    text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
-
-
 def fill_model(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
     """Weights for a model, or this rank's part of one, that was built empty and is allocated.
-
-    Args:
-        model: from `build_empty_model`.
-        config: the run file's section.
-        seed: of fresh weights.
 
     Raises:
         UserError: the weights cannot be read, or the model cannot be filled piece by piece.
@@ -194,10 +160,16 @@ def _from_config(
 
     hf_config = load_model_config(config)
     if num_layers is not None:
-        _cut_layers(hf_config, num_layers)
+        text = hf_config.get_text_config()
+        text.num_hidden_layers = num_layers
+        if getattr(text, "layer_types", None):  # the kind of each
+            text.layer_types = text.layer_types[:num_layers]
     if vocab_size is not None:
         hf_config.vocab_size = vocab_size
-        _forget_special_tokens(hf_config)
+        # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(hf_config, name, None) is not None:
+                setattr(hf_config, name, None)
     try:
         with device:
             return AutoModelForCausalLM.from_config(
@@ -206,15 +178,12 @@ def _from_config(
                 dtype=dtype,
                 trust_remote_code=config.trust_remote_code,
             )
-    except _FAULTS as error:
+    except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
 
 
 def converts_weights(model: Any) -> bool:
-    """Whether transformers holds the weights in memory otherwise than files on the hub do.
-
-    So it does with mixtures of experts, whose experts it joins.
-    """
+    """Whether transformers holds the weights otherwise than files do: it joins experts."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return bool(get_checkpoint_conversion_mapping(model.config.model_type))
@@ -230,11 +199,10 @@ def load_model_config(config: ModelConfig) -> Any:
 
     name = config.name_or_path
     if name in shape_names():
-        shape = load_shape(name)
-        return AutoConfig.for_model(**shape)
+        return AutoConfig.for_model(**load_shape(name))
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except _FAULTS as error:
+    except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
 
 
@@ -280,24 +248,23 @@ def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _forget_special_tokens(hf_config: Any) -> None:
-    # Ids of another tokenizer would point anywhere; the run's tokenizer sets its own.
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(hf_config, name, None) is not None:
-            setattr(hf_config, name, None)
-
-
 def _load_pretrained(
     config: ModelConfig, dtype: torch.dtype, adapter: AdapterConfig, device: torch.device
 ) -> Any:
     # The whole model on its device; for qlora its matrices in 4 bits, made there one by one.
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {}
     if adapter.type != "none":
         _refuse_quantized(config, load_model_config(config))
     if adapter.type == "qlora":
-        options = {"quantization_config": _four_bits(adapter, dtype), "device_map": {"": device}}
+        four_bits = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=adapter.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=adapter.bnb_4bit_use_double_quant,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        options = {"quantization_config": four_bits, "device_map": {"": device}}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
@@ -308,7 +275,7 @@ def _load_pretrained(
             output_loading_info=True,
             **options,
         )
-    except _FAULTS as error:
+    except _LOAD_ERRORS as error:
         raise _model_error(config, error) from error
     # transformers makes up what is missing, drops what is left over, and goes on; a run must not.
     for keys, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
@@ -321,28 +288,14 @@ def _load_pretrained(
                 fix="use a folder that holds one whole model, or init: scratch",
                 id="model.load",
             )
-    return _without_packing(model) if options else model.to(device)
-
-
-def _without_packing(model: Any) -> Any:
-    # 4-bit weights that stay as they are when the model is evaluated.
-    # On a CPU with AVX512-BF16 bitsandbytes packs them anew at the first forward pass in eval mode,
-    # which fails where a row is no whole blocks, and through which no gradient passes afterwards.
+    if not options:
+        return model.to(device)
+    # On a CPU with AVX512-BF16 bitsandbytes packs the weights anew at the first forward pass in
+    # eval mode, which fails where a row is no whole blocks; and no gradient passes then.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
-
-
-def _four_bits(adapter: AdapterConfig, dtype: torch.dtype) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=adapter.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=adapter.bnb_4bit_use_double_quant,
-        bnb_4bit_compute_dtype=dtype,
-    )
 
 
 def _refuse_quantized(config: ModelConfig, hf_config: Any) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,9 @@ from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.adapter import (
     base_name,
-    fresh_matrix,
     is_fresh,
     lengths,
     magnitudes,
-    plain_weight,
 )
 
 _INDEX = "model.safetensors.index.json"
@@ -49,10 +49,6 @@ class NotCoveredError(Exception):
 @torch.no_grad()
 def fill_fresh(model: Any, seed: int) -> None:
     """Fresh weights, in place, by the model's own initialisation. All ranks fill their own part.
-
-    Args:
-        model: a Hugging Face model, or a part of one; its parameters are allocated.
-        seed: of the weights.
 
     Raises:
         NotCoveredError: the model initialises something elsewhere than in `_init_weights`.
@@ -86,8 +82,6 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
     Of an adapter this sets what follows from the model's weights; see `fill_adapter` for the rest.
 
     Args:
-        model: a Hugging Face model, or a part of one; its parameters are allocated.
-        config: the run file's section.
         whole: makes the whole model without memory; asked where the files hold more than the part.
 
     Raises:
@@ -99,9 +93,11 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
     # Such as the scales of quantised weights, which are nonsense without them.
     if _without_place(where, model) and (left := _without_place(where, whole())):
         raise _misfit(config, f"the model has no place for {len(left)} of them: {left[0]!r}, ...")
-    fill_buffers(model)
+    _fill_buffers(model)
     files = _Files(config, folder)
-    for name, parameter in _named_tensors(model):
+    kept = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    for name, parameter in chain(model.named_parameters(), buffers):
         own = base_name(name)
         if own is None:
             continue  # an adapter's, of which no file knows
@@ -120,31 +116,38 @@ def fill_pretrained(model: Any, config: ModelConfig, whole: Callable[[], Any]) -
 
 @torch.no_grad()
 def fill_adapter(model: nn.Module, seed: int) -> None:
-    """Fresh low-rank matrices, in place. All ranks fill their own part.
+    """Fresh low-rank matrices, in place, by seed and name. All ranks fill their own part.
 
-    They depend on the seed and their names alone, as `fill_fresh` has it.
+    Of the two, one is zero: the model begins as what it was.
 
     Args:
-        model: one that `add_adapter` has been given, or a part of it; its parameters are allocated.
-        seed: of the matrices.
+        model: with an adapter, or a part of one; its parameters are allocated.
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
     """
     generator = torch.Generator()
     for name, parameter in model.named_parameters():
         if is_fresh(name):
             generator.manual_seed(_module_seed(seed, name))
-            _copy_part(parameter, fresh_matrix(name, parameter.shape, generator))
+            value = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            elif ".lora_embedding_B." in name:
+                nn.init.normal_(value, generator=generator)
+            _copy_part(parameter, value)
 
 
 @torch.no_grad()
 def fill_magnitudes(model: nn.Module) -> None:
     """What DoRA computes from the weights of a model that this rank holds whole, in place."""
+    from peft.utils.integrations import dequantize_module_weight
+
     for vector, _, base, axis in magnitudes(model):
-        vector.copy_(lengths(plain_weight(base), axis))
+        vector.copy_(lengths(dequantize_module_weight(base).detach(), axis))
 
 
 class _Files:
-    """Reads pieces of safetensors files, one file open at a time."""
-
+    # Reads pieces of safetensors files, one file open at a time.
     def __init__(self, config: ModelConfig, folder: Path) -> None:
         self._config = config
         self._folder = folder
@@ -152,15 +155,11 @@ class _Files:
         self._opened, self._size = "", 0
 
     def read(self, file: str, name: str, shape: torch.Size, part: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor that must have this shape."""
         try:
             if self._reader is None or file != self._opened or self._size > _REOPEN_BYTES:
                 # A file is mapped, and what was read of it counts until it is closed.
-                self._reader, self._opened, self._size = (
-                    safe_open(self._folder / file, "pt"),
-                    file,
-                    0,
-                )
+                self._reader = safe_open(self._folder / file, "pt")
+                self._opened, self._size = file, 0
             saved = self._reader.get_slice(name)
             if list(saved.get_shape()) != list(shape):
                 raise _misfit(
@@ -175,13 +174,8 @@ class _Files:
         return value
 
 
-@torch.no_grad()
-def fill_buffers(model: Any) -> None:
-    """Constants that no file holds, such as the frequencies of rotary embeddings.
-
-    Raises:
-        NotCoveredError: the model makes some elsewhere than in `_init_weights`.
-    """
+def _fill_buffers(model: Any) -> None:
+    # Constants that no file holds, such as the frequencies of rotary embeddings.
     for name, module in model.named_modules():
         if module._buffers:
             shadow = _shadow(module, {})
@@ -251,13 +245,6 @@ def _check_buffers(module: nn.Module, name: str) -> None:
 def _module_seed(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # Parameters and the buffers that files hold.
-    yield from model.named_parameters()
-    kept = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 def _copy_part(parameter: Tensor, value: Tensor) -> None:
@@ -344,9 +331,6 @@ def base_fingerprint(config: ModelConfig) -> str:
     """A hash of a base model's config, of the names, shapes and sizes of its weights, and of a
     little of each of their files: models of one shape differ there.
 
-    Args:
-        config: the run file's section, with init: pretrained.
-
     Raises:
         UserError: the files cannot be read.
     """
@@ -357,7 +341,14 @@ def base_fingerprint(config: ModelConfig) -> str:
         kept = {key: value for key, value in described.items() if key not in _VOLATILE}
         digest.update(json.dumps(kept, sort_keys=True).encode())
         for name in sorted(set(where.values())):
-            _add_file(digest, folder / name)
+            # Its size, its first bytes, where names and shapes stand, and samples of the rest.
+            size = (folder / name).stat().st_size
+            digest.update(f"{size}".encode())
+            with (folder / name).open("rb") as stream:
+                digest.update(stream.read(_HEADER_BYTES))
+                for number in range(1, _SAMPLES + 1):
+                    stream.seek(max(0, (size - _SAMPLE_BYTES) * number // _SAMPLES))
+                    digest.update(stream.read(_SAMPLE_BYTES))
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             f"the files of {config.name_or_path} cannot be read: {error}",
@@ -366,14 +357,3 @@ def base_fingerprint(config: ModelConfig) -> str:
             id="model.load",
         ) from error
     return digest.hexdigest()
-
-
-def _add_file(digest: hashlib.blake2b, path: Path) -> None:
-    # Its size, its first bytes, where the names and shapes stand, and samples of the rest.
-    size = path.stat().st_size
-    digest.update(f"{size}".encode())
-    with path.open("rb") as stream:
-        digest.update(stream.read(_HEADER_BYTES))
-        for number in range(1, _SAMPLES + 1):
-            stream.seek(max(0, (size - _SAMPLE_BYTES) * number // _SAMPLES))
-            digest.update(stream.read(_SAMPLE_BYTES))

@@ -16,7 +16,7 @@ from isles.balance.curve import Curve, slowest
 from isles.balance.history import Dealt, Device, History, equal_devices
 from isles.balance.revise import choose, pooled
 from isles.balance.shares import rank_shares, rank_sizes
-from isles.checkpoint.store import disk_fault
+from isles.checkpoint.save import disk_fault
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh

@@ -14,18 +14,15 @@ import torch
 from torch import nn
 
 from isles.balance.balancer import Balancer
-from isles.checkpoint.manager import CheckpointManager
-from isles.checkpoint.rng import restore_rng
-from isles.checkpoint.store import load_tensors
-from isles.checkpoint.travel import Travel
+from isles.checkpoint.load import load_tensors, on_this_disk, restore_rng
+from isles.checkpoint.save import CheckpointManager
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
 from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps
-from isles.data.build import build_datasets
-from isles.data.dataset import Dataset
 from isles.data.loader import Loader
+from isles.data.mix import Dataset, build_datasets
 from isles.data.tokens.tokenizer import OTHER_TOKENIZER, check_vocabulary
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
@@ -79,14 +76,14 @@ def build(
     recorder: Recorder,
     signals: StopSignals,
     resume_from: CheckpointInfo | None,
-    travel: Travel,
+    disks: Disks,
     attempt: int,
 ) -> Parts:
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_attention(config.model.attn_implementation, world.device)
     tokenizer, training, validation = _make_data(
-        config, run_dir, world, recorder, resume_from, travel.disks
+        config, run_dir, world, recorder, resume_from, disks
     )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
@@ -98,11 +95,11 @@ def build(
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
         reference.score_all(training, validation, config.training, total_steps, run_dir)
     between = make_between(config, engine, world, run_dir, resume_from)
-    progress = _take_over(engine, resume_from, config, world, travel, recorder, between)
+    progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, between)
     samples = None if between is None else between.begin(progress, recorder)
     meter = StepMeter(world, Speed.of(world.device, built.flops))
     now = meter.clock.now  # the watchdog compares when a save has moved
-    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt, now)
+    checkpoints = CheckpointManager(run_dir, world, config.checkpoint, disks, attempt, now)
     checkpoints.begin(progress.step)
     recorder.use(make_trackers(resolved, run_dir, recorder, world, step=progress.step))
     recorder.update(step=progress.step, total_steps=total_steps)
@@ -309,8 +306,9 @@ def _take_over(
     engine: Engine,
     checkpoint: CheckpointInfo | None,
     config: RunConfig,
+    run_dir: RunDir,
     world: World,
-    travel: Travel,
+    disks: Disks,
     recorder: Recorder,
     between: Between | None,
 ) -> Progress:
@@ -327,7 +325,7 @@ def _take_over(
         moved = f"{format_bytes(done)} of {format_bytes(total)}"
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
-    with travel.brought(checkpoint, say) as folder:
+    with on_this_disk(checkpoint, run_dir, world, disks, say) as folder:
         load_tensors(state | outer, folder)
         engine.load_state_dict(state)
         is_restored = restore_rng(

@@ -104,7 +104,7 @@ def _of_stream(
     stream = open_source(source, streams=True)
     rows = stream.rows(encoder.columns)
     each = 2 if encoder.kind == "preference" else 1
-    tally = Tally(stream.describe(), config.data.max_bad_fraction)
+    tally = Tally(stream.name, config.data.max_bad_fraction)
     batches = encode_rows(islice(rows, 20 * num_samples), encoder, tally)
     documents = (document for batch in batches for document in batch)
     for number, document in enumerate(islice(documents, each * num_samples)):

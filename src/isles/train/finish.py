@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-from isles.checkpoint.adapter import export_adapter, export_merged, read_trained
 from isles.checkpoint.card import ExportKind, card_text
-from isles.checkpoint.export import export_checkpoint, export_model
+from isles.checkpoint.export import (
+    export_adapter,
+    export_checkpoint,
+    export_merged,
+    export_model,
+    read_trained,
+)
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
 from isles.config.sections.output import CheckpointConfig

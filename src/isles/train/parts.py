@@ -11,12 +11,12 @@ import torch
 
 import isles
 from isles.balance.balancer import Balancer
-from isles.checkpoint.manager import CheckpointManager
+from isles.checkpoint.save import CheckpointManager
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved, digest
 from isles.config.sections.run import RunConfig
-from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
+from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.run.manifest import MANIFEST_VERSION

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from isles.config.sections.training import TrainingConfig
-from isles.data.dataset import Dataset
 from isles.data.loader import numbered_batches
+from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError

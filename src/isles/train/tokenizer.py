@@ -9,8 +9,8 @@ from typing import Any
 
 from isles.config.files import CHATML
 from isles.config.sections.run import RunConfig
-from isles.data.build import documents_for_tokenizer
 from isles.data.chat.template import stop_at_turns, use_template
+from isles.data.mix import documents_for_tokenizer
 from isles.data.tokens.encode import TEMPLATED
 from isles.data.tokens.prepare import rank_with_data
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer

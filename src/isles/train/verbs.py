@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from isles.checkpoint.adapter import read_trained
 from isles.checkpoint.card import card_text
-from isles.checkpoint.export import export_model
+from isles.checkpoint.export import export_model, read_trained
 from isles.checkpoint.hub import check_push, push
-from isles.checkpoint.store import load_tensors
+from isles.checkpoint.load import load_tensors
 from isles.config.resolve import Resolved, load_resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import Precision
-from isles.data.build import build_datasets
-from isles.data.chat.conversations import chat_prompt
+from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
+from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import DataError, TrainingError, UserError

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from transformers.utils import logging as transformers_logging
 
-from isles.checkpoint.manager import latest_good
-from isles.checkpoint.travel import Travel, refuse_other_run
+from isles.checkpoint.load import latest_good, refuse_other_run
 from isles.config.resolve import Resolved, digest, load_resolved
 from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
@@ -122,8 +121,7 @@ def _train(
     refuse_other_run(run_dir, world, disks)
     check_outside(resolved, run_dir, recorder, world)
     checkpoint = _find_checkpoint(run_dir, world, resume_from)
-    travel = Travel(run_dir, world, disks)
-    parts = build(resolved, run_dir, world, recorder, signals, checkpoint, travel, attempt.number)
+    parts = build(resolved, run_dir, world, recorder, signals, checkpoint, disks, attempt.number)
     signals.training_begins()
     recorder.step_done(parts.progress.step)
     recorder.phase("training")

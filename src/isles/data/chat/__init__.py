@@ -1,2 +1,2 @@
-"""Conversations: `messages.py` reads them, `answers.py` those of questions and preferences,
-`template.py` renders them, and `conversations.py` says what the assistant says; open that first."""
+"""Conversations: `messages.py` reads messages in the forms that data has, `template.py` renders
+them as text and finds what the assistant says in it. Open `template.py` first."""

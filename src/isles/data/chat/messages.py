@@ -21,7 +21,6 @@ class Chat:
     """A conversation that the chat template renders.
 
     Args:
-        messages: with the roles and keys of chat templates.
         tools: JSON schemas of the tools that may be called; None: none.
         first: number of the first message whose answers may be trained on.
     """
@@ -41,12 +40,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Token ids as the data has them.
-
-    Args:
-        ids: of one document.
-        trained: for each whether it is a target.
-    """
+    """Token ids as the data has them."""
 
     ids: list[int]
     trained: list[bool]
@@ -88,17 +82,16 @@ def read_messages(
     text or a list of parts of the type text. The whole list may be JSON written as text.
 
     Args:
-        value: what the data has.
-        name: of the column, for messages.
-        where: the row.
-        keys: how the data names `role` and `content`, where it was said.
+        keys: how the data names `role` and `content`, where the run file says it.
 
     Raises:
         DataError: it is no such list, or something in it is missing or of the wrong type.
     """
     value = from_json_text(value, f"column {name!r}", where)
     if isinstance(value, Mapping) and all(isinstance(v, list) for v in value.values()):
-        value = _rows_of(value)  # the datasets library keeps a list of messages as lists
+        # The datasets library keeps a list of messages as lists.
+        cells = zip(*value.values(), strict=False)
+        value = [dict(zip(value, row, strict=False)) for row in cells]
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise wrong_type(value, f"column {name!r}", "a list of messages", where)
     if not value:
@@ -106,12 +99,6 @@ def read_messages(
     return [
         _read_message(message, f"{name}[{index}]", where, keys or {})
         for index, message in enumerate(value)
-    ]
-
-
-def _rows_of(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    return [
-        dict(zip(columns, cells, strict=False)) for cells in zip(*columns.values(), strict=False)
     ]
 
 
@@ -170,27 +157,27 @@ def _role(value: object, at: str, where: str) -> str:
 
 
 def _content(value: object, at: str, where: str) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return "".join(_part(part, f"{at}[{index}]", where) for index, part in enumerate(value))
-    return checked_text(value, at, where)
-
-
-def _part(part: object, at: str, where: str) -> str:
-    if isinstance(part, str):
-        return checked_text(part, at, where)
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(part, Mapping) or kind != "text":
-        what = f"a part of type {kind!r}" if isinstance(part, Mapping) else show(part)
-        raise DataError(
-            f"{at} holds {what}, and only parts of type 'text' can be trained on",
-            where=where,
-            fix="repair or remove that row",
-        )
-    return checked_text(part.get("text"), f"{at}.text", where)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return checked_text(value, at, where)
+    texts = []
+    for index, part in enumerate(value):
+        if isinstance(part, str):
+            texts.append(checked_text(part, f"{at}[{index}]", where))
+        elif isinstance(part, Mapping) and part.get("type") == "text":
+            texts.append(checked_text(part.get("text"), f"{at}[{index}].text", where))
+        else:
+            kind = f"a part of type {part.get('type')!r}" if isinstance(part, Mapping) else ""
+            raise DataError(
+                f"{at}[{index}] holds {kind or show(part)}, and only parts of type 'text' can be "
+                "trained on",
+                where=where,
+                fix="repair or remove that row",
+            )
+    return "".join(texts)
 
 
 def _tool_calls(value: object, at: str, where: str) -> list[Any]:
-    """Tool calls with their arguments as objects: templates write them as JSON themselves."""
+    # With their arguments as objects: templates write them as JSON themselves.
     value = from_json_text(value, at, where)
     if not isinstance(value, Sequence):
         raise wrong_type(value, at, "a list of tool calls", where)
@@ -258,7 +245,7 @@ def check_answers(messages: Sequence[Message], name: str, where: str, first: int
 
 
 def texts_of(item: Item) -> list[str]:
-    """All that is said in an item, for training a tokenizer."""
+    """All text of an item, for training a tokenizer."""
     match item:
         case str():
             return [item]

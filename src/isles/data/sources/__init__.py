@@ -1,2 +1,2 @@
-"""Rows of sources: `find.py` finds what one names, `read.py` and `hub.py` read it in chunks, and
-`parse.py` checks what the columns hold. `rows.py` has what they hand on. Open `find.py` first."""
+"""Rows of sources: `find.py` finds what one names, `read.py` reads files in chunks, and `parse.py`
+makes documents of rows by their type. `rows.py` has what they hand on. Open `find.py` first."""

@@ -8,15 +8,16 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from isles.config.files import BUILT_IN, how_to_find, may_be_hub_id
 from isles.config.sections.data import SourceConfig
-from isles.data.sources.read import CHUNK_ROWS, file_pieces, unreadable
+from isles.data.sources.read import CHUNK_ROWS, file_pieces, near_names, unreadable
 from isles.data.sources.rows import PLAIN, Chunk, ChunkStart, Columns, Row, Source
 from isles.errors import DataError
 
@@ -32,7 +33,6 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     datasets library, a glob, a hub id. Files are looked up now and read later.
 
     Args:
-        source: in the run file.
         streams: whether a dataset of the hub is read as it is needed; else it is downloaded now.
 
     Raises:
@@ -53,31 +53,9 @@ def open_source(source: SourceConfig, *, streams: bool = False) -> Source:
     except OSError as error:
         raise unreadable(path, error) from error
     if may_be_hub_id(name):
-        from isles.data.sources.hub import open_hub, stream_hub
-
         return (stream_hub if streams else open_hub)(name, source.subset, source.split)
     raise DataError(
         "there is no such file", where=str(path.absolute()), fix=how_to_find(path), id="files.data"
-    )
-
-
-def _open_folder(path: Path, source: SourceConfig) -> Source:
-    from isles.data.sources.hub import is_saved_dataset, open_saved
-
-    if is_saved_dataset(path):
-        return open_saved(path.absolute(), source.split)
-    # Not read as it is: a folder of data also holds readmes, archives and caches.
-    endings = Counter(file.suffix for file in path.rglob("*") if file.is_file())
-    if not endings:
-        raise DataError(
-            "the folder holds no files", where=str(path), fix="name one that does", id="files.data"
-        )
-    ending, count = endings.most_common(1)[0]
-    raise DataError(
-        "is a folder, and not one that save_to_disk of the datasets library wrote",
-        where=str(path),
-        fix=f"name its files with a glob: {path}/**/*{ending} ({count} files)",
-        id="files.data",
     )
 
 
@@ -107,9 +85,6 @@ class Files(Source):
     name: str
     files: tuple[Path, ...]
 
-    def describe(self) -> str:
-        return self.name
-
     def identity(self) -> dict[str, Any]:
         """Path, size and time of change of every file."""
         stamps = []
@@ -130,16 +105,12 @@ class Files(Source):
         every = -(-len(self.files) // _SAMPLED_FILES)
         return {
             "files": {
-                os.path.relpath(file, root): [
-                    size,
-                    None if i % every else _sampled(Path(file), size),
-                ]
+                os.path.relpath(file, root): [size, None if i % every else _sample(file, size)]
                 for i, (file, size, _) in enumerate(self.identity()["files"])
             }
         }
 
     def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
-        """The chunks of each file in turn."""
         first, place = (begin["file"], tuple(begin["place"])) if begin else (0, (0, 0))
         for index in range(first, len(self.files)):
             for start, end, rows in file_pieces(self.files[index], columns, place):
@@ -148,6 +119,18 @@ class Files(Source):
                     {"file": index, "place": list(start)}, {"file": index, "place": list(end)}, rows
                 )
             place = (0, 0)
+
+
+def _sample(file: str, size: int) -> str:
+    # A hash of a file's beginning and end.
+    try:
+        with Path(file).open("rb") as stream:
+            digest = hashlib.sha256(stream.read(_SAMPLED_BYTES))
+            stream.seek(max(size - _SAMPLED_BYTES, 0))
+            digest.update(stream.read(_SAMPLED_BYTES))
+    except OSError as error:
+        raise unreadable(Path(file), error) from error
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +144,6 @@ class BuiltIn(Source):
     """
 
     name: str
-
-    def describe(self) -> str:
-        return self.name
 
     def identity(self) -> dict[str, Any]:
         """The Python version, and how much of its library is installed."""
@@ -205,13 +185,190 @@ def _library() -> list[Path]:
     return sorted(found)
 
 
-def _sampled(file: Path, size: int) -> str:
-    """A hash of a file's beginning and end."""
+@dataclass(frozen=True, slots=True)
+class DatasetSource(Source):
+    """One split of a dataset that the `datasets` library has opened."""
+
+    name: str
+    dataset: Any  # the datasets library ships no types that mypy can follow
+
+    def identity(self) -> dict[str, Any]:
+        """The library's fingerprint, and the files beneath it."""
+        return {"dataset": self.name, **self.content()}
+
+    def content(self) -> dict[str, Any]:
+        files = [Path(entry["filename"]) for entry in self.dataset.cache_files]
+        return {
+            "fingerprint": self.dataset._fingerprint,
+            "rows": len(self.dataset),
+            "files": [[file.name, file.stat().st_size] for file in files],
+        }
+
+    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        import pyarrow as pa
+
+        names = list(self.dataset.column_names)
+        columns.check(names, self.name)
+        wanted = [name for name in names if name in columns.wanted]
+        dataset = self.dataset.with_format(None).select_columns(wanted)
+        number = begin["row"] if begin else 0
+        try:
+            while number < len(dataset):
+                batch = dataset[number : number + CHUNK_ROWS]
+                cells = zip(*batch.values(), strict=True)
+                rows = [dict(zip(batch, values, strict=True)) for values in cells]
+                end = number + len(rows)
+                yield Chunk({"row": number}, {"row": end}, _numbered(self.name, number, rows))
+                number = end
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"the dataset is damaged (near row {number}): {str(error)[:300]}",
+                where=self.name,
+                fix="fetch it or save it again",
+                id="data.damaged",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class HubStream(Source):
+    """The rows of a dataset that is read over the network as they are needed.
+
+    Args:
+        name: hub id, subset and split, for messages.
+        split: one split, not a slice of one.
+    """
+
+    name: str
+    builder: Any
+    split: str
+
+    def identity(self) -> dict[str, Any]:
+        """The files; on the hub their names hold the commit, so that they cannot change."""
+        files = (self.builder.config.data_files or {}).get(self.split, [])
+        return {"dataset": self.name, "files": [str(file) for file in files]}
+
+    def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
+        dataset = self.builder.as_streaming_dataset(self.split)
+        if dataset.column_names is not None:
+            columns.check(dataset.column_names, self.name)
+        state, number = (begin["state"], begin["number"]) if begin else (None, 0)
+        if state is not None:
+            dataset.load_state_dict(state)
+        rows = iter(dataset)
+        while chunk := self._next(rows, number):
+            begin = {"state": state, "number": number}
+            named = _numbered(self.name, number, chunk)
+            state, number = dataset.state_dict(), number + len(chunk)
+            yield Chunk(begin, {"state": state, "number": number}, named)
+
+    def _next(self, rows: Iterator[Any], number: int) -> list[Any]:
+        import pyarrow as pa
+        from datasets.exceptions import DatasetsError
+
+        try:
+            return list(islice(rows, CHUNK_ROWS))
+        except (OSError, ValueError, DatasetsError, pa.ArrowException) as error:
+            raise DataError(
+                f"cannot be read further: {type(error).__name__}: {str(error)[:300]}",
+                where=f"{self.name} row {number}",
+                fix="look at the network and start again: the run goes on from its last checkpoint",
+            ) from error
+
+
+def _numbered(name: str, first: int, rows: Sequence[Any]) -> list[Row | DataError]:
+    return [Row(f"{name} row {first + i}", row) for i, row in enumerate(rows)]
+
+
+def _open_folder(path: Path, source: SourceConfig) -> Source:
+    # `save_to_disk` of the datasets library writes one of these files.
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _open_saved(path.absolute(), source.split)
+    # Not read as it is: a folder of data also holds readmes, archives and caches.
+    endings = Counter(file.suffix for file in path.rglob("*") if file.is_file())
+    if not endings:
+        raise DataError(
+            "the folder holds no files", where=str(path), fix="name one that does", id="files.data"
+        )
+    ending, count = endings.most_common(1)[0]
+    raise DataError(
+        "is a folder, and not one that save_to_disk of the datasets library wrote",
+        where=str(path),
+        fix=f"name its files with a glob: {path}/**/*{ending} ({count} files)",
+        id="files.data",
+    )
+
+
+def _open_saved(folder: Path, split: str) -> DatasetSource:
+    # The split counts only where the folder holds several.
+    import datasets
+
+    fix = "save it again with save_to_disk of the datasets library"
+    loaded = _load(lambda: datasets.load_from_disk(str(folder)), str(folder), fix)
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            near = get_close_matches(split, loaded, n=1) or list(loaded)[:1]
+            raise DataError(
+                f"there is no split {split!r}; there are: {', '.join(loaded)}",
+                where=str(folder),
+                fix=f"set data.sources.split to {near[0] if near else 'one of them'}",
+                id="hub.access",
+            )
+        loaded = loaded[split]
+    return DatasetSource(str(folder), loaded)
+
+
+def open_hub(path: str, subset: str | None, split: str) -> DatasetSource:
+    """A dataset of the Hugging Face hub, downloaded unless it lies in the library's cache.
+
+    Args:
+        path: hub id (owner/name), or whatever else `datasets.load_dataset` takes.
+        subset: the configuration; None: its default.
+        split: the split, or a slice of one such as train[:1%].
+
+    Raises:
+        DataError: there is no such dataset, subset or split, or it cannot be reached.
+    """
+    import datasets
+
+    name = f"{path} ({subset})" if subset else path
+    near = "".join(f"; did you mean {other}?" for other in near_names(Path(path))[:1])
+    fix = (
+        f"as a file, {path!r} does not exist in {Path.cwd()}{near}. As a dataset: look at "
+        f"https://huggingface.co/datasets/{path} for its name, subsets and splits; log in with "
+        f"`hf auth login` if it is gated; without network, download it before"
+    )
+    loaded = _load(lambda: datasets.load_dataset(path, name=subset, split=split), name, fix)
+    return DatasetSource(f"{name} {split}", loaded)
+
+
+def stream_hub(path: str, subset: str | None, split: str) -> HubStream:
+    """A dataset of the hub without its data.
+
+    Raises:
+        DataError: there is no such dataset, subset or split, or it cannot be reached.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
-        with file.open("rb") as stream:
-            digest = hashlib.sha256(stream.read(_SAMPLED_BYTES))
-            stream.seek(max(size - _SAMPLED_BYTES, 0))
-            digest.update(stream.read(_SAMPLED_BYTES))
-    except OSError as error:
-        raise unreadable(file, error) from error
-    return digest.hexdigest()
+        builder = datasets.load_dataset_builder(path, name=subset)
+        builder.as_streaming_dataset(split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(
+            f"cannot be streamed: {type(error).__name__}: {str(error)[:500]}",
+            where=f"{path} {split}",
+            fix=f"look at https://huggingface.co/datasets/{path} for its name, subsets and splits "
+            "(a slice of a split cannot be streamed); log in with `hf auth login` if it is gated",
+        ) from error
+    return HubStream(f"{path} ({subset}) {split}" if subset else f"{path} {split}", builder, split)
+
+
+def _load(load: Callable[[], Any], name: str, fix: str) -> Any:
+    import pyarrow as pa
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return load()
+    except (OSError, ValueError, DatasetsError, pa.ArrowException) as error:
+        what = f"cannot be loaded: {type(error).__name__}: {str(error)[:500]}"
+        raise DataError(what, where=name, fix=fix, id="hub.access") from error

@@ -1,15 +1,30 @@
-"""Rows of text, chat and tokens, read and checked."""
+"""Rows by the type of the data: text, conversations, instructions, token ids, preferences.
+
+Each parser knows the columns of its type, by the names that the run file gives them, and makes an
+`Item` of a row or says what is wrong with it.
+"""
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat.answers import InstructParser, PreferenceParser
-from isles.data.chat.messages import Chat, Ids, Item, check_answers, read_messages, read_tools
+from isles.data.chat.messages import (
+    Chat,
+    Continuation,
+    Ids,
+    Item,
+    Message,
+    Pair,
+    check_answers,
+    read_messages,
+    read_tools,
+)
 from isles.data.sources.rows import (
     PLAIN,
     Columns,
@@ -17,30 +32,66 @@ from isles.data.sources.rows import (
     checked_text,
     from_json_text,
     missing_column,
+    show,
     wrong_type,
 )
 from isles.errors import DataError
 
 _UNTRAINED = -100  # what labels hold where nothing is trained, by torch's and transformers' custom
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
-class Parser(Columns, Protocol):
-    """Reads the rows of one type of data."""
+class Parser(ABC):
+    """Reads the rows of one type of data; see `Columns`.
 
+    Args:
+        columns: how the data names them; by their keys in the run file.
+        keys: of all columns that may be read.
+    """
+
+    def __init__(self, columns: Mapping[str, str], keys: Sequence[str]) -> None:
+        self._named = set(columns)
+        self._names = {key: columns.get(key, key) for key in keys}
+        self.wanted = frozenset(self._names.values())
+
+    @abstractmethod
+    def check(self, names: Sequence[str], where: str) -> None:
+        """Refuse a file that lacks a column, by the names of all its columns.
+
+        Raises:
+            DataError: it does.
+        """
+
+    @abstractmethod
     def parse(self, row: Row) -> Item | None:
-        """What one row holds; None where it is empty text, which is left out.
+        """The content of one row; None where it is empty text, which is left out.
 
         Raises:
             DataError: the row is bad.
         """
-        ...
+
+    def _need(self, key: str, names: Sequence[str], where: str) -> str:
+        # What the data calls a column, which must be among these names.
+        name = self._names[key]
+        if name not in names:
+            raise missing_column(name, names, where, key=key)
+        return name
+
+    def _text(self, key: str, row: Row, *, may_miss: bool = False) -> str:
+        # The text of a column; "" where it is missing or null and may be.
+        if may_miss and row.columns.get(self._names[key]) is None:
+            return ""
+        name = self._need(key, list(row.columns), row.where)
+        text = checked_text(row.columns[name], f"column {name!r}", row.where)
+        if not may_miss and not text.strip():
+            raise DataError(f"column {name!r} is empty", where=row.where, fix="remove that row")
+        return text
 
 
 def make_parser(source: SourceConfig, *, has_template: bool, vocab_size: int | None) -> Parser:
-    """Who reads the rows of a source.
+    """The parser for the rows of a source.
 
     Args:
-        source: of any type but `fake`.
         has_template: whether a chat template will render questions and answers.
         vocab_size: one more than the largest token id that may stand in the data; None: any.
     """
@@ -67,74 +118,64 @@ def columns_of(source: SourceConfig) -> Columns:
     return make_parser(source, has_template=True, vocab_size=None)
 
 
-class TextParser:
+class TextParser(Parser):
     """Plain text, or one column of text."""
 
     def __init__(self, column: str) -> None:
-        self._column = column
-        self.wanted = frozenset([column])
+        super().__init__({"text_column": column}, ["text_column"])
 
     def check(self, names: Sequence[str], where: str) -> None:
-        """Refuse a file without the column."""
-        if PLAIN not in names and self._column not in names:
-            raise missing_column(self._column, names, where, key="text_column")
+        if PLAIN not in names:
+            self._need("text_column", names, where)
 
     def parse(self, row: Row) -> str | None:
-        """The text; None where it is empty or white space."""
-        where, columns = row
-        text = columns.get(PLAIN)
+        text = row.columns.get(PLAIN)
         if text is None:
-            if self._column not in columns:
-                raise missing_column(self._column, list(columns), where, key="text_column")
+            name = self._need("text_column", list(row.columns), row.where)
             text = checked_text(
-                columns[self._column],
-                f"column {self._column!r}",
-                where,
+                row.columns[name],
+                f"column {name!r}",
+                row.where,
                 "repair or remove that row, or set data.sources.text_column to a column of strings",
             )
         return text if text and not text.isspace() else None
 
 
-class ChatParser:
+class ChatParser(Parser):
     """Conversations: a column of messages, and perhaps columns of tools and a system message.
 
     Without a column that was named, `messages` is read, else `conversations` (or `conversation`).
 
     Args:
-        columns: how the data names them.
         needs_answer: whether a conversation in which the assistant says nothing is bad.
     """
 
     def __init__(self, columns: Mapping[str, str], *, needs_answer: bool) -> None:
+        super().__init__(columns, ("messages", "tools", "system"))
         named = columns.get("messages")
         self._choice = (named,) if named else ("messages", "conversations", "conversation")
         self._keys = {key: columns[key] for key in ("role", "content") if key in columns}
-        self._tools = columns.get("tools", "tools")
-        self._system = columns.get("system", "system")
-        self._needed = tuple(columns[key] for key in ("tools", "system") if key in columns)
         self._needs_answer = needs_answer
-        self.wanted = frozenset([*self._choice, self._tools, self._system])
+        self.wanted |= {*self._choice}
 
     def check(self, names: Sequence[str], where: str) -> None:
-        """Refuse a file without messages, or without a column that was named."""
         self._column(names, where)
-        for name in self._needed:
-            if name not in names:
-                key = "tools" if name == self._tools else "system"
-                raise missing_column(name, names, where, key=key)
+        for key in ("tools", "system"):
+            if key in self._named:
+                self._need(key, names, where)
 
     def parse(self, row: Row) -> Chat:
-        """One conversation."""
         where, columns = row
         name = self._column(list(columns), where)
         messages = read_messages(columns[name], name, where, self._keys)
-        system = columns.get(self._system)
+        system = columns.get(self._names["system"])
         if system not in (None, "") and messages[0]["role"] != "system":
-            said = checked_text(system, f"column {self._system!r}", where)
-            messages.insert(0, {"role": "system", "content": said})
+            text = checked_text(system, f"column {self._names['system']!r}", where)
+            messages.insert(0, {"role": "system", "content": text})
         if self._needs_answer:
             check_answers(messages, name, where)
-        return Chat(messages, read_tools(columns.get(self._tools), self._tools, where))
+        tools = self._names["tools"]
+        return Chat(messages, read_tools(columns.get(tools), tools, where))
 
     def _column(self, names: Sequence[str], where: str) -> str:
         for name in self._choice:
@@ -143,79 +184,227 @@ class ChatParser:
         raise missing_column(self._choice[0], names, where, key="messages")
 
 
-class TokensParser:
+class InstructParser(Parser):
+    """instruction (with input) and output, or prompt and completion; perhaps a system message.
+
+    A prompt may be a list of messages; then the completion may be one as well.
+
+    Args:
+        has_template: whether a chat template renders them; otherwise they are one text.
+    """
+
+    _FORMS = (("instruction", "output"), ("prompt", "completion"))
+
+    def __init__(self, columns: Mapping[str, str], *, has_template: bool) -> None:
+        keys = ("instruction", "input", "output", "prompt", "completion", "system")
+        super().__init__(columns, keys)
+        self._has_template = has_template
+
+    def check(self, names: Sequence[str], where: str) -> None:
+        for key in self._form(names, where):
+            self._need(key, names, where)
+        for key in ("input", "system"):
+            if key in self._named:
+                self._need(key, names, where)
+
+    def parse(self, row: Row) -> Chat | Continuation:
+        question, answer = self._form(list(row.columns), row.where)
+        system = self._text("system", row, may_miss=True)
+        is_prompt = question == "prompt"
+        if is_prompt and not isinstance(row.columns[self._names["prompt"]], str):
+            return self._messages(row, system)
+        asked, answered = self._text(question, row), self._text(answer, row)
+        given = "" if is_prompt else self._text("input", row, may_miss=True)
+        if self._has_template:
+            content = f"{asked}\n\n{given}" if given.strip() else asked
+            messages = _with_system([{"role": "user", "content": content}], system)
+            return Chat([*messages, _assistant(answered)], first=len(messages))
+        if is_prompt:
+            return Continuation(f"{system}\n\n{asked}" if system.strip() else asked, answered)
+        parts = [system.strip()] if system.strip() else []
+        parts.append(f"### Instruction:\n{asked.strip()}")
+        parts += [f"### Input:\n{given.strip()}"] if given.strip() else []
+        return Continuation("\n\n".join([*parts, "### Response:\n"]), answered)
+
+    def _form(self, names: Sequence[str], where: str) -> tuple[str, str]:
+        # Which of the two forms the columns have, by what was named and what is there.
+        for form in self._FORMS:
+            if self._named & {*form, *(("input",) if form[0] == "instruction" else ())}:
+                return form
+        there = [form for form in self._FORMS if self._names[form[0]] in names]
+        if len(there) == 2:
+            there = [form for form in there if form[1] in names]
+            if len(there) == 2:
+                raise DataError(
+                    "there are columns for both instruction and output, and prompt and completion",
+                    where=where,
+                    fix="say which to read: data.sources.columns: {prompt: prompt}, or "
+                    "{instruction: instruction}",
+                )
+        if not there:
+            raise missing_column("instruction", names, where, key="instruction")
+        return there[0]
+
+    def _messages(self, row: Row, system: str) -> Chat:
+        name = self._names["prompt"]
+        if not self._has_template:
+            raise _needs_template(f"column {name!r} holds messages", row.where)
+        messages = _with_system(read_messages(row.columns[name], name, row.where), system)
+        first = len(messages)
+        answer = self._need("completion", list(row.columns), row.where)
+        value = row.columns[answer]
+        if isinstance(value, str):
+            messages.append(_assistant(checked_text(value, f"column {answer!r}", row.where)))
+        elif isinstance(value, Mapping | Sequence):
+            value = [value] if isinstance(value, Mapping) else value
+            messages += read_messages(value, answer, row.where)
+        else:
+            raise DataError(
+                f"column {answer!r} holds {show(value)}, neither text nor messages",
+                where=row.where,
+                fix="repair or remove that row",
+            )
+        check_answers(messages, answer, row.where, first)
+        return Chat(messages, first=first)
+
+
+class PreferenceParser(Parser):
+    """A prompt with a chosen and a rejected answer.
+
+    The answers may be text or lists of messages; conversations that begin alike may stand in for
+    prompt and answer; text with turns of `Human:` and `Assistant:` is read as a conversation.
+
+    Args:
+        has_template: whether a chat template renders them.
+    """
+
+    def __init__(self, columns: Mapping[str, str], *, has_template: bool) -> None:
+        super().__init__(columns, ("prompt", "chosen", "rejected", "system"))
+        self._keys = {key: columns[key] for key in ("role", "content") if key in columns}
+        self._has_template = has_template
+
+    def check(self, names: Sequence[str], where: str) -> None:
+        for key in ("chosen", "rejected", *sorted(self._named & {"prompt", "system"})):
+            self._need(key, names, where)
+
+    def parse(self, row: Row) -> Pair:
+        self.check(list(row.columns), row.where)
+        system = self._text("system", row, may_miss=True)
+        prompt = row.columns.get(self._names["prompt"])
+        answers = [self._answer(key, row) for key in ("chosen", "rejected")]
+        if not self._has_template:
+            if not isinstance(prompt, str) or not all(isinstance(a, str) for a in answers):
+                raise _needs_template("the answers are conversations", row.where)
+            asked = self._text("prompt", row)
+            before = f"{system}\n\n{asked}" if system.strip() else asked
+            self._check_different(answers[0], answers[1], row)
+            return Pair(*(Continuation(before, str(answer)) for answer in answers))
+        messages = self._before(prompt, system, row)
+        one, other = (self._conversation(messages, answer, row) for answer in answers)
+        self._check_different(one, other, row)
+        first = 0  # messages that both have in common
+        while first < min(len(one), len(other)) and one[first] == other[first]:
+            first += 1
+        for key, conversation in (("chosen", one), ("rejected", other)):
+            check_answers(conversation, self._names[key], row.where, first)
+        return Pair(Chat(one, first=first), Chat(other, first=first))
+
+    def _answer(self, key: str, row: Row) -> str | list[Message]:
+        name = self._names[key]
+        value = row.columns[name]
+        if isinstance(value, str):
+            text = self._text(key, row)
+            return _turns(text, row.where) or text
+        if isinstance(value, Mapping) and not all(isinstance(v, list) for v in value.values()):
+            value = [value]  # one message
+        return read_messages(value, name, row.where, self._keys)
+
+    def _before(self, prompt: object, system: str, row: Row) -> list[Message]:
+        # The messages before the answers.
+        messages: list[Message] = []
+        if isinstance(prompt, str):
+            text = self._text("prompt", row)
+            messages = _turns(text, row.where) or [{"role": "user", "content": text}]
+        elif prompt is not None:
+            messages = read_messages(prompt, self._names["prompt"], row.where, self._keys)
+        return _with_system(messages, system)
+
+    def _conversation(
+        self, before: list[Message], answer: str | list[Message], row: Row
+    ) -> list[Message]:
+        # The messages before, and the answer, which may begin with these messages itself.
+        asked = [message for message in before if message["role"] != "system"]
+        if isinstance(answer, str):
+            if not asked:
+                name = self._names["prompt"]
+                raise missing_column(name, list(row.columns), row.where, key="prompt")
+            return [*before, _assistant(answer)]
+        if answer[0]["role"] == "system":
+            return answer
+        system = before[: len(before) - len(asked)]
+        return [*system, *answer] if answer[: len(asked)] == asked else [*before, *answer]
+
+    def _check_different(self, chosen: object, rejected: object, row: Row) -> None:
+        if chosen == rejected:
+            names = f"{self._names['chosen']} and {self._names['rejected']}"
+            raise DataError(f"{names} are the same", where=row.where, fix="remove that row")
+
+
+class TokensParser(Parser):
     """Token ids, with labels (-100: not trained) or an attention mask (0: padding) where there are.
 
     Args:
-        columns: how the data names them.
         vocab_size: one more than the largest id; None: not known.
     """
 
     def __init__(self, columns: Mapping[str, str], vocab_size: int | None) -> None:
-        self._ids = columns.get("input_ids", "input_ids")
-        self._labels = columns.get("labels", "labels")
-        self._mask = columns.get("attention_mask", "attention_mask")
-        self._named = columns
+        super().__init__(columns, ("input_ids", "labels", "attention_mask"))
         self._vocab_size = vocab_size
-        self.wanted = frozenset([self._ids, self._labels, self._mask])
 
     def check(self, names: Sequence[str], where: str) -> None:
-        """Refuse a file without ids, or without a column that was named."""
-        for key, name in {"input_ids": self._ids, **self._named}.items():
-            if name not in names:
-                raise missing_column(name, names, where, key=key)
+        for key in ("input_ids", *sorted(self._named)):
+            self._need(key, names, where)
 
     def parse(self, row: Row) -> Ids:
-        """The ids of one document, without padding."""
         where, columns = row
         self.check(list(columns), where)
-        ids = self._numbers(columns[self._ids], self._ids, where)
+        ids_name, labels_name, mask_name = self._names.values()
+        ids = _integers(columns[ids_name], ids_name, where)
         trained = np.ones(len(ids), dtype=np.bool_)
-        if columns.get(self._labels) is not None:
-            labels = self._numbers(columns[self._labels], self._labels, where)
+        if columns.get(labels_name) is not None:
+            labels = _integers(columns[labels_name], labels_name, where)
             trained = self._trained(ids, labels, where)
-        if columns.get(self._mask) is not None:
-            kept = self._kept(ids, self._numbers(columns[self._mask], self._mask, where), where)
+        if columns.get(mask_name) is not None:
+            kept = self._kept(ids, _integers(columns[mask_name], mask_name, where), where)
             ids, trained = ids[kept], trained[kept]
-        self._check_range(ids, where)
+        limit = 2**31 if self._vocab_size is None else self._vocab_size
+        wrong = np.flatnonzero((ids < 0) | (ids >= limit))
+        if wrong.size:
+            known = f"and the tokenizer knows 0 to {limit - 1}"
+            raise DataError(
+                f"{ids_name} holds {ids[wrong[0]]}, "
+                + ("which is no token id" if self._vocab_size is None else known),
+                where=where,
+                fix="name the tokenizer that the data was made with in tokenizer.name_or_path",
+            )
         if not trained[1:].any():
+            others = f", and {labels_name} holds {_UNTRAINED} for the others"
             raise DataError(
                 f"{len(ids)} tokens of which none is trained: the first has nothing before it"
-                + (
-                    f", and {self._labels} holds {_UNTRAINED} for the others"
-                    if len(ids) > 1
-                    else ""
-                ),
+                + (others if len(ids) > 1 else ""),
                 where=where,
                 fix="remove that row",
             )
         return Ids(ids.tolist(), trained.tolist())
 
-    def _numbers(self, value: object, name: str, where: str) -> Any:
-        """A list of whole numbers as int64."""
-        value = from_json_text(value, f"column {name!r}", where)
-        if not isinstance(value, Sequence) or isinstance(value, bytes):
-            raise wrong_type(value, f"column {name!r}", "a list of token ids", where)
-        if not value:
-            raise DataError(f"column {name!r} is empty", where=where, fix="remove that row")
-        for index, number in enumerate(value):
-            if type(number) is not int:
-                raise wrong_type(number, f"{name}[{index}]", "a token id", where)
-            if not -(2**31) <= number < 2**31:
-                raise DataError(
-                    f"{name}[{index}] is {number}, no token id",
-                    where=where,
-                    fix="repair or remove that row",
-                )
-        return np.array(value, dtype=np.int64)
-
     def _trained(self, ids: Any, labels: Any, where: str) -> Any:
-        self._check_length(ids, labels, self._labels, where)
+        ids_name, labels_name, _ = self._names.values()
+        _check_length(ids, labels, ids_name, labels_name, where)
         wrong = np.flatnonzero((labels != _UNTRAINED) & (labels != ids))
         if wrong.size:
             at = int(wrong[0])
             raise DataError(
-                f"{self._labels}[{at}] is {labels[at]}, and {self._ids}[{at}] is {ids[at]}",
+                f"{labels_name}[{at}] is {labels[at]}, and {ids_name}[{at}] is {ids[at]}",
                 where=where,
                 fix=f"each label is the id at its own place, or {_UNTRAINED} where nothing is "
                 "trained; they are shifted by one in training",
@@ -223,35 +412,78 @@ class TokensParser:
         return labels != _UNTRAINED
 
     def _kept(self, ids: Any, mask: Any, where: str) -> Any:
-        self._check_length(ids, mask, self._mask, where)
+        ids_name, _, mask_name = self._names.values()
+        _check_length(ids, mask, ids_name, mask_name, where)
         kept = np.flatnonzero(mask)
         if not kept.size:
-            raise DataError(f"{self._mask} holds only 0", where=where, fix="remove that row")
+            raise DataError(f"{mask_name} holds only 0", where=where, fix="remove that row")
         if len(kept) != kept[-1] - kept[0] + 1 or not set(mask.tolist()) <= {0, 1}:
             raise DataError(
-                f"{self._mask} is not a run of 1 with 0 before and behind it",
+                f"{mask_name} is not a run of 1 with 0 before and behind it",
                 where=where,
                 fix="it can mark padding and nothing else; what is not trained has the label "
                 f"{_UNTRAINED}",
             )
         return slice(int(kept[0]), int(kept[-1]) + 1)
 
-    def _check_length(self, ids: Any, other: Any, name: str, where: str) -> None:
-        if len(other) != len(ids):
-            raise DataError(
-                f"{name} has {len(other)} numbers, and {self._ids} has {len(ids)}",
-                where=where,
-                fix="repair or remove that row",
-            )
 
-    def _check_range(self, ids: Any, where: str) -> None:
-        limit = self._vocab_size
-        wrong = np.flatnonzero((ids < 0) | (ids >= (2**31 if limit is None else limit)))
-        if wrong.size:
-            raise DataError(
-                f"{self._ids} holds {ids[wrong[0]]}, and the tokenizer knows 0 to {limit - 1}"
-                if limit is not None
-                else f"{self._ids} holds {ids[wrong[0]]}, which is no token id",
-                where=where,
-                fix="name the tokenizer that the data was made with in tokenizer.name_or_path",
-            )
+def _integers(value: object, name: str, where: str) -> Any:
+    # A list of whole numbers, perhaps as JSON text, as int64.
+    value = from_json_text(value, f"column {name!r}", where)
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise wrong_type(value, f"column {name!r}", "a list of token ids", where)
+    if not value:
+        raise DataError(f"column {name!r} is empty", where=where, fix="remove that row")
+    for index, number in enumerate(value):
+        if type(number) is not int:
+            raise wrong_type(number, f"{name}[{index}]", "a token id", where)
+        if not -(2**31) <= number < 2**31:
+            what = f"{name}[{index}] is {number}, no token id"
+            raise DataError(what, where=where, fix="repair or remove that row")
+    return np.array(value, dtype=np.int64)
+
+
+def _check_length(ids: Any, other: Any, ids_name: str, name: str, where: str) -> None:
+    if len(other) != len(ids):
+        raise DataError(
+            f"{name} has {len(other)} numbers, and {ids_name} has {len(ids)}",
+            where=where,
+            fix="repair or remove that row",
+        )
+
+
+def _needs_template(what: str, where: str) -> DataError:
+    return DataError(
+        f"{what}, and the tokenizer has no chat template",
+        where=where,
+        fix="set tokenizer.chat_template: chatml, or to a Jinja file",
+        id="data.template",
+    )
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _with_system(messages: list[Message], system: str) -> list[Message]:
+    if system.strip() and (not messages or messages[0]["role"] != "system"):
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _turns(text: str, where: str) -> list[Message] | None:
+    # The messages of a text with `Human:` and `Assistant:`; None for other text.
+    found = list(_TURN.finditer(text))
+    if not found or text[: found[0].start()].strip() or found[0].group(1) != "Human":
+        return None
+    ends = [*(turn.start() for turn in found[1:]), len(text)]
+    messages: list[Message] = [
+        {
+            "role": "user" if turn.group(1) == "Human" else "assistant",
+            "content": checked_text(text[turn.end() : end].strip(), "the text", where),
+        }
+        for turn, end in zip(found, ends, strict=True)
+    ]
+    if messages[-1] == _assistant(""):
+        messages.pop()  # a prompt that ends where the answer begins
+    return messages

@@ -57,7 +57,6 @@ def file_pieces(path: Path, columns: Columns, place: Place = (0, 0)) -> Iterator
     unpacked.
 
     Args:
-        path: the file.
         columns: of whoever reads the rows.
         place: one that this function gave; (0, 0): from the first row.
 
@@ -123,7 +122,7 @@ def _text_pieces(path: Path, place: Place) -> Iterator[FilePiece]:
 
 
 def _border(block: bytes) -> int:
-    """Where to cut a long text, up to PIECE_BYTES: after a blank line, a line or a character."""
+    # Where to cut a long text, up to PIECE_BYTES: after a blank line, a line or a character.
     if len(block) <= PIECE_BYTES:
         return len(block)
     for mark in (b"\n\n", b"\n"):
@@ -137,17 +136,7 @@ def _border(block: bytes) -> int:
 
 
 def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataError | None:
-    """The row that one line of JSON lines holds, or what is wrong with it; None: it is blank.
-
-    Args:
-        line: with its end of line, which the last one of a file may lack.
-        path: the file.
-        offset: where the line begins in the file, bytes.
-        number: of the line, from 1.
-
-    Raises:
-        DataError: the file is not UTF-8.
-    """
+    # The row that one line of JSON lines holds, or what is wrong with it; None: it is blank.
     where = f"{path}:{number}"
     try:
         text = decode(line, path, offset, number)
@@ -177,7 +166,7 @@ def _json_row(line: bytes, path: Path, offset: int, number: int) -> Row | DataEr
 
 
 def _is_cut_off(line: bytes) -> bool:
-    """Whether a line ends before its JSON object does, and the file with it."""
+    # Whether a line ends before its JSON object does, and the file with it.
     text = line.decode("utf-8", errors="ignore").rstrip()  # perhaps in the middle of a character
     if line.endswith(b"\n") or not text.lstrip().startswith("{"):
         return False
@@ -206,70 +195,50 @@ def _read_json_array(path: Path) -> Rows:
         )
     text = decode(data, path, 0, 1)
     del data
-    at = _Cursor(path, text)
+
+    def skip(place: int) -> int:
+        # Past white space.
+        while text[place : place + 1] in (" ", "\t", "\r", "\n"):
+            place += 1
+        return place
+
+    def broken(what: str, place: int) -> DataError:
+        number, column = 1 + text.count("\n", 0, place), place - text.rfind("\n", 0, place)
+        return DataError(
+            f"not JSON: {what} (row {row}, column {column})",
+            where=f"{path}:{number}",
+            fix=f"repair it there; python -m json.tool {path} tests it",
+        )
+
     decoder = json.JSONDecoder()
-    at.skip("[")
-    number = 0
-    while not at.skip("]"):
-        number += 1
-        at.row = number
-        if number > 1 and not at.skip(","):
-            raise at.fault("a comma or ] is missing")
-        at.skip("")
+    row, line, counted = 0, 1, 0
+    place = skip(skip(0) + 1)
+    while text[place : place + 1] != "]":
+        row += 1
+        if row > 1 and text[place : place + 1] != ",":
+            raise broken("a comma or ] is missing", place)
+        start = place if row == 1 else skip(place + 1)
         try:
-            value, end = decoder.raw_decode(text, at.position)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             # What follows cannot be told from what is broken.
             what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise at.fault(what, getattr(error, "pos", at.position)) from error
-        where = f"{path}:{at.line()} row {number}"
+            raise broken(what, getattr(error, "pos", start)) from error
+        line, counted = line + text.count("\n", counted, start), start
+        where = f"{path}:{line} row {row}"
         if isinstance(value, dict):
             yield Row(where, value)
         else:
             what = f"not a JSON object but {type(value).__name__}"
             yield DataError(what, where=where, fix="an array of JSON objects is expected")
-        at.position = end
-    at.skip("")
-    if at.position != len(text):
-        raise at.fault("there is more after the array's end")
-
-
-class _Cursor:
-    """A place in a text of JSON, and its line."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        self._path, self._text = path, text
-        self._counted, self._line = 0, 1
-        self.position = 0
-        self.row = 0
-
-    def skip(self, character: str) -> bool:
-        """Go past white space, and then past the character if it stands there."""
-        while self._text[self.position : self.position + 1] in (" ", "\t", "\r", "\n"):
-            self.position += 1
-        found = bool(character) and self._text.startswith(character, self.position)
-        self.position += found
-        return found
-
-    def line(self) -> int:
-        """Number of the line, from 1."""
-        self._line += self._text.count("\n", self._counted, self.position)
-        self._counted = self.position
-        return self._line
-
-    def fault(self, what: str, position: int | None = None) -> DataError:
-        """The error for an array that is broken here."""
-        self.position = self.position if position is None else position
-        column = self.position - self._text.rfind("\n", 0, self.position)
-        return DataError(
-            f"not JSON: {what} (row {self.row}, column {column})",
-            where=f"{self._path}:{self.line()}",
-            fix=f"repair it there; python -m json.tool {self._path} tests it",
-        )
+        place = skip(end)
+    place = skip(place + 1)
+    if place != len(text):
+        raise broken("there is more after the array's end", place)
 
 
 def _read_csv(path: Path, columns: Columns, delimiter: str) -> Rows:
-    """Rows below a line with the columns' names, as RFC 4180 has them."""
+    # Rows below a line with the columns' names, as RFC 4180 has them.
     csv.field_size_limit(max(_CELL_CHARS, csv.field_size_limit()))
     with opened(path) as stream:
         reader = csv.reader(_lines(path, stream), delimiter=delimiter, strict=True)
@@ -285,8 +254,14 @@ def _read_csv(path: Path, columns: Columns, delimiter: str) -> Rows:
             columns.check(names, f"{path}:1")
             line = reader.line_num + 1
             for cells in reader:
-                if cells:
-                    yield _csv_row(names, cells, f"{path}:{line}")
+                if len(cells) == len(names):
+                    yield Row(f"{path}:{line}", dict(zip(names, cells, strict=True)))
+                elif cells:
+                    yield DataError(
+                        f"{len(cells)} cells, and the first line names {len(names)} columns",
+                        where=f"{path}:{line}",
+                        fix='put cells with commas or line breaks in "quotes"',
+                    )
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataError(
@@ -304,18 +279,7 @@ def _lines(path: Path, stream: Any) -> Iterator[str]:
         offset += len(line)
 
 
-def _csv_row(names: list[str], cells: list[str], where: str) -> Row | DataError:
-    if len(cells) == len(names):
-        return Row(where, dict(zip(names, cells, strict=True)))
-    return DataError(
-        f"{len(cells)} cells, and the first line names {len(names)} columns",
-        where=where,
-        fix='put cells with commas or line breaks in "quotes"',
-    )
-
-
 def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
-    """A row each, from row `first` on; only the columns that are wanted are read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -325,8 +289,12 @@ def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
             names = file.schema_arrow.names
             columns.check(names, str(path))
             wanted = [name for name in names if name in columns.wanted]
-            groups, skipped = _groups_from(file, first)
             # The row groups before the first row are not read.
+            sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
+            skipped = group = 0
+            while group < len(sizes) and skipped + sizes[group] <= first:
+                skipped, group = skipped + sizes[group], group + 1
+            groups = list(range(group, len(sizes)))
             for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=wanted):
                 kept = batch.slice(min(first - skipped, batch.num_rows))
                 skipped += batch.num_rows - kept.num_rows
@@ -348,17 +316,6 @@ def _read_parquet(path: Path, columns: Columns, first: int) -> Rows:
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _groups_from(file: Any, row: int) -> tuple[list[int], int]:
-    """The row groups of a Parquet file from the one with this row on, and the rows before them."""
-    before = 0
-    for group in range(file.num_row_groups):
-        num_rows = file.metadata.row_group(group).num_rows
-        if before + num_rows > row:
-            return list(range(group, file.num_row_groups)), before
-        before += num_rows
-    return [], before
 
 
 @contextmanager
@@ -387,7 +344,6 @@ def decode(block: bytes, path: Path, offset: int, line: int) -> str:
 
     Args:
         block: bytes of the file.
-        path: the file.
         offset: where the block begins in the file, bytes.
         line: number of its first line, from 1.
 

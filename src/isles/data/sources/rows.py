@@ -1,4 +1,4 @@
-"""Rows of a source: what readers hand on, what is wrong with them, and how many may be."""
+"""Rows of a source: what readers yield, what is wrong with them, and how many may be bad."""
 
 from __future__ import annotations
 
@@ -25,26 +25,21 @@ _LOOK_FURTHER = 10_000
 
 
 class Row(NamedTuple):
-    """One row of a file or dataset.
-
-    Args:
-        where: file and line, or file and row.
-        columns: values by column name.
-    """
+    """One row of a file or dataset."""
 
     where: str
     columns: Mapping[str, Any]
 
 
 Rows = Iterator[Row | DataError]
-"""Rows in order; a row that cannot be read is handed on as the error that says why.
+"""Rows in order; a row that cannot be read is yielded as the error that says why.
 
 What ends the reading altogether, such as a damaged file, is raised instead.
 """
 
 
 class Columns(Protocol):
-    """What readers of files with columns need to know of who reads the rows."""
+    """What readers of files with columns need to know of the parser of the rows."""
 
     @property
     def wanted(self) -> frozenset[str]:
@@ -69,9 +64,7 @@ class Chunk(NamedTuple):
     """Some rows, one after another.
 
     Args:
-        begin: where the first of them is.
         end: where the one after the last of them is; there may be none.
-        rows: in their order; one that is bad as its error.
     """
 
     begin: ChunkStart
@@ -82,9 +75,8 @@ class Chunk(NamedTuple):
 class Source(ABC):
     """Rows in an order that does not change."""
 
-    @abstractmethod
-    def describe(self) -> str:
-        """A short name for messages."""
+    name: str
+    """For messages."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -99,7 +91,7 @@ class Source(ABC):
         """The chunks from this one to the last; None: from the first.
 
         Args:
-            columns: of whoever reads the rows.
+            columns: of the parser; those that it does not want need not be read.
             begin: of a chunk that this method gave.
 
         Raises:
@@ -116,7 +108,6 @@ class Tally:
     """Counts the rows of a source, and stops where too many of them are bad.
 
     Args:
-        name: of the source.
         max_bad_fraction: share of the rows that may be bad.
     """
 
@@ -161,8 +152,7 @@ class Tally:
         Raises:
             DataError: there are more than may be.
         """
-        faults = [(error.where, error.what, error.fix) for _, error in self._first]
-        judge_bad_rows(self._name, self.num_bad, self.num_rows, faults, self._limit, is_all=is_all)
+        judge_bad_rows(self._name, self.record(), self._limit, is_all=is_all)
 
     def record(self) -> dict[str, Any]:
         """The counts and the first bad rows, as plain JSON."""
@@ -175,27 +165,19 @@ class Tally:
 
 
 def judge_bad_rows(
-    name: str,
-    num_bad: int,
-    num_rows: int,
-    first: Sequence[Sequence[str]],
-    limit: float,
-    *,
-    is_all: bool = True,
+    name: str, record: Mapping[str, Any], limit: float, *, is_all: bool = True
 ) -> None:
     """Log bad rows that are left out, or refuse the source where there are too many.
 
     Args:
-        name: of the source.
-        num_bad: rows that are bad.
-        num_rows: rows read.
-        first: where, what and fix of the first bad ones.
+        record: as `Tally.record` gives it.
         limit: share of the rows that may be bad.
-        is_all: whether all rows were read.
 
     Raises:
         DataError: the share is above the limit.
     """
+    num_bad, num_rows = record.get("bad", 0), record.get("rows", 0)
+    first: Sequence[Sequence[str]] = record.get("first_bad", [])
     if not num_bad:
         return
     if num_bad <= limit * num_rows:
@@ -213,34 +195,24 @@ def judge_bad_rows(
         raise DataError(what, where=where, fix=fix, id="data.rows")
     lines = "".join(f"\n    {where}: {what}" for where, what, _ in first)
     more = num_bad - len(first)
-    takes = f"; it takes {_enough(num_bad, num_rows)} here" if is_all else ""
+    takes = f"; it takes {_smallest_limit(num_bad, num_rows)} here" if is_all else ""
+    fixes = list(dict.fromkeys(fix for _, _, fix in first))
+    fix = fixes[0] if len(fixes) == 1 else f"for the first: {fixes[0]}"
     raise DataError(
         f"{num_bad} of {'' if is_all else 'the first '}{num_rows} rows cannot be trained on:{lines}"
         + (f"\n    and {more} more" if more > 0 else ""),
         where=name,
-        fix=f"{_common_fix(first)}; or leave bad rows out with data.max_bad_fraction (now "
-        f"{limit:g}{takes})",
+        fix=f"{fix}; or leave bad rows out with data.max_bad_fraction (now {limit:g}{takes})",
         id="data.rows",
     )
 
 
-def _common_fix(first: Sequence[Sequence[str]]) -> str:
-    fixes = list(dict.fromkeys(fix for _, _, fix in first))
-    return fixes[0] if len(fixes) == 1 else f"for the first: {fixes[0]}"
-
-
-def _enough(num_bad: int, num_rows: int) -> str:
-    """The smallest limit of two digits with which these rows pass."""
+def _smallest_limit(num_bad: int, num_rows: int) -> str:
+    # Of two digits, with which these rows pass.
     share = num_bad / num_rows
     step = 10.0 ** (math.floor(math.log10(share)) - 1)
     limit = math.ceil(round(share / step, 6)) * step
     return f"{limit:.2g}" if limit < 1 else "more than can be set"
-
-
-def near(name: str, names: Sequence[str]) -> str | None:
-    """The name that looks most like this one, or the only one; None: none does."""
-    found = get_close_matches(name, names, n=1)
-    return found[0] if found else (names[0] if len(names) == 1 else None)
 
 
 def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -> DataError:
@@ -248,8 +220,6 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
 
     Args:
         column: the one that is missing.
-        names: those that are there.
-        where: file and line, or file.
         key: how the run file names the column: `text_column`, or the key within `columns`.
     """
     if tuple(names) == (PLAIN,):
@@ -259,7 +229,8 @@ def missing_column(column: str, names: Sequence[str], where: str, *, key: str) -
             fix="give it as JSON lines, JSON, Parquet or CSV, or set type: text",
             id="data.column",
         )
-    choice = near(column, names) or "one of them"
+    near = get_close_matches(column, names, n=1) or (names if len(names) == 1 else ["one of them"])
+    choice = near[0]
     if key == "text_column":
         fix = f"set data.sources.text_column to {choice}"
     elif choice == key:

@@ -25,14 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isles.config.sections.data import DataConfig, isolates
-from isles.data.dataset import Dataset
-from isles.data.order import ENDLESS, SampleOrder, permute
-from isles.data.rng import Int64Array, key_from
+from isles.data.order import ENDLESS, Int64Array, key_from, permute
 from isles.data.samples import Samples, SampleTable
-from isles.data.stream.segment import SegmentRecord, Stream, make_segment, segment_table
+from isles.data.stream.segments import SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.prepare import count_message, size_of_folders
-from isles.data.tokens.store import TokenStore
-from isles.data.tokens.writer import disk_faults, remove_stale, temporary_beside
+from isles.data.tokens.store import TokenStore, disk_errors, remove_stale, temporary_beside
 from isles.dist.nodes import Place, place_of
 from isles.dist.world import World
 from isles.errors import CommunicationError, DataError, TrainingError, UserError
@@ -45,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _FAILED = "failed.json"
 _SLOW_S = 5.0
-_POLL_S, _TELL_S, _LONGEST_END_S = 0.05, 0.5, 10.0
+_POLL_S, _REPORT_S, _LONGEST_END_S = 0.05, 0.5, 10.0
 _LONGEST_WAIT_S = 1800.0
 """A packed file is unpacked up to the place where a segment begins: that may take minutes, in which
 nothing is written."""
@@ -60,20 +57,13 @@ def open_streams(
     seed: int,
     vocab_size: int,
     world: World | None,
-    trims: bool,
     progress: Callable[[str], None],
-) -> Dataset:
-    """The endless training set of a run that streams. All ranks must call this.
+) -> list[StreamSamples]:
+    """The endless samples of each source of a run that streams. All ranks must call this.
 
     Args:
-        data: the run file's section.
-        tokenizer: of the run.
         cache_dir: where the segments are, while they are needed.
         state: as `Dataset.state` gave it; None: the run begins.
-        seed: of the order, and of what is held out.
-        vocab_size: of the model.
-        world: the ranks; None: this process is the only one.
-        trims: see `Dataset`.
         progress: called with a line for people until training begins.
 
     Raises:
@@ -99,8 +89,7 @@ def open_streams(
         segments = _Segments(stream, folder / f"source-{k}", before, progress)
         content = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         parts.append(StreamSamples(data, k, segments, content, seed=seed, vocab_size=vocab_size))
-    order = SampleOrder(None, [source.weight or 1.0 for source in data.sources], seed)
-    return Dataset(parts, order, data.seq_length, trims=trims)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +107,7 @@ class StreamSamples(Samples):
     whole global batch says that what lies before its first sample is passed for good.
 
     Args:
-        data: the run file's section.
-        source: number of the source in it.
-        segments: of the source.
         content: names what the samples are made of.
-        seed: of the shuffling.
-        vocab_size: of the model.
     """
 
     def __init__(
@@ -195,7 +179,7 @@ class StreamSamples(Samples):
         self._segments.close()
 
     def _by_segment(self, samples: Int64Array) -> Iterator[tuple[_Segment, Int64Array, Int64Array]]:
-        """The segments of some samples, which of these each has, and their numbers within it."""
+        # The segments of some samples, which of these each has, and their numbers within it.
         first, last = int(samples.min()), int(samples.max())
         while not self._open or last >= self._open[-1].record.end_sample:
             self._open_next(first)
@@ -259,7 +243,7 @@ class _Segments:
 
         Args:
             first: the first sample that is needed.
-            training: whether steps have been made, so that a fault is one of the training.
+            training: whether steps have been made, so that a failure is one of the training.
 
         Raises:
             DataError, TrainingError: it cannot be prepared.
@@ -269,7 +253,7 @@ class _Segments:
         last = self._passed[-1] if self._passed else self._first
         try:
             if self._stream is not None:
-                record = self._made(self._stream, last, training)
+                record = self._prepared(self._stream, last, training)
             else:
                 record = self._awaited(last.number + 1 if last else 0, first)
         except DataError as error:
@@ -294,12 +278,12 @@ class _Segments:
         return known[-1] if known else self._first
 
     def remove_before(self, sample: int) -> None:
-        """No rank needs what lies before this sample."""
+        """Remove the segments that end at or before this sample, which no rank needs."""
         self._first = self.before(sample)
         for record in self._passed:
             if record.end_sample <= sample and self._stream is not None:
                 shutil.rmtree(self._path(record.number), ignore_errors=True)
-                self._record(record.number).unlink(missing_ok=True)
+                self._path(record.number).with_suffix(".json").unlink(missing_ok=True)
         self._passed = [record for record in self._passed if record.end_sample > sample]
 
     def close(self) -> None:
@@ -313,26 +297,25 @@ class _Segments:
                 self._folder.parent.rmdir()  # after the last stream
 
     def _path(self, number: int) -> Path:
+        # The same with .json is written when all of the segment is there.
         return self._folder / f"segment-{number:08d}"
 
-    def _record(self, number: int) -> Path:
-        """Written when all of the segment is there."""
-        return self._path(number).with_suffix(".json")
-
-    def _made(self, stream: Stream, last: SegmentRecord | None, training: bool) -> SegmentRecord:
+    def _prepared(
+        self, stream: Stream, last: SegmentRecord | None, training: bool
+    ) -> SegmentRecord:
         if self._making is None:
-            self._making = self._begin(stream, last)
-        told = ""
+            self._making = self._start(stream, last)
+        shown = ""
         while not self._making.done():
-            wait_for([self._making], timeout=_TELL_S)
-            if self._line != told and not training:
-                told = self._line
-                self._progress(told)
+            wait_for([self._making], timeout=_REPORT_S)
+            if self._line != shown and not training:
+                shown = self._line
+                self._progress(shown)
         record = self._making.result()
-        self._making = self._begin(stream, record)  # one ahead
+        self._making = self._start(stream, record)  # one ahead
         return record
 
-    def _begin(self, stream: Stream, last: SegmentRecord | None) -> Future[SegmentRecord]:
+    def _start(self, stream: Stream, last: SegmentRecord | None) -> Future[SegmentRecord]:
         future: Future[SegmentRecord] = Future()
 
         def run() -> None:
@@ -343,11 +326,14 @@ class _Segments:
                     log.exception("preparing the stream failed")
                     error = DataError(
                         f"{type(error).__name__}: {error}",
-                        where=stream.source.describe(),
+                        where=stream.source.name,
                         fix="look at the log of the process that prepared it",
                     )
-                if isinstance(error, UserError):
-                    self._leave(error)
+                if isinstance(error, UserError):  # for the other ranks of the node
+                    parts = ("what", "where", "fix", "id")
+                    record = {part: getattr(error, part) for part in parts}
+                    with contextlib.suppress(OSError):
+                        write_record(self._folder / _FAILED, record, durable=False)
                 future.set_exception(error)
 
         # A daemon: where training fails, this process ends without waiting for it.
@@ -355,7 +341,7 @@ class _Segments:
         return future
 
     def _make(self, stream: Stream, last: SegmentRecord | None) -> SegmentRecord:
-        name, number = stream.source.describe(), last.number + 1 if last else 0
+        name, number = stream.source.name, last.number + 1 if last else 0
 
         def tick(documents: int, tokens: int) -> None:
             if self._is_closed:
@@ -364,7 +350,7 @@ class _Segments:
 
         tick(0, 0)
         making = self._folder / ".making"
-        with disk_faults(self._folder.parent):
+        with disk_errors(self._folder.parent):
             self._folder.mkdir(parents=True, exist_ok=True)
         record = make_segment(stream, last, making, tick)
         if stream.source.identity() != self._identity:
@@ -374,22 +360,14 @@ class _Segments:
                 fix="put it back to go on exactly from the last checkpoint",
                 id="data.changed",
             )
-        with disk_faults(self._folder.parent):
+        with disk_errors(self._folder.parent):
             making.rename(self._path(number))
-            write_record(self._record(number), record.record(), durable=False)
+            write_record(self._path(number).with_suffix(".json"), record.record(), durable=False)
         return record
 
-    def _leave(self, error: UserError) -> None:
-        """Leave what failed to the other ranks of the node."""
-        where = {"what": error.what, "where": error.where, "fix": error.fix, "id": error.id}
-        with contextlib.suppress(OSError):
-            write_record(self._folder / _FAILED, where, durable=False)
-
     def _awaited(self, number: int, first: int) -> SegmentRecord:
-        """The record of a segment that another rank of this node prepares.
-
-        That rank removes segments that it only passes through on its way to the first sample.
-        """
+        # The record of a segment that another rank of this node prepares. That rank removes
+        # segments that it only passes through on its way to the first sample.
         size, since = -1, time.monotonic()
         while True:
             for path in sorted(self._folder.glob("segment-*.json")):
@@ -422,37 +400,29 @@ class _Closed(Exception):
 def _agree(
     world: World | None, me: Place, identify: Callable[[], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What every node finds its sources to be. All ranks must call this.
-
-    Raises:
-        DataError: a node cannot read them, or finds others than the rest.
-    """
+    # What every node finds its sources to be. All ranks must call this.
     if world is None:
         return identify()
-    mine: tuple[list[dict[str, Any]] | None, UserError | None] = (None, None)
+    mine: list[dict[str, Any]] = []
+    failure: UserError | None = None
     if me.is_leader:
         try:
-            mine = (identify(), None)
+            mine = identify()
         except UserError as error:
-            mine = (None, error)
-    found = [
-        (place, *each)
-        for place, each in world.gather((me, mine), group=world.work)
-        if place.is_leader
-    ]
-    faulty = [(place, error) for place, _, error in found if error is not None]
-    if faulty:
-        place, fault = faulty[0]
-        if len(faulty) < len(found):
+            failure = error
+    found = [e for e in world.gather((me, mine, failure), group=world.work) if e[0].is_leader]
+    failed = [(place, reason) for place, _, reason in found if reason is not None]
+    if failed:
+        place, reason = failed[0]
+        if len(failed) < len(found):
             raise DataError(
-                f"{fault.what}; other machines have it, and data.streaming reads it on every one",
-                where=f"{fault.where} on {place}",
+                f"{reason.what}; other machines have it, and data.streaming reads it on every one",
+                where=f"{reason.where} on {place}",
                 fix="copy it there or put it on a disk that all share; or use data.streaming: "
                 "false, which sends the prepared tokens",
             )
-        raise fault
+        raise reason
     _, first, _ = found[0]
-    assert first is not None
     for place, other, _ in found[1:]:
         if other != first:
             raise DataError(
@@ -465,10 +435,10 @@ def _agree(
 
 
 def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
-    """A new folder of this node, named after its first rank. All ranks must call this."""
+    # A new folder of this node, named after its first rank. All ranks must call this.
     name = ""
     if me.is_leader:
-        with disk_faults(cache_dir):
+        with disk_errors(cache_dir):
             cache_dir.mkdir(parents=True, exist_ok=True)
             folder = cache_dir / f"stream-{uuid.uuid4().hex[:8]}"
             remove_stale(folder, locked=False)
@@ -482,7 +452,7 @@ def _shared_folder(world: World | None, me: Place, cache_dir: Path) -> Path:
 
 
 def _difference(before: Any, now: Any) -> str:
-    """The first thing in which two identities differ, for people."""
+    # The first thing in which two identities differ.
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):

@@ -1,8 +1,4 @@
-"""Rows to documents of token ids, each with the mask of what is trained: the same for all callers.
-
-Nothing here knows of folders: what is prepared at once, and what is prepared piece by piece while
-training, is encoded by the same functions.
-"""
+"""Rows to documents of token ids, each with the mask of what is trained."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from isles.config.sections.data import SourceConfig
-from isles.data.chat.conversations import ChatTemplate, Rendered
 from isles.data.chat.messages import Chat, Continuation, Ids, Item, Pair, size_of
-from isles.data.chat.template import no_template
+from isles.data.chat.template import ChatTemplate, Rendered, common_length, no_template
 from isles.data.sources.parse import Parser, make_parser
 from isles.data.sources.rows import Row, Rows, Tally, checked_text
 from isles.data.tokens.tokenizer import encode, end_of_text_id, tokenizer_digest, vocabulary_size
@@ -26,6 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["text", "chat", "instruct", "tokens", "preference"]
+
+TEMPLATED = ("chat", "instruct", "preference")
+"""Types of data that a chat template makes text of."""
+
+MASKED = (*TEMPLATED, "tokens")
+"""Types of data of which not every token may be trained."""
 
 _BATCH_CHARS = 2**20
 _BATCH_ROWS = 1024
@@ -37,7 +38,6 @@ class Encoded:
     """One document.
 
     Args:
-        ids: its tokens.
         trained: for each whether it is a target, predicted from those before it; None: all are.
     """
 
@@ -49,7 +49,6 @@ class Encoder:
     """Makes documents of the rows of one source.
 
     Args:
-        source: of any type but `fake`.
         tokenizer: with an end-of-text token; for messages, with a chat template.
 
     Raises:
@@ -73,7 +72,11 @@ class Encoder:
         self.has_mask = source.type in MASKED and self.train_on != "all"
         self.columns = make_parser(source, has_template=has_template, vocab_size=self.vocab_size)
         self._source = source
-        self._first_ids = _first_ids(tokenizer) if source.type in MASKED else []
+        # What the tokenizer itself puts before a text: the id that begins one, or nothing.
+        self._first_ids: list[int] = []
+        if source.type in MASKED:
+            begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+            self._first_ids = [tokenizer.bos_token_id] if begins else []
 
     def identity(self) -> dict[str, Any]:
         """All that the documents of given rows depend on, for a key; plain JSON."""
@@ -104,50 +107,51 @@ class Encoder:
             for document in ids:
                 document.append(self.end_of_text_id)
             return [[Encoded(document, None)] for document in ids]
-        rendered: list[list[Rendered] | DataError] = []
-        documents: list[list[Encoded] | DataError] = []
-        for where, item in items:
-            if isinstance(item, Ids):
-                trained = np.array(item.trained, dtype=np.bool_)
-                documents.append([Encoded(item.ids, trained)])
-            else:
-                rendered.append(self._render_item(item, where))
-        if documents:
-            return documents
+        if self.kind == "tokens":
+            parsed = [item for _, item in items if isinstance(item, Ids)]
+            return [[Encoded(one.ids, np.array(one.trained, dtype=np.bool_))] for one in parsed]
+        rendered = [self._render(item, where) for where, item in items]
         texts = [text for one in rendered if isinstance(one, list) for text in one]
         ready = iter(self._tokenize(texts))
+        documents: list[list[Encoded] | DataError] = []
         for (where, _), one in zip(items, rendered, strict=True):
             if isinstance(one, DataError):
                 documents.append(one)
                 continue
             made = [next(ready) for _ in one]
-            fault = next((e for e in (self._fault(m, where) for m in made) if e), None)
-            documents.append(fault or made)
+            error = DataError(
+                "no token of this row would be trained: the template leaves out what the "
+                "assistant says",
+                where=where,
+                fix="repair or remove that row, or look at the template's {% generation %} marks",
+            )
+            # The first token is predicted from nothing.
+            masks = [np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in made]
+            documents.append(made if all(mask[1:].any() for mask in masks) else error)
         return documents
 
-    def _render_item(self, item: Item, where: str) -> list[Rendered] | DataError:
-        parts = [item.chosen, item.rejected] if isinstance(item, Pair) else [item]
+    def _render(self, item: Item, where: str) -> list[Rendered] | DataError:
+        rendered = []
         try:
-            return [self._render(part, where) for part in parts]
+            for part in [item.chosen, item.rejected] if isinstance(item, Pair) else [item]:
+                match part:
+                    case Chat():
+                        assert self.template is not None
+                        text = self.template.render(part, where, train_on=self.train_on)
+                    case Continuation():
+                        whole = part.prompt + part.answer
+                        start = 0 if self.train_on == "all" else len(part.prompt)
+                        text = Rendered(whole, [(start, len(whole))], ends_open=True)
+                    case _:
+                        raise AssertionError(part)
+                checked_text(text.text, "the conversation", where)
+                rendered.append(text)
         except DataError as error:
             return error
-
-    def _render(self, item: Item, where: str) -> Rendered:
-        match item:
-            case Chat():
-                assert self.template is not None
-                rendered = self.template.render(item, where, train_on=self.train_on)
-            case Continuation():
-                text = item.prompt + item.answer
-                start = 0 if self.train_on == "all" else len(item.prompt)
-                rendered = Rendered(text, [(start, len(text))], ends_open=True)
-            case _:
-                raise AssertionError(item)
-        checked_text(rendered.text, "the conversation", where)
         return rendered
 
     def _tokenize(self, texts: Sequence[Rendered]) -> Iterator[Encoded]:
-        """Many texts at once; what a template wrote holds all special tokens that are to be."""
+        # Many texts at once; what a template wrote holds all special tokens that are to be.
         if not texts:
             return
         tokens = self.tokenizer(
@@ -160,12 +164,20 @@ class Encoder:
         )
         first = [] if self.template is not None else self._first_ids
         for number, rendered in enumerate(texts):
-            ids = list(tokens["input_ids"][number])
+            ids: list[int] = list(tokens["input_ids"][number])
+            trained = np.zeros(len(ids), dtype=np.bool_)
             if self.tokenizer.is_fast:
-                offsets = np.array(tokens["offset_mapping"][number], dtype=np.int64)
-                trained = _mask(offsets.reshape(-1, 2), rendered.spans)
+                # Of each token its first character, and the one after its last.
+                offsets = np.array(tokens["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
+                for start, end in rendered.spans:
+                    trained |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
             else:
-                trained = self._mask_of_prefixes(ids, rendered)
+                for span in rendered.spans:
+                    # It does not say which characters a token stands for.
+                    texts_before = [rendered.text[:place] for place in span]
+                    before = self.tokenizer(texts_before, add_special_tokens=False)["input_ids"]
+                    start, end = (common_length(one, ids) for one in before)
+                    trained[start:end] = True
             if first:
                 ids = [*first, *ids]
                 trained = np.concatenate([np.zeros(len(first), dtype=np.bool_), trained])
@@ -174,46 +186,12 @@ class Encoder:
                 trained = np.append(trained, bool(rendered.spans))
             yield Encoded(ids, trained if self.has_mask else None)
 
-    def _mask_of_prefixes(self, ids: list[int], rendered: Rendered) -> npt.NDArray[np.bool_]:
-        """For tokenizers that do not say which characters a token stands for."""
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        for start, end in rendered.spans:
-            borders = []
-            for place in (start, end):
-                prefix = self.tokenizer(rendered.text[:place], add_special_tokens=False)
-                borders.append(_common_ids(prefix["input_ids"], ids))
-            trained[borders[0] : borders[1]] = True
-        return trained
-
-    def _fault(self, document: Encoded, where: str) -> DataError | None:
-        if document.trained is None:
-            is_trained = len(document.ids) > 1
-        else:
-            is_trained = bool(document.trained[1:].any())
-        if is_trained:
-            return None
-        what = "no token of this row would be trained: the template leaves out what the assistant "
-        fix = "repair or remove that row, or look at the template's {% generation %} marks"
-        return DataError(what + "says", where=where, fix=fix)
-
-
-TEMPLATED = ("chat", "instruct", "preference")
-"""Types of data that a chat template makes text of."""
-
-MASKED = (*TEMPLATED, "tokens")
-"""Types of data of which not every token may be trained."""
-
 
 def encode_rows(rows: Rows, encoder: Encoder, tally: Tally) -> Iterator[list[Encoded]]:
     """The documents of rows, batch by batch in order; bad rows go to the tally.
 
-    Who calls this judges the tally at the end. Where many rows hold nothing, a batch may be empty:
-    it is a sign of life.
-
-    Args:
-        rows: of a source.
-        encoder: made for it.
-        tally: counts rows, and stops where too many are bad.
+    The caller judges the tally at the end. Where many rows hold nothing, a batch may be empty: it
+    is a sign of life.
 
     Raises:
         DataError: the source cannot be read further, or too many rows are bad.
@@ -247,7 +225,7 @@ def encode_each(
 
 
 def read_items(rows: Rows, source: SourceConfig, tally: Tally) -> Iterator[Item]:
-    """What the rows hold, before there is a tokenizer; bad rows go to the tally."""
+    """The content of rows, before there is a tokenizer; bad rows go to the tally."""
     parser = make_parser(source, has_template=source.type in TEMPLATED, vocab_size=None)
     for row in rows:
         read = _read_row(row, parser, tally)
@@ -256,7 +234,7 @@ def read_items(rows: Rows, source: SourceConfig, tally: Tally) -> Iterator[Item]
 
 
 def _read_row(row: Row | DataError, parser: Parser, tally: Tally) -> tuple[int, str, Item] | None:
-    """Number, place and content of a row; None where it is empty or bad."""
+    # Number, place and content of a row; None where it is empty or bad.
     number = tally.count()
     if isinstance(row, DataError):
         tally.bad(number, row)
@@ -284,34 +262,3 @@ def _encode_batch(
             tally.bad(number, one)
         documents.append([] if isinstance(one, DataError) else one)
     return documents
-
-
-def _mask(
-    offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.bool_]:
-    """Which tokens hold a character of a span.
-
-    Args:
-        offsets: for each token its first character, and the one after its last.
-        spans: characters.
-    """
-    trained = np.zeros(len(offsets), dtype=np.bool_)
-    for start, end in spans:
-        trained |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
-    return trained
-
-
-def _first_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text: the id that begins one, or nothing."""
-    bos = tokenizer.bos_token_id
-    ids = tokenizer("a")["input_ids"]
-    return [bos] if bos is not None and ids[:1] == [bos] else []
-
-
-def _common_ids(prefix: Sequence[int], ids: Sequence[int]) -> int:
-    count = 0
-    for one, other in zip(prefix, ids, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

@@ -1,4 +1,4 @@
-"""Tokens prepared once, into a folder named by all that they depend on: whole or absent.
+"""Tokens prepared once, into a folder named by all that they depend on.
 
 Where a source lies on some nodes only, one of them sends the prepared folder to the others.
 """
@@ -21,10 +21,13 @@ from typing import IO, Any
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.sources.rows import Source, Tally, judge_bad_rows
 from isles.data.tokens.encode import Encoder, encode_rows
-from isles.data.tokens.store import FORMAT, MANIFEST, TokenStore, find_fault
-from isles.data.tokens.writer import (
+from isles.data.tokens.store import (
+    FORMAT,
+    MANIFEST,
+    TokenStore,
     TokenWriter,
-    disk_faults,
+    disk_errors,
+    find_damage,
     publish,
     remove_stale,
     temporary_beside,
@@ -39,7 +42,7 @@ from isles.run.records import read_record
 log = logging.getLogger(__name__)
 
 NO_PROGRESS_S = 120.0
-"""Whoever prepares writes something every few seconds; this long without it is dead."""
+"""A process that prepares writes something every few seconds; this long without it is dead."""
 
 REPORT_EVERY_S = 2.0
 _LOOK_EVERY_S = 0.1
@@ -62,9 +65,6 @@ def prepare(
     Several processes may call it at once: one writes, the others wait for it.
 
     Args:
-        source: the rows.
-        encoder: makes documents of them.
-        cache_dir: made where it is missing.
         progress: called with a line for people, at most every two seconds.
         max_bad_fraction: share of the rows that may be left out because they are bad.
         no_progress_s: how long to wait while another process that prepares the same writes nothing.
@@ -75,47 +75,34 @@ def prepare(
         CommunicationError: another process prepares the same and gives no sign of life.
     """
     identity = source.identity()
-    folder = cache_dir / _key(identity, encoder)
-    with disk_faults(cache_dir):
+    depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
+    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+    folder = cache_dir / f"tokens-{digest[:32]}"
+    with disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
         lock = (cache_dir / f".{folder.name}.lock").open("a")
     with lock:
-        if find_fault(folder) is not None:
-            locked = _lock(lock, folder, source.describe(), progress, no_progress_s)
+        if find_damage(folder) is not None:
+            locked = _lock(lock, folder, source.name, progress, no_progress_s)
             remove_stale(folder, locked=locked)
-            fault = find_fault(folder)
-            if fault is not None:
+            damage = find_damage(folder)
+            if damage is not None:
                 if folder.exists():
-                    log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, fault)
-                tally = Tally(source.describe(), max_bad_fraction)
+                    log.warning("prepared tokens=%s damaged: %s; preparing anew", folder, damage)
+                tally = Tally(source.name, max_bad_fraction)
                 _prepare_anew(source, identity, encoder, folder, progress, tally)
                 return folder
     # It may have been made when more rows were allowed to be bad.
     facts = read_record(folder / MANIFEST) or {}
-    judge_bad_rows(
-        source.describe(),
-        facts.get("bad", 0),
-        facts.get("rows", 0),
-        facts.get("first_bad", []),
-        max_bad_fraction,
-    )
+    judge_bad_rows(source.name, facts, max_bad_fraction)
     documents, tokens = facts.get("num_documents", 0), facts.get("num_tokens", 0)
-    progress(f"{count_message(source.describe(), documents, tokens)} (prepared before)")
+    progress(f"{count_message(source.name, documents, tokens)} (prepared before)")
     return folder
 
 
-def _key(identity: dict[str, Any], encoder: Encoder) -> str:
-    depends = {"source": identity, "encoder": encoder.identity(), "format": FORMAT}
-    digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-    return f"tokens-{digest[:32]}"
-
-
 def _lock(stream: IO[str], folder: Path, name: str, progress: Report, no_progress_s: float) -> bool:
-    """Wait until no other process that shares the cache prepares this folder.
-
-    Returns:
-        False where the file system has no locks: both prepare, and the first rename counts.
-    """
+    # Wait until no other process that shares the cache prepares this folder. False where the file
+    # system has no locks: both prepare, and the first rename counts.
     size, since = -1, time.monotonic()
     while True:
         try:
@@ -158,7 +145,7 @@ def _prepare_anew(
     progress: Report,
     tally: Tally,
 ) -> None:
-    name, reported_at = source.describe(), time.monotonic()
+    name, reported_at = source.name, time.monotonic()
     temporary = temporary_beside(folder)
     try:
         writer = TokenWriter(temporary, encoder)
@@ -179,7 +166,7 @@ def _prepare_anew(
             if not writer.num_documents:
                 raise no_documents(name, encoder.kind)
             writer.finish(name, identity, tally.record())
-        with disk_faults(folder.parent):
+        with disk_errors(folder.parent):
             publish(temporary, folder)
     except BaseException:  # of any kind: nothing stays
         shutil.rmtree(temporary, ignore_errors=True)
@@ -205,11 +192,9 @@ def no_documents(name: str, kind: str) -> DataError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Has:
-    """What one node has of a source; `files` are names and sizes in bytes."""
-
+class _Holding:
     place: Place
-    files: tuple[tuple[str, int], ...]
+    files: tuple[tuple[str, int], ...]  # names and sizes in bytes
 
 
 def prepare_everywhere(
@@ -226,47 +211,44 @@ def prepare_everywhere(
     already is sent nothing.
 
     Args:
-        source: in the run file.
         make: prepares it into `cache_dir` and gives the folder; called on one rank of each node
             that has it, in a thread.
-        world: the ranks.
-        cache_dir: this node's.
-        progress: called with a line for people.
 
     Raises:
         DataError: no node has it, or nodes have different data under its name.
         TrainingError: the disk is full, or what has arrived is not what was sent.
         CommunicationError: a node that prepares gives no sign of life.
     """
-    with disk_faults(cache_dir):
+    with disk_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
     me = place_of(world)
-    here = _Has(me, _files(source) if me.is_leader else ())
+    here = _Holding(me, _files(source) if me.is_leader else ())
     # A folder of many files on a slow disk takes its time.
-    leaders = [has for has in world.gather(here, group=world.work) if has.place.is_leader]
-    holders = [has for has in leaders if has.files] or leaders
+    leaders = [node for node in world.gather(here, group=world.work) if node.place.is_leader]
+    holders = [node for node in leaders if node.files] or leaders
     if len(holders) < len(leaders):
-        names = ", ".join(str(has.place) for has in holders)
+        names = ", ".join(str(node.place) for node in holders)
         progress(f"{source.path}: lies on {names} alone")
 
     def work(report: Report) -> tuple[str, str]:
         folder = make(report)
         return folder.name, TokenStore.open(folder).digest
 
-    works = me.rank in {has.place.rank for has in holders}
+    works = me.rank in {node.place.rank for node in holders}
     try:
         made = work_together(
             work if works else None, world, progress=progress, no_progress_s=NO_PROGRESS_S
         )
     except DataError as error:
-        if not any(has.files for has in leaders) and len(leaders) > 1:
-            hosts = ", ".join(str(has.place) for has in leaders)
+        if not any(node.files for node in leaders) and len(leaders) > 1:
+            hosts = ", ".join(str(node.place) for node in leaders)
             what = f"{error.what} on any of the machines {hosts}"
             raise DataError(what, where=error.where, fix=error.fix, id=error.id) from error
         raise
-    digests = [(has, (made[has.place.rank] or ("", ""))[1]) for has in holders]
-    for other, digest in digests[1:]:
-        if digest != digests[0][1]:
+    first = made[holders[0].place.rank]
+    assert first is not None
+    for other in holders[1:]:
+        if (made[other.place.rank] or ("", ""))[1] != first[1]:
             raise DataError(
                 f"{holders[0].place} and {other.place} hold different data: "
                 f"{_difference(holders[0], other)}",
@@ -275,10 +257,8 @@ def prepare_everywhere(
                 "are sent to the others",
                 id="data.changed",
             )
-    src = holders[0].place
-    first = made[src.rank]
-    assert first is not None
-    if lacking := [has.place for has in leaders if has not in holders]:
+    if lacking := [node.place for node in leaders if node not in holders]:
+        src = holders[0].place
         _send(cache_dir / first[0], str(source.path), src, lacking, world, progress)
     return cache_dir / (made[me.leader] or first)[0]
 
@@ -291,9 +271,9 @@ def _send(
     world: World,
     progress: Report,
 ) -> None:
-    """Bring a folder from one node to those that lack it. All ranks must call this."""
+    # Bring a folder from one node to those that lack it. All ranks must call this.
     me = place_of(world)
-    needs = me in lacking and find_fault(folder) is not None
+    needs = me in lacking and find_damage(folder) is not None
     files = None
     if me == src:
         facts = (read_record(folder / MANIFEST) or {})["files"]
@@ -324,14 +304,14 @@ def rank_with_data(data: DataConfig, world: World) -> int:
     mine = tuple(me.is_leader and bool(_files(source)) for source in data.sources)
     asked = world.gather((me, mine), group=world.work)
     somewhere = [any(has[index] for _, has in asked) for index in range(len(mine))]
+    lists = []
     for place, has in asked:
-        if place.is_leader and all(h or not s for h, s in zip(has, somewhere, strict=True)):
+        if not place.is_leader:
+            continue
+        if all(h or not s for h, s in zip(has, somewhere, strict=True)):
             return place.rank
-    lists = [
-        f"{place} has {', '.join(_named(data, has)) or 'none'}"
-        for place, has in asked
-        if place.is_leader
-    ]
+        names = [str(s.path) for s, here in zip(data.sources, has, strict=True) if here]
+        lists.append(f"{place} has {', '.join(names) or 'none'}")
     raise DataError(
         f"no machine has all of the sources that the tokenizer is to be trained on: "
         f"{'; '.join(lists)}",
@@ -341,12 +321,8 @@ def rank_with_data(data: DataConfig, world: World) -> int:
     )
 
 
-def _named(data: DataConfig, has: Sequence[bool]) -> list[str]:
-    return [str(s.path) for s, here in zip(data.sources, has, strict=True) if here]
-
-
 def _files(source: SourceConfig) -> tuple[tuple[str, int], ...]:
-    """The files that a source names on this machine; none for a built-in name or a hub id."""
+    # The files that a source names on this machine; none for a built-in name or a hub id.
     if source.path is None:
         return ()
     path = Path(source.path).expanduser()
@@ -366,7 +342,7 @@ def _files(source: SourceConfig) -> tuple[tuple[str, int], ...]:
     return ()
 
 
-def _difference(one: _Has, other: _Has) -> str:
+def _difference(one: _Holding, other: _Holding) -> str:
     left, right = dict(one.files), dict(other.files)
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right:

@@ -1,18 +1,34 @@
-"""Prepared tokens on disk: opened, verified, and split into training and validation part."""
+"""Prepared tokens on disk: one folder a source, whole or absent.
+
+A folder is written beside its place under a name that says whose it is, hashed as it grows, synced
+with its manifest last, and renamed. Readers map it into memory.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
+import json
 import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from isles.data.rng import Int64Array, draw, key_from
+from isles.data.order import Int64Array
+from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError
+from isles.run.manifest import sync_folder
+from isles.run.process import ProcessId
 from isles.run.records import read_record
 
 log = logging.getLogger(__name__)
@@ -27,8 +43,12 @@ MANIFEST = "manifest.json"
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
+_SYNC_BYTES = 256 * 2**20
+_CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
-def find_fault(folder: Path) -> str | None:
+
+def find_damage(folder: Path) -> str | None:
     """Why this folder is not whole, or None: the manifest is there and the sizes are right."""
     manifest = read_record(folder / MANIFEST)
     if manifest is None:
@@ -51,12 +71,8 @@ class TokenStore:
     """The tokens of one source, memory-mapped. Documents of text end with the end-of-text id.
 
     Args:
-        folder: where it lies.
-        name: the source, for messages.
         tokens: all tokens, document after document; uint16 or uint32.
         document_ends: for each document, the place after its last token.
-        end_of_text_id: the id that ends a text.
-        max_token_id: the largest id there is.
         trained: for each token whether it is a target, predicted from those before it; None: all
             are.
         kind: what the documents are: text, chat, instruct, tokens, or preference, where they come
@@ -79,10 +95,10 @@ class TokenStore:
         Raises:
             DataError: it is not whole.
         """
-        fault = find_fault(folder)
-        if fault is not None:
+        damage = find_damage(folder)
+        if damage is not None:
             raise DataError(
-                f"the prepared tokens are not whole: {fault}",
+                f"the prepared tokens are not whole: {damage}",
                 where=str(folder),
                 fix="start again: they are prepared anew",
                 id="data.damaged",
@@ -119,66 +135,201 @@ class TokenStore:
         return cast("dict[str, Any]", read_record(self.folder / MANIFEST))
 
 
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """Pieces of a store's tokens, in order and apart; a piece is a document or part of one.
+@contextmanager
+def disk_errors(cache_dir: Path, needed_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Turns the system's errors about a full or closed disk into ours.
 
     Args:
-        starts: place of the first token of each.
-        ends: place after the last token of each.
+        needed_bytes: how many are known to be needed.
+
+    Raises:
+        DataError: full, or closed to us. Other errors pass through.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            reason = "a file may not grow further" if error.errno == errno.EFBIG else "disk full"
+            usage = shutil.disk_usage(cache_dir)
+            raise DataError(
+                f"{reason}: the tokens need more than {needed_bytes()} bytes, "
+                f"{usage.free} of {usage.total} are free",
+                where=str(cache_dir),
+                fix="free some space, or set data.cache_dir to a folder on a larger disk",
+                id="disk.free",
+            ) from error
+        if error.errno in _CLOSED:
+            raise DataError(
+                f"the cache folder cannot be written: {error.strerror}",
+                where=str(error.filename or cache_dir),
+                fix="set data.cache_dir to a folder of yours",
+                id="files.output",
+            ) from error
+        raise
+
+
+class TokenWriter:
+    """Appends documents to a new folder; `finish` makes it whole.
+
+    Args:
+        encoder: that makes the documents; small vocabularies take two bytes a token, others four.
     """
 
-    starts: Int64Array
-    ends: Int64Array
+    def __init__(self, folder: Path, encoder: Encoder) -> None:
+        self._folder = folder
+        self._kind = encoder.kind
+        self._end_of_text = encoder.end_of_text_id
+        dtype = np.dtype("<u2" if encoder.vocab_size <= 2**16 else "<u4")
+        self._tokens = _Column(folder / TOKENS, dtype)
+        self._trained = _Column(folder / TRAINED, np.dtype(np.bool_)) if encoder.has_mask else None
+        self._columns = [c for c in (self._tokens, self._trained) if c is not None]
+        self._lengths: list[Int64Array] = []
+        self._max_token_id = encoder.end_of_text_id
+        self.num_documents = 0
+        self.num_tokens = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all of them."""
-        return int((self.ends - self.starts).sum())
+    def __enter__(self) -> None:
+        with self._disk_errors():
+            self._folder.mkdir()
+            for column in self._columns:
+                column.open()
 
-    def joined(self) -> Ranges:
-        """The same tokens, where neighbours have become one piece."""
-        gap = self.starts[1:] != self.ends[:-1]
-        return Ranges(
-            starts=self.starts[np.concatenate([[True], gap])[: len(self.starts)]],
-            ends=self.ends[np.concatenate([gap, [True]])[: len(self.ends)]],
+    def __exit__(self, *_: object) -> None:
+        for column in self._columns:
+            column.close()
+
+    def append(self, documents: Sequence[Encoded]) -> None:
+        """Add documents."""
+        if not documents:
+            return
+        lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
+        total = int(lengths.sum())
+        every = chain.from_iterable(document.ids for document in documents)
+        ids = np.fromiter(every, dtype=np.int64, count=total)
+        assert ids.min() >= 0 and ids.max() <= np.iinfo(self._tokens.dtype).max, "no such id"
+        with self._disk_errors():
+            self._tokens.append(ids)
+            if self._trained is not None:
+                masks = [document.trained for document in documents]
+                self._trained.append(np.concatenate([mask for mask in masks if mask is not None]))
+                assert self._trained.size_bytes == self.num_tokens + total, "a mask for each token"
+        self._lengths.append(lengths)
+        self._max_token_id = max(self._max_token_id, int(ids.max()))
+        self.num_documents += len(documents)
+        self.num_tokens += total
+
+    def finish(self, name: str, source: dict[str, Any], rows: dict[str, Any]) -> None:
+        """Write the rest, the manifest last, all of it down to the disk.
+
+        Args:
+            rows: counts of rows and the first bad ones, as `Tally.record` gives them.
+        """
+        buffer = io.BytesIO()
+        np.save(buffer, np.cumsum(np.concatenate(self._lengths)).astype("<i8"), allow_pickle=False)
+        ends = buffer.getvalue()
+        manifest = {
+            "format": FORMAT,
+            "name": name,
+            "kind": self._kind,
+            "source": source,
+            "dtype": self._tokens.dtype.str,
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "end_of_text_id": self._end_of_text,
+            "max_token_id": self._max_token_id,
+            **rows,
+            "files": {
+                **{column.path.name: column.facts() for column in self._columns},
+                DOCUMENTS: {"size_bytes": len(ends), "sha256": hashlib.sha256(ends).hexdigest()},
+            },
+        }
+        text = json.dumps(manifest, indent=1)
+        with self._disk_errors():
+            for column in self._columns:
+                column.sync()
+            for file, data in ((DOCUMENTS, ends), (MANIFEST, text.encode())):
+                with (self._folder / file).open("wb") as stream:
+                    stream.write(data)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            sync_folder(self._folder)
+
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(
+            self._folder.parent, lambda: sum(column.size_bytes for column in self._columns)
         )
 
 
-def split_store(store: TokenStore, fraction: float, seed: int) -> tuple[Ranges, Ranges | None]:
-    """Training and validation part of a store; every token is in exactly one of them.
+class _Column:
+    """A file of numbers of one type, hashed as it grows."""
 
-    `fraction` of the documents, at least one and never all, are held out: which ones depends on
-    the seed and the number of documents alone. Of a single text it is the tail. Pairs of
-    preferences stay together.
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.size_bytes = 0
+        self._hash = hashlib.sha256()
+        self._synced_bytes = 0
+        self._stream: io.FileIO | None = None
 
-    Returns:
-        The validation part is None where the fraction is 0, or where there is too little: a single
-        token, a single pair, a single document that is not text.
+    def open(self) -> None:
+        # Unbuffered: a write fails where it is made, not when the file is closed.
+        self._stream = io.FileIO(self.path, "w")
+
+    def append(self, numbers: npt.NDArray[Any]) -> None:
+        assert self._stream is not None
+        data = memoryview(numbers.astype(self.dtype).tobytes())
+        self._hash.update(data)
+        self.size_bytes += len(data)
+        while data:  # a disk that is nearly full takes a part
+            data = data[self._stream.write(data) :]
+        if self.size_bytes - self._synced_bytes >= _SYNC_BYTES:
+            self.sync()  # so that the last one does not take minutes
+
+    def facts(self) -> dict[str, Any]:
+        return {"size_bytes": self.size_bytes, "sha256": self._hash.hexdigest()}
+
+    def sync(self) -> None:
+        assert self._stream is not None
+        os.fsync(self._stream.fileno())
+        self._synced_bytes = self.size_bytes
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def temporary_beside(folder: Path, kind: str = "new") -> Path:
+    """A name beside a folder that has its owner's process in it, for `remove_stale`."""
+    process = ProcessId.of(os.getpid())
+    owner = f"{process.host}@{process.pid}@{process.started}"
+    return folder.with_name(f".tmp-{kind}-{folder.name}@{owner}")
+
+
+def remove_stale(folder: Path, *, locked: bool) -> None:
+    """Remove what dead processes of this machine left beside a folder.
+
+    Args:
+        locked: whether nobody else makes it now, so that what others left of it goes as well.
     """
-    ends = np.asarray(store.document_ends)
-    starts = np.concatenate([[0], ends[:-1]])
-    each = 2 if store.kind == "preference" else 1
-    num_units, num_tokens = len(ends) // each, int(ends[-1])
-    if fraction == 0 or num_tokens == 1 or (num_units == 1 and store.kind != "text"):
-        return Ranges(starts, ends), None
-    if num_units == 1:
-        # Two: a single token has nothing to predict.
-        cut = num_tokens - _held_out(fraction, num_tokens, at_least=2)
-        log.info(
-            "source=%s has one document: its last %d of %d tokens are the validation part",
-            store.name,
-            num_tokens - cut,
-            num_tokens,
-        )
-        return Ranges(starts, np.array([cut])), Ranges(np.array([cut]), ends)
-    number = _held_out(fraction, num_units)
-    lots = draw(key_from(seed, 3), np.arange(num_units))
-    chosen = np.zeros(num_units, dtype=np.bool_)
-    chosen[np.argpartition(lots, number)[:number]] = True
-    held_out = np.repeat(chosen, each)
-    return Ranges(starts[~held_out], ends[~held_out]), Ranges(starts[held_out], ends[held_out])
+    for entry in folder.parent.glob(".tmp-*"):
+        parts = re.fullmatch(r"\.tmp-[a-z]+-(.+?)@(.+)@(\d+)@([\d.]+)", entry.name)
+        if parts is None:
+            continue
+        owner = ProcessId(parts[2], int(parts[3]), float(parts[4]))
+        stale = not owner.is_alive() if owner.is_here() else locked and parts[1] == folder.name
+        if stale:
+            log.info("removing leftovers=%s", entry)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
-def _held_out(fraction: float, count: int, at_least: int = 1) -> int:
-    return min(max(round(fraction * count), at_least), count - 1)
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a whole folder its name, in the place of a damaged one."""
+    if folder.exists():
+        if find_damage(folder) is None:  # without file locks, or from elsewhere: another was first
+            shutil.rmtree(temporary)
+            return
+        old = temporary_beside(folder, "old")
+        folder.rename(old)
+        shutil.rmtree(old)
+    temporary.rename(folder)
+    sync_folder(folder.parent)

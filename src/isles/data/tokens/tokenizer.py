@@ -101,7 +101,6 @@ def train_tokenizer(
     documents and pads.
 
     Args:
-        documents: text.
         vocab_size: tokens, the special ones among them.
         is_chat: whether TURN_STARTS and TURN_ENDS are special tokens as well. The latter then ends
             documents too, so that generation stops where the assistant has spoken.
@@ -194,7 +193,6 @@ def check_vocabulary(
     They do no harm while no text holds them.
 
     Args:
-        tokenizer: of the run.
         vocab_size: tokens that the model knows.
         is_trained: whether the weights are trained already, so that it is too late to refuse.
 

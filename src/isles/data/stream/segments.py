@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isles.config.sections.data import DataConfig, SourceConfig, isolates
-from isles.data.builders import make_table
-from isles.data.rng import Int64Array, draw, key_from
+from isles.data.builders import Ranges, make_table
+from isles.data.order import Int64Array, draw, key_from
 from isles.data.samples import SampleTable
 from isles.data.sources.find import open_source
 from isles.data.sources.rows import Chunk, ChunkStart, Columns, Row, Source, Tally
-from isles.data.tokens.encode import Encoded, Encoder, encode_each
-from isles.data.tokens.store import Ranges, TokenStore
-from isles.data.tokens.writer import TokenWriter
+from isles.data.tokens.encode import Encoder, encode_each
+from isles.data.tokens.store import TokenStore, TokenWriter
 from isles.errors import DataError
 
 if TYPE_CHECKING:
@@ -63,14 +62,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """What must be known of a segment to make it again, exactly, without those before it.
+    """All that is needed to make a segment again, exactly, without those before it.
 
     Args:
-        number: from 0.
         first_sample: number of its first sample within the stream.
-        num_samples: how many it has.
         begin, end: its place in the stream.
-        digest: of its tokens.
     """
 
     number: int
@@ -91,23 +87,13 @@ class SegmentRecord:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> SegmentRecord:
-        """What `record` gave.
-
-        Raises:
-            KeyError, TypeError: it is not one.
-        """
+        """The inverse of `record`."""
         places = {name: Position(**record[name]) for name in ("begin", "end")}
         return cls(**(record | places))
 
 
 class HoldOut:
-    """Which documents are held out for validation: by their number alone.
-
-    Args:
-        fraction: share of them.
-        seed: another seed holds out others.
-        source: number of the source in the run file.
-    """
+    """Which documents are held out for validation: by their number alone."""
 
     def __init__(self, fraction: float, seed: int, source: int) -> None:
         self.identity = [fraction, seed, source]
@@ -115,20 +101,14 @@ class HoldOut:
         self._key = key_from(seed, 6, source)
 
     def __call__(self, first: int, count: int) -> list[bool]:
-        """Whether each of so many documents is, from this number on."""
-        lots = draw(self._key, np.arange(first, first + count, dtype=np.int64))
-        held: list[bool] = (lots.astype(np.float64) < self._fraction * 2.0**64).tolist()
+        """Whether each of `count` documents is held out, from number `first` on."""
+        drawn = draw(self._key, np.arange(first, first + count, dtype=np.int64))
+        held: list[bool] = (drawn.astype(np.float64) < self._fraction * 2.0**64).tolist()
         return held
 
 
 class Stream:
     """One source as an endless stream, and how it is cut into segments.
-
-    Args:
-        data: the run file's section.
-        number: the source's, from 0.
-        tokenizer: of the run.
-        seed: of what is held out.
 
     Raises:
         DataError: there is no such source, or the tokenizer does not go with it.
@@ -160,6 +140,32 @@ class Stream:
             "segment_tokens": self.segment_tokens,
         }
 
+    def chunks(self, begin: Position) -> Iterator[tuple[Chunk, Position]]:
+        """Chunks from a position on, epoch after epoch, and where each is.
+
+        Raises:
+            DataError: the source cannot be read, or holds no rows.
+        """
+        epoch, chunk_start, number, skip = begin.epoch, begin.chunk_start, begin.number, begin.skip
+        while True:
+            is_empty = chunk_start is None
+            for chunk in self.source.chunks(self.encoder.columns, chunk_start):
+                is_empty = False
+                yield chunk, Position(epoch, chunk.begin, number, skip)
+                number, skip = number + len(chunk.rows), 0
+            if is_empty:
+                raise self.nothing_to_train()
+            epoch, chunk_start, number, skip = epoch + 1, None, 0, 0
+
+    def nothing_to_train(self) -> DataError:
+        """The error for a source that holds nothing."""
+        return DataError(
+            "holds no document to train on",
+            where=self.source.name,
+            fix="give it more, or take it out of the run",
+            id="data.untrained",
+        )
+
 
 def segment_table(
     data: DataConfig, source: SourceConfig, store: TokenStore, begin: Position
@@ -179,9 +185,7 @@ def make_segment(
     """Prepare the segment after this one into a folder that is made here.
 
     Args:
-        stream: the whole.
         before: the segment before; None: this is the first.
-        folder: must not be there.
         tick: called often, with the documents and tokens so far.
 
     Raises:
@@ -198,7 +202,7 @@ def make_segment(
             f"none of {counts.documents} documents that follow one another can be trained on: "
             f"{counts.too_long} are longer than data.seq_length {length}, and of "
             f"{counts.untrained} nothing within that length is trained",
-            where=stream.source.describe(),
+            where=stream.source.name,
             fix="raise data.seq_length, or look at the data with `isles data show`",
             id="data.untrained",
         )
@@ -217,39 +221,35 @@ def make_segment(
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where some documents that follow one another came from.
-
-    Args:
-        first: number of the first of them within the segment.
-        chunk: where their chunk is.
-        rows: for each, its row within that chunk.
-    """
-
-    first: int
+    first: int  # number of the first document within the segment
     chunk: Position
-    rows: list[int]
+    rows: list[int]  # for each document, its row within the chunk
 
 
 def _write(
     stream: Stream, begin: Position, folder: Path, tick: Callable[[int, int], None]
 ) -> tuple[list[_Origin], Position]:
-    """Write documents from `begin` on until there are enough; the place after them as well."""
+    # Write documents from `begin` on until there are enough; gives where they came from, and the
+    # place after them.
     writer = TokenWriter(folder, stream.encoder)
-    tally = Tally(stream.source.describe(), stream.data.max_bad_fraction)
+    tally = Tally(stream.source.name, stream.data.max_bad_fraction)
     size = max(stream.segment_tokens, 16 * stream.data.seq_length)
     origins: list[_Origin] = []
     end = begin
     with writer:
-        for chunk, at in _chunks(stream, begin):
+        for chunk, at in stream.chunks(begin):
             if writer.num_documents == 0 and at.epoch > begin.epoch + 1:
                 tally.judge()  # where every row is bad, that is why
-                raise _nothing_to_train(stream.source)
+                raise stream.nothing_to_train()
             if at.epoch > end.epoch and writer.num_tokens - begin.tokens > size // 16:
                 break  # small data: not many epochs at once
             held_out = stream.hold_out(at.number, len(chunk.rows))
             kept = [i for i in range(at.skip, len(chunk.rows)) if not held_out[i]]
             encoded = encode_each([chunk.rows[i] for i in kept], stream.encoder, tally)
-            taken = _fill(encoded, begin.tokens + size - writer.num_tokens)
+            taken, missing = 0, begin.tokens + size - writer.num_tokens
+            while taken < len(encoded) and (missing > 0 or not taken):
+                missing -= sum(len(document.ids) for document in encoded[taken])
+                taken += 1
             documents = [document for row in encoded[:taken] for document in row]
             rows = [i for i, row in zip(kept, encoded[:taken], strict=False) for _ in row]
             if documents:
@@ -263,35 +263,11 @@ def _write(
             if writer.num_tokens - begin.tokens >= size:
                 break
         tally.judge()
-        writer.finish(stream.source.describe(), {}, tally.record())
+        writer.finish(stream.source.name, {}, tally.record())
     return origins, end
 
 
-def _fill(encoded: list[list[Encoded]], wanted: int) -> int:
-    """How many rows it takes for so many tokens; all, if they are fewer."""
-    for number, documents in enumerate(encoded, start=1):
-        wanted -= sum(len(document.ids) for document in documents)
-        if wanted <= 0:
-            return number
-    return len(encoded)
-
-
-def _chunks(stream: Stream, begin: Position) -> Iterator[tuple[Chunk, Position]]:
-    """Chunks from a position on, epoch after epoch, and where each is."""
-    epoch, chunk_start, number, skip = begin.epoch, begin.chunk_start, begin.number, begin.skip
-    while True:
-        empty = chunk_start is None
-        for chunk in stream.source.chunks(stream.encoder.columns, chunk_start):
-            empty = False
-            yield chunk, Position(epoch, chunk.begin, number, skip)
-            number, skip = number + len(chunk.rows), 0
-        if empty:
-            raise _nothing_to_train(stream.source)
-        epoch, chunk_start, number, skip = epoch + 1, None, 0, 0
-
-
 def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) -> Position:
-    """The position of one token of a segment."""
     document = int(np.searchsorted(document_ends, token, side="right"))
     origin = origins[bisect_right(origins, document, key=lambda o: o.first) - 1]
     start = int(document_ends[document - 1]) if document else 0
@@ -299,38 +275,22 @@ def _position_of(token: int, document_ends: Int64Array, origins: list[_Origin]) 
     return replace(origin.chunk, skip=row, tokens=token - start)
 
 
-def _nothing_to_train(source: Source) -> DataError:
-    return DataError(
-        "holds no document to train on",
-        where=source.describe(),
-        fix="give it more, or take it out of the run",
-        id="data.untrained",
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class HeldOut(Source):
     """The first of the held-out rows of a stream, as a source that is prepared once."""
 
-    stream: Stream
-
-    def describe(self) -> str:
-        return f"{self.stream.source.describe()} (held out)"
+    def __init__(self, stream: Stream) -> None:
+        self.name = f"{stream.source.name} (held out)"
+        self._stream = stream
 
     def identity(self) -> dict[str, Any]:
-        held_out = [self.stream.hold_out.identity, HELD_OUT_CHARS, _LOOKED_AT_CHARS]
-        return {"held_out": held_out, "rows": self.stream.source.content()}
+        held_out = [self._stream.hold_out.identity, HELD_OUT_CHARS, _LOOKED_AT_CHARS]
+        return {"held_out": held_out, "rows": self._stream.source.content()}
 
     def chunks(self, columns: Columns, begin: ChunkStart | None = None) -> Iterator[Chunk]:
-        """The held-out rows among the first of the stream.
-
-        Raises:
-            DataError: there are none, or something cannot be read.
-        """
         assert begin is None
         number = held_chars = looked_at = 0
-        for chunk in self.stream.source.chunks(columns):
-            is_held = self.stream.hold_out(number, len(chunk.rows))
+        for chunk in self._stream.source.chunks(columns):
+            is_held = self._stream.hold_out(number, len(chunk.rows))
             sizes = [_size(row) for row in chunk.rows]
             held = [row for row, chosen in zip(chunk.rows, is_held, strict=True) if chosen]
             held_chars += sum(size for size, chosen in zip(sizes, is_held, strict=True) if chosen)
@@ -340,17 +300,17 @@ class HeldOut(Source):
             if held_chars >= HELD_OUT_CHARS or looked_at >= _LOOKED_AT_CHARS:
                 break
         if not held_chars:
-            fraction = self.stream.data.validation_fraction
+            fraction = self._stream.data.validation_fraction
             raise DataError(
                 f"none of the first {number} rows is held out: a share of {fraction:g} of a "
                 "stream falls on rows at random",
-                where=f"{self.stream.source.describe()}: data.validation_fraction",
+                where=f"{self._stream.source.name}: data.validation_fraction",
                 fix="raise it; or use 0, and no evaluation; or data.streaming: false",
             )
 
 
 def _size(row: Row | DataError) -> int:
-    """About how many characters a row has; 1 at least."""
+    # About how many characters a row has; 1 at least.
     if isinstance(row, DataError):
         return 1
     values = row.columns.values()

@@ -1,0 +1,266 @@
+"""Loading: the newest whole checkpoint, brought to every disk, read without running pickles."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from isles.dist.files import Disks, Progress, broadcast_folder
+from isles.dist.nodes import raise_first
+from isles.dist.world import World
+from isles.errors import TrainingError, UserError
+from isles.run.manifest import (
+    MANIFEST,
+    MANIFEST_VERSION,
+    PARTIAL_PREFIX,
+    CheckpointInfo,
+    read_checkpoint,
+    verify_checkpoint,
+)
+from isles.run.paths import RunDir
+from isles.run.records import read_record
+
+log = logging.getLogger(__name__)
+
+
+def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
+    """The newest checkpoint whose every hash is right; None where there is none at all.
+
+    A broken one is named in the log before an older one is taken.
+
+    Raises:
+        TrainingError: there are checkpoints, and none can be gone on with; or the newest is of a
+            format that this isles does not read.
+    """
+    folders = sorted(run_dir.checkpoints.glob("step-*"), reverse=True)
+    for folder in folders:
+        record = read_record(folder / MANIFEST) or {}
+        if record.get("version", MANIFEST_VERSION) != MANIFEST_VERSION:
+            read_checkpoint(folder)  # raises, naming the version that wrote it
+        issues = verify_checkpoint(folder)
+        if not issues:
+            return read_checkpoint(folder)
+        log.warning("checkpoint %s is broken and left out: %s", folder.name, "; ".join(issues))
+    if folders:
+        raise TrainingError(
+            f"all {len(folders)} checkpoints of this run are broken",
+            where=str(run_dir.checkpoints),
+            fix="see `isles checkpoint verify`; `--resume no` starts a new run",
+            id="checkpoint.broken",
+        )
+    return None
+
+
+@contextmanager
+def on_this_disk(
+    checkpoint: CheckpointInfo, run_dir: RunDir, world: World, disks: Disks, progress: Progress
+) -> Iterator[Path]:
+    """A checkpoint of rank 0 as a folder that this rank can load from. All ranks must call this.
+
+    A node with a disk of its own gets a copy, which is removed when it has been read.
+
+    Args:
+        checkpoint: its folder is rank 0's.
+        disks: which nodes have a run directory of their own.
+
+    Raises:
+        TrainingError: a disk fails or is too small, or a file has changed; on every rank.
+    """
+    if not disks.apart_leaders:
+        yield checkpoint.path
+        return
+    folder, takes = checkpoint.path, world.rank in disks.apart_leaders
+    if disks.is_apart[world.rank]:
+        folder = run_dir.checkpoints / f"{PARTIAL_PREFIX}loading-{disks.keeper(world.rank)}"
+    files = {name: facts["sha256"] for name, facts in checkpoint.manifest["files"].items()}
+    try:
+        takers = broadcast_folder(folder, world, src=0, needs=takes, files=files, progress=progress)
+        log.info("checkpoint=%s travels to ranks=%s", checkpoint.path.name, takers)
+        yield folder
+        world.gather(None)  # the ranks of a node have all read it
+    finally:
+        if takes:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_other_run(run_dir: RunDir, world: World, disks: Disks) -> None:
+    """Refuse to write parts into a node's own run of the same name. All ranks must call this.
+
+    Raises:
+        TrainingError: a node that does not see rank 0's run directory has whole checkpoints in
+            its own.
+    """
+    if not disks.apart_leaders:
+        return
+    failure = None
+    found = sorted(run_dir.checkpoints.glob("step-*")) if world.rank in disks.apart_leaders else []
+    if found:
+        failure = TrainingError(
+            f"this machine has a run of its own under this name, with {found[-1].name}",
+            where=f"{run_dir.path}, rank {world.rank} on {world.host}",
+            fix=f"to go on with it, name {world.host} as the first host; else set another `name` "
+            "or output_dir, or move that folder away",
+            id="run.elsewhere",
+        )
+    raise_first(world.gather(failure))
+
+
+def load_tensors(state: dict[str, Any], folder: Path, *, alone: bool = False) -> None:
+    """Fill the tensors of `state` from a checkpoint, in place, on any number of ranks.
+
+    Args:
+        state: tensors (or shards) by name, as an engine's `state_dict` gives them.
+        alone: this process loads without the others; otherwise all ranks must call this.
+
+    Raises:
+        TrainingError: the checkpoint lacks a tensor, or holds it in another shape.
+    """
+    reader = SafeReader(str(folder))
+    known = reader.read_metadata().state_dict_metadata
+    missing = [name for name in state if name not in known]
+    if missing:
+        raise TrainingError(
+            f"the checkpoint lacks {len(missing)} tensors, the first {missing[0]!r}",
+            where=str(folder),
+            fix="resume with the model and the optimizer that the run was started with",
+            id="checkpoint.unlike",
+        )
+    for name, value in state.items():
+        saved = tuple(getattr(known[name], "size", ()))
+        if saved != tuple(value.shape):
+            raise TrainingError(
+                f"{name} has shape {saved} in the checkpoint and {tuple(value.shape)} here",
+                where=str(folder),
+                fix="resume with the model, tokenizer and adapter that the run was started with",
+                id="checkpoint.unlike",
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load(state, storage_reader=reader, no_dist=alone)
+        except CheckpointException as error:
+            raise TrainingError(
+                f"the checkpoint could not be read: {root_cause(error)}",
+                where=str(folder),
+                fix="check the disk, or take another one from `isles checkpoint list`",
+                id="checkpoint.broken",
+            ) from error
+
+
+def rng_file(folder: Path, rank: int) -> Path:
+    """Where a rank's random state lies in a checkpoint."""
+    return folder / f"rng-{rank:05d}.safetensors"
+
+
+def restore_rng(folder: Path, rank: int, *, saved_world_size: int, world_size: int) -> bool:
+    """Take the random state back; only where the number of ranks is the same.
+
+    Returns:
+        Whether it was restored; otherwise the caller seeds afresh.
+    """
+    file = rng_file(folder, rank)
+    if saved_world_size != world_size or not file.is_file():
+        return False
+    state = load_file(file)
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    return True
+
+
+def root_cause(error: BaseException) -> str:
+    """The cause in one line: torch reports the failures of all ranks in one exception."""
+    if isinstance(error, CheckpointException):
+        rank, cause = first_failure(error)
+        return f"rank {rank}: {root_cause(cause)}"
+    if isinstance(error, UserError):
+        return error.what
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The first rank that failed, and of what."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return int(rank), cause
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint whose index may name torch's own metadata types and nothing else.
+
+    torch keeps the index (`.metadata`) as a pickle; its plain reader would run whatever code a
+    tampered file names.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the checkpoint.
+
+        Raises:
+            TrainingError: the index names something that does not belong into one.
+        """
+        path = Path(str(self.path)) / ".metadata"
+        try:
+            with path.open("rb") as stream:
+                metadata: Metadata = _MetadataUnpickler(stream).load()
+        except (pickle.UnpicklingError, EOFError, FileNotFoundError) as error:
+            raise TrainingError(
+                f"the checkpoint's index cannot be read: {error}",
+                where=str(path),
+                fix="take another checkpoint: `isles checkpoint list`",
+                id="checkpoint.broken",
+            ) from error
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    _METADATA = "torch.distributed.checkpoint.metadata"
+    _ALLOWED = frozenset(
+        {
+            (_METADATA, "Metadata"),
+            (_METADATA, "MetadataIndex"),
+            (_METADATA, "TensorStorageMetadata"),
+            (_METADATA, "BytesStorageMetadata"),
+            (_METADATA, "ChunkStorageMetadata"),
+            (_METADATA, "TensorProperties"),
+            (_METADATA, "StorageMeta"),
+            (_METADATA, "_MEM_FORMAT_ENCODING"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            ("pathlib", "PosixPath"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("pathlib._local", "PosixPath"):
+            return PosixPath  # as Python 3.13 names it
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format  # Python 3.11 before 3.11.4 writes members of an enum so
+        if (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    # What `getattr` may do in an index: name a member of torch's one enum there.
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it names {name!r} of {kind!r}, which is no part of an index")
+    return _MEM_FORMAT_ENCODING[name]

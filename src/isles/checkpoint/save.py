@@ -1,0 +1,430 @@
+"""Saving: a checkpoint is written beside its place, hashed, read back, and renamed.
+
+Training goes on while a thread writes. Where nodes have disks of their own, each writes its parts
+into its own run directory and sends them to rank 0, where alone the checkpoint is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
+
+from isles.checkpoint.load import first_failure, rng_file, root_cause
+from isles.config.sections.output import CheckpointConfig
+from isles.dist.files import Disks, gather_folder
+from isles.dist.nodes import raise_first
+from isles.dist.world import World
+from isles.errors import TrainingError, UserError
+from isles.facts.units import format_bytes
+from isles.run.manifest import (
+    MANIFEST,
+    PARTIAL_PREFIX,
+    checkpoint_name,
+    hash_files,
+    list_checkpoints,
+    sync_folder,
+    verify_checkpoint,
+)
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
+
+log = logging.getLogger(__name__)
+
+_FULL_BYTES = 1 << 20
+"""With less than that free, whatever could not be written met a full disk."""
+
+
+class CheckpointManager:
+    """Saves a run's state in the background, one save at a time.
+
+    Args:
+        run_dir: whose checkpoints, as this rank knows it.
+        world: the ranks of the cluster.
+        disks: which nodes have a run directory of their own.
+        attempt: which start of the run this is; its checkpoints say so.
+        now: seconds that only ever grow.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        world: World,
+        config: CheckpointConfig,
+        disks: Disks,
+        attempt: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_dir = run_dir
+        self._world = world
+        self._config = config
+        self._disks = disks
+        self._sends = world.rank in disks.apart_leaders
+        self._attempt = attempt
+        self._now = now
+        self.moved_at = now()
+        """When parts of a save have last come further on their way, by `now`."""
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._pending_step = -1
+        self.last_step: int | None = None
+        self.last_at: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Remove what killed saves left behind, and what is of steps that are done again.
+
+        All ranks call this, before the first save.
+
+        Args:
+            step: after which training goes on.
+        """
+        if self._world.is_main:
+            self._run_dir.checkpoints.mkdir(exist_ok=True)
+        if self._world.is_main or self._sends:
+            for folder in self._run_dir.checkpoints.glob(f"{PARTIAL_PREFIX}*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        if self._world.is_main:
+            self.forget_after(step)
+
+    def forget_after(self, step: int) -> None:
+        """Remove what an abandoned branch of this run has saved after `step`. Rank 0 only.
+
+        Steps are done again from `step` on, and a checkpoint of the old ones must neither be taken
+        for one of the new nor be gone on with.
+        """
+        self.wait()
+        for folder in sorted(self._run_dir.checkpoints.glob("step-*")):
+            number = folder.name.removeprefix("step-")
+            if number.isdigit() and int(number) > step:
+                log.warning("%s is of steps that are done again, and is removed", folder.name)
+                _discard(folder)
+
+    def save(
+        self,
+        state: dict[str, Any],
+        manifest: dict[str, Any],
+        *,
+        replicas: tuple[int, int],
+        wait: bool,
+        own: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Save a step. Training may go on as soon as this returns. All ranks must call this.
+
+        Args:
+            manifest: what the manifest says beside the files; `step` is required.
+            replicas: from the engine; see `strategies.base.Engine.replicas`.
+            wait: return only when the checkpoint is whole on the disk.
+            own: tensors by name that this rank alone has.
+
+        Raises:
+            TrainingError: this save, or the one before it, could not be written.
+        """
+        self.wait()
+        step = int(manifest["step"])
+        final = self._run_dir.checkpoints / checkpoint_name(step)
+        partial = final.with_name(f"{PARTIAL_PREFIX}{final.name}")
+        if self._world.main_first(lambda: self._prepare(partial, final, manifest)):
+            self._make_staging(partial)
+            try:
+                _save_rng(self._staging(partial), self._world.rank)
+            except (OSError, SafetensorError) as error:
+                raise self._cannot_save(step, error) from error
+            staged = stage(state, replicas) | stage(dict(own), (0, 1))
+            self._pending_step = step
+            manifest = {**manifest, "attempt": self._attempt}
+            self._pending = self._writer.submit(self._write, staged, partial, final, manifest)
+            if wait or not self._config.async_save:
+                self.wait()
+
+    def poll(self) -> None:
+        """Notice whether the save under way has ended. Never waits.
+
+        Raises:
+            TrainingError: it failed.
+        """
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            TrainingError: it failed, or was not over in checkpoint.timeout.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        began = self._now()
+        while not pending.done():
+            # The limit begins anew whenever parts have moved on.
+            left_s = max(began, self.moved_at) + self._config.timeout - self._now()
+            if left_s <= 0:
+                raise TrainingError(
+                    f"saving step {self._pending_step} is not over after "
+                    f"{self._config.timeout:.0f}s",
+                    where=f"{self._run_dir.checkpoints}, rank {self._world.rank} on "
+                    f"{self._world.host}",
+                    fix="a slow or hanging disk? Raise checkpoint.timeout, or save to another disk",
+                    id="checkpoint.slow",
+                )
+            wait_for([pending], timeout=left_s)
+        try:
+            # Not `result(left_s)`: a disk of the network fails with a TimeoutError of its own.
+            pending.result()
+        except (OSError, CheckpointException) as error:
+            raise self._cannot_save(self._pending_step, error) from error
+        self.last_step, self.last_at = self._pending_step, time.time()
+
+    def close(self) -> None:
+        """Wait for the last save, and end the writer."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, partial: Path, final: Path, manifest: dict[str, Any]) -> bool:
+        # Make the folder on rank 0's disk; False where the step is saved already.
+        if final.exists():
+            before = (read_record(final / MANIFEST) or {}).get("outer")
+            if verify_checkpoint(final):
+                _discard(final)
+            # Unless other clusters' weights have come in at this step since it was saved.
+            elif before == json.loads(json.dumps(manifest.get("outer"))):
+                self.last_step, self.last_at = int(manifest["step"]), time.time()
+                return False
+        if partial.exists():
+            shutil.rmtree(partial)
+        if not self._run_dir.resolved.is_file():
+            raise TrainingError(
+                "the run directory is gone",
+                where=str(self._run_dir.path),
+                fix="put it back, or start a new run with `isles train`",
+                id="checkpoint.unsaved",
+            )
+        partial.mkdir()
+        return True
+
+    def _staging(self, partial: Path) -> Path:
+        # Where this rank writes its part of a checkpoint that rank 0 writes at `partial`.
+        if not self._disks.is_apart[self._world.rank]:
+            return partial
+        return partial.with_name(f"{partial.name}-{self._disks.keeper(self._world.rank)}")
+
+    def _make_staging(self, partial: Path) -> None:
+        # On disks that are not rank 0's. All ranks must call this.
+        if not self._disks.apart_leaders:
+            return
+        failure = None
+        if self._sends:
+            staging = self._staging(partial)
+            try:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.parent.mkdir(exist_ok=True)
+                staging.mkdir()
+            except OSError as error:
+                failure = disk_fault(error, self._run_dir.path, self._world.rank)
+        raise_first(self._world.gather(failure))
+
+    def _write(
+        self, staged: dict[str, Any], partial: Path, final: Path, manifest: dict[str, Any]
+    ) -> None:
+        # In the writer's thread, on all ranks.
+        group, staging = self._world.saving, self._staging(partial)
+
+        def finish() -> None:
+            try:
+                seal(partial, final, manifest)
+            except OSError as error:
+                raise self._cannot_save(int(manifest["step"]), error) from error
+
+        try:
+            write_shards(staged, staging, group)
+            if self._disks.apart_leaders:
+                gather_folder(
+                    staging, self._world, sends=self._sends, group=group, progress=self._moved
+                )
+            self._world.main_first(finish, group=group)
+        except BaseException:  # torch's CheckpointException is one; it goes on to `wait`
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            if self._sends:  # rank 0 has the parts, or the save has failed
+                shutil.rmtree(staging, ignore_errors=True)
+        if not self._world.is_main:
+            return
+        step = int(manifest["step"])
+        older = [info for info in list_checkpoints(self._run_dir) if info.step < step]
+        for info in older[: max(0, len(older) + 1 - self._config.keep)]:
+            _discard(info.path)
+
+    def _moved(self, done: int, total: int) -> None:
+        self.moved_at = self._now()
+        log.debug("parts done=%d of=%d", done, total)
+
+    def _cannot_save(self, step: int, error: BaseException) -> TrainingError:
+        rank = self._world.rank
+        if isinstance(error, CheckpointException):
+            rank, error = first_failure(error)
+        if not isinstance(error, UserError):
+            error = disk_fault(error, self._run_dir.checkpoints, rank)
+        return TrainingError(
+            f"step {step} could not be saved: {error.what}",
+            where=error.where,
+            fix=error.fix,
+            id="checkpoint.unsaved",
+        )
+
+
+def stage(state: dict[str, Any], replicas: tuple[int, int]) -> dict[str, Tensor]:
+    """A copy in CPU memory of what this rank writes.
+
+    Replicated tensors are divided by size among the ranks that hold them, so that each is copied
+    and written once; shards stay with their rank.
+
+    Args:
+        state: tensors and shards (DTensors) by name.
+        replicas: this rank's number among those that hold the same plain tensors, and how many
+            they are.
+    """
+    rank, world_size = replicas
+    plain = [name for name, value in state.items() if not isinstance(value, DTensor)]
+    assigned = [0] * world_size
+    mine: set[str] = {name for name in state if isinstance(state[name], DTensor)}
+    for name in sorted(plain, key=lambda n: (-state[n].numel() * state[n].element_size(), n)):
+        owner = assigned.index(min(assigned))
+        assigned[owner] += state[name].numel() * state[name].element_size()
+        if owner == rank:
+            mine.add(name)
+    return {
+        name: value.detach().to("cpu", copy=True) for name, value in state.items() if name in mine
+    }
+
+
+def write_shards(staged: dict[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write this rank's part into a folder, which is there. All ranks must call this."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(staged, storage_writer=_Writer(folder), process_group=group)
+
+
+class _ExistingFolders(FileSystem):
+    # torch makes the folder of a checkpoint with all that is above it, and so made a run directory
+    # again that was deleted.
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make nothing."""
+
+
+class _Writer(FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _ExistingFolders()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write this rank's part; an error names the disk, as the other ranks see this error alone.
+
+        Raises:
+            TrainingError: this rank's disk does not take it.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except (OSError, RuntimeError) as error:
+            raise disk_fault(error, Path(str(self.path)), dist.get_rank()) from error
+
+
+def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Hash a written folder, read it back from the disk, and give it its name. Rank 0 only.
+
+    Raises:
+        TrainingError: what the disk gives back is not what was written.
+    """
+    record = {**manifest, "files": hash_files(partial)}
+    write_record(partial / MANIFEST, record)
+    for file in partial.iterdir():
+        _flush(file)
+    sync_folder(partial)
+    if issues := verify_checkpoint(partial):
+        raise TrainingError(
+            f"a checkpoint reads back differently than it was written: {'; '.join(issues)}",
+            where=str(partial),
+            fix="check the disk (dmesg, smartctl); the previous checkpoint is untouched",
+            id="checkpoint.unsaved",
+        )
+    removed = _removed(final)
+    if final.exists():  # the same step with an average that came after it
+        final.replace(removed)
+    partial.replace(final)
+    sync_folder(final.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def disk_fault(error: BaseException, folder: Path, rank: int) -> TrainingError:
+    """The error for a disk that does not take a file: its reason, its place, what is free."""
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        free_bytes = 0
+    cause, free = root_cause(error), f"{format_bytes(free_bytes)} are free on this disk"
+    what = f"{cause}; {free}"
+    if free_bytes < _FULL_BYTES and not isinstance(error, OSError):
+        what = f"the disk is full, {free} ({cause})"  # torch only says that a file ended early
+    return TrainingError(
+        what,
+        where=f"{folder}, rank {rank} on {socket.gethostname()}",
+        fix="free some space there, lower checkpoint.keep or set another output_dir; "
+        "`isles train` again goes on from the last whole checkpoint, which is untouched",
+        id="checkpoint.unsaved",
+    )
+
+
+def _save_rng(folder: Path, rank: int) -> None:
+    # PyTorch's random state, of the CPU and of this rank's GPU.
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    save_file(state, rng_file(folder, rank))
+
+
+def _discard(folder: Path) -> None:
+    # A kill in the middle must leave nothing that looks whole.
+    removed = _removed(folder)
+    folder.replace(removed)
+    shutil.rmtree(removed)
+
+
+def _removed(folder: Path) -> Path:
+    return folder.with_name(f"{PARTIAL_PREFIX}removed-{folder.name.lstrip('.')}")
+
+
+def _flush(file: Path) -> None:
+    # To the disk, and out of the page cache, so that reading back reads the disk.
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
