@@ -21,6 +21,10 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isles"
 FAILED = 1  # pytest's exit code: tests were run, and some failed
 
+_RESUME = "tests/dist/test_resume.py::test_"
+_BROKEN = f"{_RESUME}a_broken_newest_checkpoint_is_named_and_the_one_before_is_taken"
+_KILLED = f"{_RESUME}thirty_kills_change_no_bit"
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -144,21 +148,21 @@ FAULTS = (
         "checkpoint/load.py",
         "issues = verify_checkpoint(folder)\n        if not issues:",
         "issues = verify_checkpoint(folder)\n        if not issues or record:",
-        "tests/unit/test_checkpoint_manager.py",
+        _BROKEN,
     ),
     Fault(
         "one checkpoint more is removed than should be",
         "checkpoint/save.py",
         "len(older) + 1 - self._config.keep",
         "len(older) + 2 - self._config.keep",
-        "tests/unit/test_checkpoint_manager.py",
+        _KILLED,
     ),
     Fault(
         "changed bytes of a checkpoint are not seen",
         "run/manifest.py",
         'elif hash_file(file) != expected["sha256"]:',
         'elif hash_file(file) == "":',
-        "tests/unit/test_checkpoint_manager.py",
+        _BROKEN,
     ),
     Fault(
         "what is written is not on the disk before it is renamed",

@@ -82,6 +82,7 @@ def test_thirty_kills_change_no_bit(run_file: Path, number: int) -> None:
     assert code == 0
     assert run_dir.name == "tiny-1", "all attempts are one run"
     assert len(run_dir.attempts()) == number + 1
+    assert len(list_checkpoints(run_dir)) == 2, "as many as the run file says"
     assert same_bits(uninterrupted, run_dir)
     seen = [row["step"] for row in read_rows(run_dir.metrics) if row["kind"] == "train"]
     assert seen == list(range(1, steps + 1)), "each step stands in the curve once"
