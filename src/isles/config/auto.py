@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
-from isles.facts.memory import (
+from isles.facts.cost import (
     ModelSize,
     activation_bytes,
     copy_bytes,

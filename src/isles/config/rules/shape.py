@@ -10,7 +10,7 @@ from isles.config.issues import Issue
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
-from isles.facts.architectures import (
+from isles.facts.models import (
     BLIND,
     CONTEXT_PARALLEL,
     DEAF,

@@ -19,8 +19,9 @@ from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError, UserError
 from isles.strategies.base import TorchEngine
 from isles.strategies.fsdp import allocate, shard_model
-from isles.strategies.pipeline.schedule import MicroBatches, Pipeline
-from isles.strategies.pipeline.split import (
+from isles.strategies.pipeline.stages import (
+    MicroBatches,
+    Pipeline,
     check_model,
     cut_stage,
     deal_layers,
@@ -71,7 +72,7 @@ class PipelineEngine(TorchEngine):
     ) -> None:
         size = mesh.layout.pp
         num_stages = size * stages_per_rank(config.pp_schedule)
-        check_model(model, num_stages)
+        check_model(model)
         dtype = _HIDDEN_DTYPE.get(precision, torch.float32)
         layers = deal_layers(len(model.base_model.layers), num_stages)
         stages: dict[int, nn.Module] = {}
