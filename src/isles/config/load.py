@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from isles.config import keys
 from isles.config.explain import KeyIssue, explain
+from isles.config.issues import Issue
 from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, parse_value, scan_yaml, shorten
@@ -46,6 +47,10 @@ class Loaded:
         while section and section not in self.origins:
             section = section.rpartition(".")[0]
         return f"{self.origins.get(section, f'{self.path}:1')} {dotted_keys[0]}"
+
+    def errors(self, issues: Iterable[Issue]) -> list[ConfigError]:
+        """Issues that were found after loading, with their places."""
+        return [ConfigError(i.what, where=self.where(*i.keys), fix=i.fix) for i in issues]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +310,20 @@ def _no_way(parent: object, path: KeyPath, where: str) -> ConfigError:
     return ConfigError(what, where=where, fix="isles config schema lists the keys")
 
 
-def read_text(path: Path) -> str:
-    """The text of a run file.
+def read_text(
+    path: Path,
+    kind: str = "run file",
+    hint: str = "check the path; isles init writes a run file to start from",
+) -> str:
+    """The text of a file that a person has written.
+
+    Args:
+        path: the file.
+        kind: what it should be, for messages.
+        hint: how to mend it where there is no such file.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or is no text.
     """
 
     def refused(what: str, fix: str, place: str = "") -> ConfigError:
@@ -319,16 +333,15 @@ def read_text(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        fix = "check the path; isles init writes a run file to start from"
-        raise refused("there is no such file", fix) from None
+        raise refused("there is no such file", hint) from None
     except IsADirectoryError:
-        fix = "name the run file inside it"
-        raise refused("this is a folder, not a run file", fix) from None
+        fix = f"name the {kind} inside it"
+        raise refused(f"this is a folder, not a {kind}", fix) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None
     if len(content) > _MAX_BYTES:
-        raise refused("larger than 1 MiB: this is no run file", "check the path", ":1")
+        raise refused(f"larger than 1 MiB: this is no {kind}", "check the path", ":1")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

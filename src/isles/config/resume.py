@@ -114,7 +114,7 @@ def unlike(theirs: RunConfig, mine: RunConfig) -> list[Change]:
         for change in changed_mathematics(theirs, mine)
         if not any(pattern.fullmatch(change.key) for pattern in _MAY_DIFFER)
     ]
-    both = [(key, _value(theirs, key), _value(mine, key)) for key in _MUST_TOO]
+    both = [(key, theirs.at(key), mine.at(key)) for key in _MUST_TOO]
     return changes + [Change(*values) for values in both if values[1] != values[2]]
 
 
@@ -239,11 +239,3 @@ def _is_free(key: str) -> bool:
     if key.removeprefix("training.") in _LENGTH:
         return True
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
-
-
-def _value(config: RunConfig, dotted_key: str) -> object:
-    """A value or a section; None where there is no such key in a section of this kind."""
-    found: object = config
-    for name in dotted_key.split("."):
-        found = getattr(found, name, None)
-    return found
