@@ -1,40 +1,22 @@
-"""What pydantic finds wrong with a run file, in plain words: the value, and how to mend it."""
+"""What pydantic finds wrong with a run file, in plain words: the value, and a fix."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from isles import __version__
 from isles.config import keys
-from isles.config.issues import alias_words, find_alias, guess_meant, is_not_yet
-from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text, shorten
+from isles.config.issues import KeyIssue, alias_words, is_not_yet, quote, unknown_key
+from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text
 
 _SIZES = frozenset(
     ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long")
 )
 _YES = frozenset(("yes", "on", "true", "1", "y"))
 _NO = frozenset(("no", "off", "false", "0", "n"))
-
-
-@dataclass(frozen=True, slots=True)
-class KeyIssue:
-    """An issue of one key or value.
-
-    Args:
-        path: where it stands, in the file or among the overrides.
-        what: what is wrong, with the value.
-        fix: what to do about it.
-        meant: keys of isles that the user may have meant; rules about them would only confuse.
-    """
-
-    path: KeyPath
-    what: str
-    fix: str
-    meant: tuple[str, ...] = ()
 
 
 def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[KeyIssue]:
@@ -66,20 +48,6 @@ def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[KeyIssue]
     return issues + [
         m for m in missing if not any(k.startswith(f"{dotted(m.path)}.") for k in meant)
     ]
-
-
-def unknown_key(path: KeyPath, value: object) -> list[KeyIssue]:
-    """A key that isles does not have; and those below it that another tool has."""
-    meant = guess_meant(path)
-    origin = f", a name from {_listing(meant.tools)}" if meant.tools else ""
-    shown = f" (value {_show(value)})" if is_leaf(value) else ""
-    what = f"unknown key {shorten(str(path[-1]))}{origin}{shown}"
-    issues = [KeyIssue(path, what, meant.fix, meant.keys)]
-    if isinstance(value, Mapping):
-        for inner, inner_value in value.items():
-            if find_alias((*path, str(inner))) is not None:
-                issues += unknown_key((*path, str(inner)), inner_value)
-    return issues
 
 
 def _missing(path: KeyPath) -> KeyIssue:
@@ -124,7 +92,7 @@ class _WrongValue:
         return self._type()
 
     def _is(self, what: str, fix: str) -> KeyIssue:
-        return KeyIssue(self.path, f"{self.name} is {_show(self.value)}{what}", fix)
+        return KeyIssue(self.path, f"{self.name} is {quote(self.value)}{what}", fix)
 
     def _not_yet(self, fix: str) -> KeyIssue:
         return self._is(f", which isles {__version__} does not have yet", fix)
@@ -164,10 +132,8 @@ class _WrongValue:
             return KeyIssue(self.path, f"{self.name} is empty", f"{below}, or delete the line")
         fix = below
         if isinstance(value, str):
-            word, key = (
-                value.lower(),
-                next((k for k in ("name_or_path", "path") if k in inside), ""),
-            )
+            word = value.lower()
+            key = next((k for k in ("name_or_path", "path") if k in inside), "")
             kind = word if word in kinds else ""
             kind = kind or alias_words("values", f"{self.alias_key}.kind").get(word, "")
             section = alias_words("sections", self.alias_key).get(word)
@@ -269,25 +235,8 @@ def _is_finite(number: float) -> bool:
     return number - number == 0
 
 
-def _listing(words: Sequence[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _show(value: object) -> str:
-    match value:
-        case str():
-            return f'"{shorten(value)}"' if value.isprintable() else shorten(scalar_text(value))
-        case Mapping():
-            return "a section"
-        case list() if not is_leaf(value):
-            return "a list"
-        case _:
-            return shorten(scalar_text(value))
-
-
 def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
-    """pydantic's place without the names of union members, which are in no file."""
+    # pydantic's place without the names of union members, which are in no file.
     path: list[str | int] = []
     node: keys.Schema = keys.run_schema()
     for position, part in enumerate(loc):
@@ -295,7 +244,7 @@ def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
             node = keys.items(node) or {}
         elif part in keys.children(node):
             node = keys.children(node)[part]
-        elif (inner := keys.named(node)) is not None and _has(_value_at(data, path), part):
+        elif (inner := keys.named(node)) is not None and _is_key(part, _value_at(data, path)):
             node = inner
         elif kind != "extra_forbidden" or position < len(loc) - 1:
             continue
@@ -303,14 +252,14 @@ def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
     return tuple(path)
 
 
-def _has(value: object, name: str) -> bool:
+def _is_key(name: str, value: object) -> bool:
     return isinstance(value, Mapping) and name in value
 
 
-def _value_at(data: object, path: Sequence[str | int]) -> object:
+def _value_at(data: Any, path: Sequence[str | int]) -> Any:  # what YAML holds
     for part in path:
         try:
-            data = data[part]  # type: ignore[index]
+            data = data[part]
         except (KeyError, IndexError, TypeError):
             return None
     return data

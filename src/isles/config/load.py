@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from isles.config import keys
-from isles.config.explain import KeyIssue, explain
-from isles.config.issues import Issue
+from isles.config.explain import explain
+from isles.config.issues import Issue, KeyIssue
 from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, parse_value, scan_yaml, shorten
@@ -87,32 +88,26 @@ def load_run_file(
     """
     text = read_text(path) if text is None else text
     document, syntax_issues = scan_yaml(text, str(path))
-    assert isinstance(document.value, dict)
-    return _Loading(text, path, document.value, document.lines, base).finish(
-        overrides, syntax_issues
-    )
+    data = document.value
+    assert isinstance(data, dict)
+    data = data if base is None else _over(base.values, data)
+    return _Loading(text, path, base, data, dict(document.lines)).finish(overrides, syntax_issues)
 
 
+@dataclass(slots=True)
 class _Loading:
     """One run file on its way: the data, and where each part of it was given."""
 
-    def __init__(
-        self,
-        text: str,
-        path: Path,
-        data: dict[str, object],
-        lines: Mapping[KeyPath, int],
-        base: Base | None,
-    ) -> None:
-        self.text = text
-        self.path = path
-        self.base = base
-        self.data = data if base is None else _over(base.values, data)
-        self.lines = dict(lines)
-        self.given: dict[KeyPath, str] = {}  # path -> the override that set it
+    text: str
+    path: Path
+    base: Base | None
+    data: dict[str, object]
+    lines: dict[KeyPath, int]
+    given: dict[KeyPath, str] = field(default_factory=dict)
+    """Path -> the override that set it."""
 
     def finish(self, overrides: Sequence[str], syntax_issues: Sequence[ConfigError]) -> Loaded:
-        """Overrides, types and rules, in this order; or every issue at once."""
+        # Overrides, types and rules, in this order; or every issue at once.
         errors = list(syntax_issues)
         for override in overrides:
             trial = deepcopy(self.data)
@@ -148,7 +143,7 @@ class _Loading:
         return Loaded(config, by_key, self.text, self.path)
 
     def _validate(self) -> tuple[RunConfig | None, list[KeyIssue]]:
-        """The typed config and the issues; a config beside issues where keys were only unknown."""
+        # The typed config and the issues; a config beside issues where keys were only unknown.
         try:
             return _typed(self.data), []
         except ValidationError as error:
@@ -183,20 +178,17 @@ class _Loading:
         return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
 
 
-def _over(base: Mapping[str, object], data: Mapping[str, object]) -> dict[str, object]:
-    """What is given, over what holds otherwise; a section of another kind replaces the whole."""
-    found: dict[str, object] = {key: deepcopy(value) for key, value in base.items()}
+def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    # What is given, over what holds otherwise; a section of another kind replaces the whole.
+    found = {key: deepcopy(value) for key, value in base.items()}
     for key, value in data.items():
         below = found.get(key)
-        if isinstance(below, dict) and isinstance(value, dict) and _is_one_kind(below, value):
-            found[key] = _over(below, value)
-        else:
-            found[key] = value
+        found[key] = value
+        if isinstance(below, dict) and isinstance(value, dict):
+            kinds = [(below.get(name), value.get(name)) for name in ("kind", "type")]
+            if all(new in (old, None) for old, new in kinds):
+                found[key] = _over(below, value)
     return found
-
-
-def _is_one_kind(below: dict[str, object], value: dict[str, object]) -> bool:
-    return all(value.get(name, below.get(name)) == below.get(name) for name in ("kind", "type"))
 
 
 def _typed(data: object) -> RunConfig:
@@ -216,7 +208,7 @@ def _without_unknown(data: object, path: KeyPath) -> object:
 
 
 def _below(path: KeyPath, value: object) -> list[KeyPath]:
-    """The path of every key and item below a value, each before those below it."""
+    # The path of every key and item below a value, each before those below it.
     children: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, dict):
         children = value.items()
@@ -231,16 +223,12 @@ def _below(path: KeyPath, value: object) -> list[KeyPath]:
 def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
     """Set one key; sections on the way, and the first item of a list, are made where absent.
 
-    Args:
-        data: the run file's data; changed in place.
-        override: `key.path=value`, the value as YAML. A leading `--` and dashes in the key are
-            as good as underscores; a number is an item of a list, from 0.
-
     Returns:
         The paths that the override set: the outermost first, then all below it.
 
     Raises:
-        ConfigError: it is not of this form, or the path leads through something without keys.
+        ConfigError: it is not of the form `key.path=value`, or leads through something without
+            keys.
     """
     where = f"{COMMAND_LINE} {shorten(override)}"
     key, equals, text = override.partition("=")
@@ -269,6 +257,7 @@ def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
 
 
 def _override_path(key: str) -> KeyPath:
+    # Dashes are as good as underscores; a number is an item of a list, from 0.
     path: list[str | int] = []
     parts = key.split(".")
     for position, part in enumerate(parts):

@@ -161,47 +161,37 @@ def _offload(strategy: DeepSpeedStrategyConfig) -> Iterator[Issue]:
 
 def model_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule of the model and its adapter that is broken, as far as the file alone can tell."""
-    yield from _shipped_shapes(config)
-    yield from _without_effect(config.adapter)
-    if config.adapter.type != "none":
-        yield from _adapter(config, config.adapter)
-    elif config.checkpoint.merge_adapter:
-        yield Issue(
-            ("checkpoint.merge_adapter", "adapter.type"),
-            "merge_adapter is true, and the run trains no adapter",
-            "delete it: the export is a whole model anyway; or set adapter.type: lora",
-        )
-
-
-def _shipped_shapes(config: RunConfig) -> Iterator[Issue]:
     name, init, shapes = config.model.name_or_path, config.model.init, shape_names()
     keys = ("model.name_or_path", "model.init")
+    is_path = "/" in name or "\\" in name or name.startswith((".", "~")) or name.endswith(".json")
+    near = difflib.get_close_matches(name, shapes, n=1, cutoff=0.8)
     if name in shapes and init == "pretrained":
         yield Issue(
             keys[::-1],
             f"{name} is a shape shipped with isles: it has no weights to start from",
             "add init: scratch below model:, or name a model that has weights",
         )
-    is_path = "/" in name or "\\" in name or name.startswith((".", "~")) or name.endswith(".json")
-    near = difflib.get_close_matches(name, shapes, n=1, cutoff=0.8)
-    if name not in shapes and near and init == "scratch" and not is_path:
+    elif name not in shapes and near and init == "scratch" and not is_path:
         yield Issue(
             keys,
             f"{name} is no shape shipped with isles ({', '.join(shapes)})",
             f"did you mean {near[0]}? A folder of that name is written ./{name}",
         )
-
-
-def _without_effect(adapter: AdapterConfig) -> Iterator[Issue]:
-    """Keys with another value than their default, which a type does not look at."""
-    for name, field in AdapterConfig.model_fields.items():
-        is_ignored = adapter.type == "none" or (adapter.type == "lora" and name in _ONLY_QLORA)
-        if name == "type" or not is_ignored or getattr(adapter, name) == field.default:
-            continue
+    adapter = config.adapter
+    for key in AdapterConfig.model_fields:
+        if key != "type" and (
+            adapter.type == "none" or (key in _ONLY_QLORA and adapter.type == "lora")
+        ):
+            use = f"set adapter.type: {'qlora' if key in _ONLY_QLORA else 'lora'}"
+            to = f"adapter.type {adapter.type}"
+            yield from no_effect(adapter, f"adapter.{key}", to, use, "adapter.type")
+    if adapter.type != "none":
+        yield from _adapter(config, adapter)
+    elif config.checkpoint.merge_adapter:
         yield Issue(
-            (f"adapter.{name}", "adapter.type"),
-            f"adapter.{name} means nothing to adapter.type {adapter.type}",
-            f"delete it, or set adapter.type: {'qlora' if name in _ONLY_QLORA else 'lora'}",
+            ("checkpoint.merge_adapter", "adapter.type"),
+            "merge_adapter is true, and the run trains no adapter",
+            "delete it: the export is a whole model anyway; or set adapter.type: lora",
         )
 
 
@@ -250,7 +240,7 @@ def _four_bits(config: RunConfig) -> Iterator[Issue]:
 
 
 def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:
-    """What ranks cannot do with an adapter that hold parts of one layer, or some of the layers."""
+    # What ranks that hold parts of a layer, or some of the layers, cannot do with an adapter.
     if strategy.pp_size > 1:
         yield Issue(
             ("strategy.pp_size", "adapter.type"),
