@@ -67,10 +67,16 @@ class DeepSpeedEngine(Engine):
         self.model = model
         self._world_size = world.world_size
         self._device = world.device
-        settings = _fit_buckets(settings, model)
+        # No bucket for more gradients than the model has: DeepSpeed allocates it at once.
+        zero = dict(settings["zero_optimization"])
+        total = sum(p.numel() for p in model.parameters())
+        zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), total)
+        settings = {**settings, "zero_optimization": zero}
 
         def make_optimizer(module: nn.Module) -> Optimizer:
-            return _only(make_optimizers(module))
+            optimizers = make_optimizers(module)
+            assert len(optimizers) == 1, "rules keep muon, which needs whole matrices, away"
+            return optimizers[0]
 
         if stage_of(settings) == 3:
             optimizer = _cut_model(deepspeed, model, materialize, make_optimizer, settings, world)
@@ -193,26 +199,6 @@ class _NoScaler:
 
     def update_scale(self, overflow: bool) -> None:
         pass
-
-
-def _fit_buckets(settings: Json, model: nn.Module) -> Json:
-    # Without a bucket for more gradients than the model has: DeepSpeed allocates it at once.
-    zero = dict(settings["zero_optimization"])
-    total = sum(p.numel() for p in model.parameters())
-    zero["reduce_bucket_size"] = min(int(zero["reduce_bucket_size"]), total)
-    return {**settings, "zero_optimization": zero}
-
-
-def _only(optimizers: Sequence[Optimizer]) -> Optimizer:
-    if len(optimizers) == 1:
-        return optimizers[0]
-    raise UserError(
-        "optimizer muon does not work under DeepSpeed: ZeRO cuts parameters as one long row, and "
-        "Muon needs whole matrices",
-        where="training.optimizer",
-        fix="use adamw or sgd, or strategy: {kind: fsdp}",
-        id="strategy.deepspeed",
-    )
 
 
 def import_deepspeed(world: World) -> Any:  # an untyped library
