@@ -29,31 +29,16 @@ _NOT_WITH_DEEPSPEED = (
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A rule between keys that a run file breaks.
+    """What is wrong with a run file.
 
     Args:
-        keys: the dotted keys that it is about; where it is reported: the first that was given.
+        keys: the dotted keys that it is about; it is reported at the first that was given.
         what: what is wrong, with the values.
         fix: what to do about it.
+        meant: keys that an unknown one may have meant; rules about them would only confuse.
     """
 
     keys: tuple[str, ...]
-    what: str
-    fix: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeyIssue:
-    """An issue of one key or value.
-
-    Args:
-        path: where it stands, in the file or among the overrides.
-        what: what is wrong, with the value.
-        fix: what to do about it.
-        meant: keys of isles that the user may have meant; rules about them would only confuse.
-    """
-
-    path: KeyPath
     what: str
     fix: str
     meant: tuple[str, ...] = ()
@@ -186,14 +171,14 @@ def find_alias(path: Sequence[str | int]) -> Alias | None:
     return next((alias for alias in found if alias is not None), None)
 
 
-def unknown_key(path: KeyPath, value: object) -> list[KeyIssue]:
+def unknown_key(path: KeyPath, value: object) -> list[Issue]:
     """A key that isles does not have; and those below it that another tool has."""
     fix, meant, tools = next(_guesses(path))
     *others, last = tools or ("",)
     origin = f", a name from {', '.join(others)}{' and ' if others else ''}{last}" if tools else ""
     shown = f" (value {quote(value)})" if is_leaf(value) else ""
     what = f"unknown key {shorten(str(path[-1]))}{origin}{shown}"
-    issues = [KeyIssue(path, what, fix, meant)]
+    issues = [Issue((dotted(path),), what, fix, meant)]
     if isinstance(value, Mapping):
         for inner, inner_value in value.items():
             if find_alias((*path, str(inner))) is not None:

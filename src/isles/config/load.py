@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from isles.config import keys
 from isles.config.explain import explain
-from isles.config.issues import Issue, KeyIssue
+from isles.config.issues import Issue
 from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, parse_value, scan_yaml, shorten
@@ -118,22 +118,22 @@ class _Loading:
                 continue
             self.data = trial
             first = changed[0]
-            for places in (self.lines, self.given):
-                for known in [known for known in places if known[: len(first)] == first]:
-                    del places[known]
+            self.lines = {p: n for p, n in self.lines.items() if p[: len(first)] != first}
+            self.given = {p: o for p, o in self.given.items() if p[: len(first)] != first}
             self.given.update(dict.fromkeys(changed, override))
         config, issues = self._validate()
         if config is not None:
             meant = {key for issue in issues for key in issue.meant}
             # A rule about a key whose name is misspelt would only confuse.
-            issues += [
-                KeyIssue(self._first_given(rule.keys), rule.what, rule.fix)
-                for rule in check_rules(config)
-                if meant.isdisjoint(rule.keys)
-            ]
+            issues += [rule for rule in check_rules(config) if meant.isdisjoint(rule.keys)]
         lost = {error.where.rpartition(" ")[2] for error in syntax_issues}
-        issues = [issue for issue in issues if dotted(issue.path) not in lost]
-        errors += [ConfigError(i.what, where=self._where(i.path), fix=i.fix) for i in issues]
+        places = {dotted(path): f"{self.path}:{line}" for path, line in self.lines.items()}
+        places |= {dotted(p): f"{COMMAND_LINE} {shorten(o)}" for p, o in self.given.items()}
+        for issue in issues:
+            key = next((key for key in issue.keys if key in places), issue.keys[0])
+            if key not in lost:
+                where = self._where(key, places)
+                errors.append(ConfigError(issue.what, where=where, fix=issue.fix))
         if errors or config is None:
             raise ConfigErrors(sorted(errors, key=self._order))
         origins = {} if self.base is None else dict.fromkeys(_below((), self.data), self.base.name)
@@ -142,7 +142,7 @@ class _Loading:
         by_key = {dotted(path): origin for path, origin in origins.items()}
         return Loaded(config, by_key, self.text, self.path)
 
-    def _validate(self) -> tuple[RunConfig | None, list[KeyIssue]]:
+    def _validate(self) -> tuple[RunConfig | None, list[Issue]]:
         # The typed config and the issues; a config beside issues where keys were only unknown.
         try:
             return _typed(self.data), []
@@ -156,23 +156,16 @@ class _Loading:
         except ValidationError:
             return None, issues
 
-    def _first_given(self, rule_keys: Sequence[str]) -> KeyPath:
-        paths = [
-            tuple(int(part) if part.isdigit() else part for part in key.split("."))
-            for key in rule_keys
-        ]
-        return next((p for p in paths if p in self.lines or p in self.given), paths[0])
-
-    def _where(self, path: KeyPath) -> str:
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.given:
-                return f"{COMMAND_LINE} {shorten(self.given[path[:length]])}"
-            if path[:length] in self.lines:
-                return f"{self.path}:{self.lines[path[:length]]} {dotted(path)}"
-        return f"{self.base.name if self.base else f'{self.path}:1'} {dotted(path)}"
+    def _where(self, key: str, places: Mapping[str, str]) -> str:
+        # The place of a key that was given, or of the section that lacks it.
+        given = key
+        while given and given not in places:
+            given = given.rpartition(".")[0]
+        place = places.get(given, self.base.name if self.base else f"{self.path}:1")
+        return place if place.startswith(COMMAND_LINE) else f"{place} {key}"
 
     def _order(self, error: ConfigError) -> tuple[int, int]:
-        """By line in the file; the command line last."""
+        # By line in the file; the command line last.
         head, _, rest = error.where.partition(f"{self.path}:")
         digits = rest.partition(" ")[0].partition(":")[0]
         return (0, int(digits)) if not head and digits.isdigit() else (1, 0)

@@ -17,7 +17,7 @@ def outer_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule about several clusters, and about their averaging, that is broken."""
     yield from _clusters(config)
     if config.diloco is not None and config.training.script is None:
-        yield from _turns(config, config.diloco)
+        yield from _outer_steps(config, config.diloco)
         yield from _warmup(config, config.diloco)
         yield from _waits(config.diloco)
         yield from _idle_keys(config.diloco)
@@ -54,7 +54,7 @@ def _clusters(config: RunConfig) -> Iterator[Issue]:
         )
 
 
-def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
+def _outer_steps(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     every, steps = outer.sync_every, config.training.max_steps
     if not isinstance(every, int):
         if isinstance(outer.wait, WaitConfig):
@@ -72,10 +72,10 @@ def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
             "at the end",
             f"use at most {max(1, steps // 2)}",
         )
-    yield from _turns_fit(outer, "sync_every", every)
+    yield from _outer_steps_fit(outer, "sync_every", every)
 
 
-def _turns_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issue]:
+def _outer_steps_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issue]:
     if outer.fragments > every:
         yield Issue(
             ("outer.fragments", f"outer.{key}"),
@@ -111,7 +111,7 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
             f"use at most {every}",
         )
     elif short is not None:
-        yield from _turns_fit(outer, "warmup_sync_every", short)
+        yield from _outer_steps_fit(outer, "warmup_sync_every", short)
     if steps is not None and (ends := outer.warmup_rounds * (short or every)) >= steps:
         yield Issue(
             ("outer.warmup_rounds", "training.max_steps", "outer"),
