@@ -31,12 +31,7 @@ _TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz
 
 
 def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
-    """Every rule between the run file and the model's shape that is broken.
-
-    Args:
-        loaded: the run file.
-        hub_cache: where huggingface_hub keeps what it has downloaded.
-    """
+    """Every rule between the run file and the model's shape that is broken; see `find_shape`."""
     shape = find_shape(loaded.config.model, hub_cache)
     return loaded.errors(check_shape(loaded.config, shape)) if shape is not None else []
 

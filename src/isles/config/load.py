@@ -318,7 +318,7 @@ def read_text(
         raise refused("there is no such file", hint) from None
     except IsADirectoryError:
         fix = f"name the {kind} inside it"
-        raise refused(f"this is a folder, not a {kind}", fix) from None
+        raise refused("this is a folder, not a file", fix) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None

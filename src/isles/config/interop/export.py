@@ -112,9 +112,6 @@ def _scheduler_json(training: TrainingConfig, notes: list[str]) -> Json:
 def fsdp_json(loaded: Loaded) -> tuple[Json, list[str]]:
     """What TrainingArguments(fsdp=True, fsdp_config=...) takes, as of transformers 5.
 
-    Args:
-        loaded: the run file.
-
     Returns:
         The JSON, and notes on what it cannot say.
 

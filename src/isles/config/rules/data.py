@@ -187,7 +187,7 @@ def _packing_rules(config: RunConfig) -> Iterator[Issue]:
 
 
 def _streaming_rules(config: RunConfig) -> Iterator[Issue]:
-    """What an endless stream, which no one has counted, does not go with."""
+    # What an endless stream, which no one has counted, does not go with.
     data, epochs = config.data, config.training.num_train_epochs
     if not data.streaming:
         return
