@@ -16,7 +16,7 @@ from typing import Any
 from isles.config import keys
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import scalar_text
-from isles.facts.architectures import CONTEXT_PARALLEL, PIPELINE, TENSOR_PARALLEL
+from isles.facts.models import CONTEXT_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from isles.facts.models import llama_parameters, load_shape, shape_names
 from isles.facts.units import format_count, write_duration
 

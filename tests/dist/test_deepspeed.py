@@ -327,7 +327,7 @@ def test_bf16_learns_and_leaves_nothing_but_the_run(
 def overflow_first(env: RankEnv, run_file: str, file: str) -> tuple[list[float], dict[str, float]]:
     """Train in fp16 from a scale that overflows; losses, and the scale that is saved."""
     world = join_world(env, device="cpu", timeout_s=100)
-    from isles.strategies.deepspeed.setup import import_deepspeed
+    from isles.strategies.deepspeed.engine import import_deepspeed
 
     # DeepSpeed wants a CPU with fp16 instructions; torch computes without, only slower.
     accelerator: Any = import_deepspeed(world).accelerator.get_accelerator()

@@ -29,7 +29,7 @@ from isles.dist.batch import Batch, cu_seqlens
 from isles.dist.documents import isolation_inputs
 from isles.dist.split import even_split
 from isles.dist.world import World, join_world, leave_world
-from isles.facts.architectures import ISOLATED
+from isles.facts.models import ISOLATED
 from isles.models.attention import use_maskless_attention
 from isles.models.build import (
     build_empty_model,

@@ -22,8 +22,7 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigErrors, MissingDependencyError, UserError
-from isles.facts.flops import train_flops_per_token
-from isles.facts.memory import ModelSize
+from isles.facts.cost import ModelSize, train_flops_per_token
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, build_probe, fill_model
 from isles.models.fill import base_fingerprint

@@ -7,7 +7,7 @@ import pytest
 from isles.config.auto import Machine, choose_strategy, ddp_bytes
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
-from isles.facts.memory import ModelSize, activation_bytes
+from isles.facts.cost import ModelSize, activation_bytes
 from tests.each import each
 
 LLAMA_1B = ModelSize(1_235_814_400, 16, 2048, 128_256)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from isles.config import keys
-from isles.config.explain import unknown_key
-from isles.config.issues import alias_keys, alias_words, aliases
+from isles.config.issues import alias_keys, alias_words, aliases, unknown_key
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, ConfigErrors
 from tests.each import each

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isles.config.clusters import for_cluster
+from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
@@ -67,7 +67,11 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={kind: diloco, fragments: 501}"], "501 fragments", "at most 500"),
         (["outer={kind: diloco, fragments: 5, delay: 100}"], "100 steps later", "less than 100"),
         (["outer={kind: diloco, wait: some}"], '"some"', "all"),
-        (["outer={kind: diloco, warmup_sync_every: 50}"], "nothing without warmup_rounds", "add"),
+        (
+            ["outer={kind: diloco, warmup_sync_every: 50}"],
+            "means nothing to warmup_rounds 0",
+            "add",
+        ),
         (
             ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 501, sync_every: 400}"],
             "warmup_sync_every 501 is more than sync_every 400",
@@ -98,7 +102,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
                 "outer={kind: diloco, sync_every: auto, warmup_rounds: 1, warmup_sync_every: 50, "
                 "lr: 1}"
             ],
-            "auto measures",
+            "auto, which measures",
             "give sync_every a number",
         ),
         (["outer={kind: diloco, wait: {time_boxed: 60}}"], "without a unit", "60s"),
@@ -167,7 +171,7 @@ def test_a_cluster_has_its_own_part(tmp_path: Path) -> None:
     loaded = load(tmp_path, TWO, DILOCO)
     with pytest.raises(ConfigError, match="one cluster is started at a time"):
         resolve(loaded)
-    first, second = (for_cluster(loaded, index) for index in (0, 1))
+    first, second = (named_cluster(loaded, name) for name in "ab")
     assert [own.config.clusters[0].name for own in (first, second)] == ["a", "b"]
     assert (first.config.strategy.kind, first.config.balance) == ("fsdp", "auto")
     assert (second.config.strategy.kind, second.config.balance) == ("auto", "even")

@@ -20,7 +20,7 @@ from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import train_tokenizer
-from isles.facts.text import printable
+from isles.facts.units import printable
 from tests.deadline import DEADLINE_S
 
 

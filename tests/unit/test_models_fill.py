@@ -15,7 +15,7 @@ from isles.config.sections.model import ModelConfig
 from isles.errors import UserError
 from isles.models.build import build_empty_model, build_model, fill_model
 from isles.models.fill import NotCoveredError, fill_fresh, weights_folder
-from isles.strategies.blocks import find_blocks
+from isles.strategies.fsdp import find_blocks
 from tests.each import each
 
 CPU = torch.device("cpu")

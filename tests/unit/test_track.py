@@ -13,9 +13,8 @@ import pytest
 
 from isles.config.sections.output import MLflowConfig
 from isles.track.base import Background, RunFacts, Trackers, redacted
-from isles.track.jsonl import JsonlTracker
+from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
-from isles.track.tensorboard import TensorBoardTracker
 from tests.deadline import DEADLINE_S
 
 

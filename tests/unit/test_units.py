@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isles.facts.flops import train_flops_per_token
+from isles.facts.cost import train_flops_per_token
 from isles.facts.gpus import GPUS, find_gpu
 from isles.facts.models import llama_parameters, load_shape, shape_names
 from isles.facts.units import format_bytes, format_count, format_duration, parse_duration_s

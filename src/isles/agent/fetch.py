@@ -14,7 +14,7 @@ from isles import __version__
 from isles.agent.connection import authenticate, say
 from isles.config.resolve import load_resolved
 from isles.errors import CommunicationError, PreflightError, UserError
-from isles.facts.text import printable
+from isles.facts.units import printable
 from isles.launch.manual import node_environ
 from isles.launch.node.place import make_place
 from isles.run.fleet import Fleet

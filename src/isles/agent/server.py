@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isles.errors import ExitCode
-from isles.facts.text import printable
+from isles.facts.units import printable
 from isles.run.fleet import Fleet, FleetNode
 from isles.run.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
 from isles.run.paths import Attempt

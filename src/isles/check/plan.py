@@ -15,6 +15,7 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
+from isles.facts.cost import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
 from isles.launch.hub import hub_repos

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
 from isles.config.sections.training import TrainingConfig
-from isles.facts.memory import (
+from isles.facts.cost import (
     ModelSize,
     activation_bytes,
     copy_bytes,
@@ -25,7 +25,7 @@ SLOW_LINK = 10e9
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the ranks have.
+    """What the machines of a run have.
 
     Args:
         world_size: ranks.
@@ -41,7 +41,6 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill."""
         return int(self.memory_bytes * _USABLE)
 
 
@@ -53,7 +52,7 @@ def describe(strategy: DDPStrategyConfig | FSDPStrategyConfig) -> str:
 
 
 def ddp_bytes(size: ModelSize, training: TrainingConfig, seq_length: int) -> int:
-    """What one rank needs that holds everything, with micro-batches of one sequence."""
+    """Memory of a rank that holds the whole model, with micro-batches of one sequence."""
     precision = training.precision
     return (
         frozen_bytes(size.num_frozen, precision)
@@ -67,7 +66,7 @@ def ddp_bytes(size: ModelSize, training: TrainingConfig, seq_length: int) -> int
 def choose_strategy(
     size: ModelSize, training: TrainingConfig, seq_length: int, machine: Machine
 ) -> tuple[DDPStrategyConfig | FSDPStrategyConfig, str]:
-    """The strategy, and why, in one line.
+    """The strategy with the least communication that fits, and the reason in one line.
 
     Args:
         size: of the model.
@@ -119,7 +118,7 @@ def choose_strategy(
 def _sharded(
     size: ModelSize, training: TrainingConfig, seq_length: int, ranks: int, *, gathers: bool
 ) -> int:
-    """Bytes of a rank under FSDP; `gathers`: all parameters are whole between the passes."""
+    # Bytes of a rank under FSDP; `gathers`: all parameters are whole between the passes.
     precision, params, trained = training.precision, size.num_params, size.num_trained
     cut = frozen_bytes(size.num_frozen, precision) + weight_bytes(trained, precision)
     cut += state_bytes(trained, precision, training.optimizer)
@@ -133,10 +132,5 @@ def _sharded(
 
 
 def _activations(size: ModelSize, training: TrainingConfig, seq_length: int) -> int:
-    return activation_bytes(
-        size,
-        1,
-        seq_length,
-        precision=training.precision,
-        checkpointing=training.gradient_checkpointing,
-    )
+    how = {"precision": training.precision, "checkpointing": training.gradient_checkpointing}
+    return activation_bytes(size, 1, seq_length, **how)

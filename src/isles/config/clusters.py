@@ -1,4 +1,4 @@
-"""One of several clusters: its part of a run file, and what all of them share."""
+"""A run file of several clusters: the part of one of them, and what all of them share."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ _PATHS = re.compile(r"(data\.sources\.\d+\.path|.*\.name_or_path|tokenizer\.chat
 
 
 def of_cluster(loaded: Loaded, index: int) -> Loaded:
-    """A run file as one of its clusters has it; where each value came from is kept.
-
-    Its text is that of the whole file.
-    """
+    """A run file as one of its clusters has it, with the text and the origins of the whole file."""
     cluster = loaded.config.clusters[index]
     own = [name for name in _OWN if getattr(cluster, name) is not None]
     if len(loaded.config.clusters) == 1 and not own:
@@ -72,41 +69,13 @@ def of_cluster(loaded: Loaded, index: int) -> Loaded:
 
 
 def keys_of_cluster(text: str, index: int) -> str:
-    """What one cluster has said of its keys, with the keys that it has in the run file of all.
-
-    To itself it is the only one: `clusters[0]`, or `clusters.0.` in an override.
-    """
+    """A message of one cluster's run, in which it is `clusters[0]`, with its place in the file."""
     text = text.replace("clusters[0]", f"clusters[{index}]")
     return text.replace("clusters.0.", f"clusters.{index}.")
 
 
-def only_cluster(loaded: Loaded) -> Loaded:
-    """A run file with one cluster, whose own strategy and balance are the run's.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    if len(loaded.config.clusters) > 1:
-        raise ConfigError(
-            f"one cluster is started at a time, and the run file has {len(loaded.config.clusters)}",
-            where=loaded.where("clusters"),
-            fix="`isles train` starts them all; for this command keep one of them",
-        )
-    return of_cluster(loaded, 0)
-
-
-def for_cluster(loaded: Loaded, index: int) -> Loaded:
-    """The run file of one of several clusters, as that cluster's run directory has it.
-
-    It loads again, and gives the same values.
-    """
-    own = of_cluster(loaded, index)
-    head = f"# The cluster {own.config.clusters[0].name} of {loaded.path}; written by isles.\n"
-    return replace(own, text=head + dump_yaml(as_written(own.config.values())))
-
-
 def named_cluster(loaded: Loaded, name: str) -> Loaded:
-    """The run of one of several clusters: RUN-CLUSTER, with the text of `for_cluster`.
+    """The run of one of several clusters, RUN-CLUSTER, whose text loads again to the same values.
 
     Raises:
         ConfigError: there is no such cluster, or both names together are too long.
@@ -127,14 +96,13 @@ def named_cluster(loaded: Loaded, name: str) -> Loaded:
             fix=f"use shorter names of run and cluster: {MAX_NAME_LENGTH - 1} characters together",
         )
     config = loaded.config.model_copy(update={"name": both})
-    return for_cluster(replace(loaded, config=config), index)
+    own = of_cluster(replace(loaded, config=config), index)
+    comment = f"# The cluster {name} of {loaded.path}; written by isles.\n"
+    return replace(own, text=comment + dump_yaml(as_written(own.config.values())))
 
 
 def shared_text(config: RunConfig) -> str:
-    """The values that all clusters of a run have, as a run file.
-
-    It says nothing of machines, folders or people.
-    """
+    """The values that all clusters of a run have, as a run file: no machines, folders or people."""
     data = config.values()
     found: dict[str, Any] = {key: deepcopy(data[key]) for key in _SHARED if key in data}
     for key in _NOT_SHARED:
@@ -146,7 +114,7 @@ def shared_text(config: RunConfig) -> str:
 
 
 def leads_outside(key: str, value: object) -> bool:
-    """Whether a value that another cluster has chosen is a path beyond the folder of the run."""
+    """Whether a value from another cluster is a path that leads out of the folder of the run."""
     if not _PATHS.fullmatch(key) or not isinstance(value, str):
         return False
     return value.startswith(("/", "~")) or ".." in re.split(r"[/\\]", value)

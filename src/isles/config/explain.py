@@ -1,17 +1,16 @@
-"""What pydantic finds wrong with a run file, in plain words: the value, and how to mend it."""
+"""What pydantic finds wrong with a run file, in plain words: the value, and a fix."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from isles import __version__
 from isles.config import keys
-from isles.config.issues import alias_words, find_alias, guess_meant, is_not_yet
-from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text, shorten
+from isles.config.issues import Issue, alias_words, is_not_yet, quote, unknown_key
+from isles.config.yaml import KeyPath, dotted, is_leaf, resolve_plain, scalar_text
 
 _SIZES = frozenset(
     ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long")
@@ -20,24 +19,7 @@ _YES = frozenset(("yes", "on", "true", "1", "y"))
 _NO = frozenset(("no", "off", "false", "0", "n"))
 
 
-@dataclass(frozen=True, slots=True)
-class KeyIssue:
-    """An issue of one key or value.
-
-    Args:
-        path: where it stands, in the file or among the overrides.
-        what: what is wrong, with the value.
-        fix: what to do about it.
-        meant: keys of isles that the user may have meant; rules about them would only confuse.
-    """
-
-    path: KeyPath
-    what: str
-    fix: str
-    meant: tuple[str, ...] = ()
-
-
-def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[KeyIssue]:
+def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[Issue]:
     """Every issue that pydantic found, one a key, in plain words.
 
     Args:
@@ -50,8 +32,8 @@ def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[KeyIssue]
         if error["type"] == "too_short" and _value_at(data, path):
             continue  # pydantic counts the items that are right; the others have their own issue
         types_by_path.setdefault(path, set()).add(error["type"])
-    issues: list[KeyIssue] = []
-    missing: list[KeyIssue] = []
+    issues: list[Issue] = []
+    missing: list[Issue] = []
     for path, types in types_by_path.items():
         if "literal_error" in types and any(o[: len(path)] == path != o for o in types_by_path):
             continue  # no such word, and it was none: the issue is below it
@@ -63,33 +45,19 @@ def explain(errors: Iterable[Mapping[str, Any]], data: object) -> list[KeyIssue]
             issues.append(_WrongValue(path, _value_at(data, path), types).issue())
     # `base_model: x` is one mistake, not two: no word on model.name_or_path being absent as well.
     meant = [f"{key}." for issue in issues for key in issue.meant]
-    return issues + [
-        m for m in missing if not any(k.startswith(f"{dotted(m.path)}.") for k in meant)
-    ]
+    return issues + [m for m in missing if not any(k.startswith(f"{m.keys[0]}.") for k in meant)]
 
 
-def unknown_key(path: KeyPath, value: object) -> list[KeyIssue]:
-    """A key that isles does not have; and those below it that another tool has."""
-    meant = guess_meant(path)
-    origin = f", a name from {_listing(meant.tools)}" if meant.tools else ""
-    shown = f" (value {_show(value)})" if is_leaf(value) else ""
-    what = f"unknown key {shorten(str(path[-1]))}{origin}{shown}"
-    issues = [KeyIssue(path, what, meant.fix, meant.keys)]
-    if isinstance(value, Mapping):
-        for inner, inner_value in value.items():
-            if find_alias((*path, str(inner))) is not None:
-                issues += unknown_key((*path, str(inner)), inner_value)
-    return issues
-
-
-def _missing(path: KeyPath) -> KeyIssue:
+def _missing(path: KeyPath) -> Issue:
     node = keys.schema_at(path) or {}
     if not keys.is_section(node):
         fix = f"add {path[-1]}: with {keys.allowed(node)}"
-        return KeyIssue(path, f"the key {dotted(path)} is missing", fix)
+        return Issue((dotted(path),), f"the key {dotted(path)} is missing", fix)
     required = [key for key, child in keys.children(node).items() if "default" not in child]
     below = f", and below it {', '.join(required)}" if required else ""
-    return KeyIssue(path, f"the section {dotted(path)} is missing", f"add {path[-1]}:{below}")
+    return Issue(
+        (dotted(path),), f"the section {dotted(path)} is missing", f"add {path[-1]}:{below}"
+    )
 
 
 class _WrongValue:
@@ -97,6 +65,7 @@ class _WrongValue:
 
     def __init__(self, path: KeyPath, value: object, errors: set[str]) -> None:
         self.path = path
+        self.keys = (dotted(path),)
         self.value = value
         self.errors = errors  # pydantic's names of them
         self.node = keys.schema_at(path) or {}
@@ -107,14 +76,14 @@ class _WrongValue:
         indexed = tuple(0 if isinstance(part, int) else part for part in path)
         self.alias_key = "track" if path[:1] == ("track",) else dotted(indexed)
 
-    def issue(self) -> KeyIssue:
+    def issue(self) -> Issue:
         value, node = self.value, self.node
         if keys.is_section(node):
             return self._section()
         if value in (None, ""):
             default = ", or delete the line to have the default" if "default" in node else ""
             what = f"{self.name} is empty ({scalar_text(value)})"
-            return KeyIssue(self.path, what, f"write {keys.allowed(node)}{default}")
+            return Issue(self.keys, what, f"write {keys.allowed(node)}{default}")
         if self.errors & _SIZES:
             return self._size()
         if "duration" in self.types:
@@ -123,51 +92,49 @@ class _WrongValue:
             return self._word()
         return self._type()
 
-    def _is(self, what: str, fix: str) -> KeyIssue:
-        return KeyIssue(self.path, f"{self.name} is {_show(self.value)}{what}", fix)
+    def _is(self, what: str, fix: str) -> Issue:
+        return Issue(self.keys, f"{self.name} is {quote(self.value)}{what}", fix)
 
-    def _not_yet(self, fix: str) -> KeyIssue:
+    def _not_yet(self, fix: str) -> Issue:
         return self._is(f", which isles {__version__} does not have yet", fix)
 
-    def _time(self) -> KeyIssue:
+    def _time(self) -> Issue:
         value = self.value
         if isinstance(value, int | float) and not isinstance(value, bool):
             return self._is(", without a unit", f"write {value}s, {value}m or {value}h")
         return self._is(", not a time that can be used", f"write {keys.allowed(self.node)}")
 
-    def _size(self) -> KeyIssue:
+    def _size(self) -> Issue:
         value, allowed = self.value, keys.allowed(self.node)
         if isinstance(value, Mapping):
-            return KeyIssue(self.path, f"{self.name} is empty", f"write {allowed}")
+            return Issue(self.keys, f"{self.name} is empty", f"write {allowed}")
         if isinstance(value, list):
             if not value:
-                return KeyIssue(self.path, f"{self.name} is an empty list", "write one item")
+                return Issue(self.keys, f"{self.name} is an empty list", "write one item")
             what = f"{self.name} has {len(value)} items, which is too many"
-            return KeyIssue(self.path, what, "keep fewer")
+            return Issue(self.keys, what, "keep fewer")
         if self.errors & {"less_than", "less_than_equal"}:
             return self._is(": too large", f"use {keys.allowed(self.node, with_caps=True)}")
         return self._is(": too small", f"use {allowed}")
 
-    def _section(self) -> KeyIssue:
+    def _section(self) -> Issue:
         """A section that is none, or of no kind that there is."""
         value, node, kinds = self.value, self.node, tuple(keys.by_kind(self.node))
         if isinstance(value, Mapping):
             if "kind" in value:
                 return _WrongValue((*self.path, "kind"), value["kind"], self.errors)._word()
             what = f"{self.name} does not say its kind"
-            return KeyIssue(self.path, what, f"add kind: one of {', '.join(kinds)}")
+            return Issue(self.keys, what, f"add kind: one of {', '.join(kinds)}")
         if value not in (None, "") and keys.literals(node):
             return self._word()  # a word stands for a section with its defaults
         inside = keys.children(node)
         below = f"write its keys below it, indented, such as {next(iter(inside))}: ..."
         if value is None:
-            return KeyIssue(self.path, f"{self.name} is empty", f"{below}, or delete the line")
+            return Issue(self.keys, f"{self.name} is empty", f"{below}, or delete the line")
         fix = below
         if isinstance(value, str):
-            word, key = (
-                value.lower(),
-                next((k for k in ("name_or_path", "path") if k in inside), ""),
-            )
+            word = value.lower()
+            key = next((k for k in ("name_or_path", "path") if k in inside), "")
             kind = word if word in kinds else ""
             kind = kind or alias_words("values", f"{self.alias_key}.kind").get(word, "")
             section = alias_words("sections", self.alias_key).get(word)
@@ -182,7 +149,7 @@ class _WrongValue:
                 fix = f"write {label}{{{key}: {scalar_text(value)}}}"
         return self._is(", not a section with keys of its own", fix)
 
-    def _word(self) -> KeyIssue:
+    def _word(self) -> Issue:
         """A word that is none of those that the key may hold."""
         value, words = self.value, keys.literals(self.node)
         choices = f"use {keys.allowed(self.node)}"
@@ -196,7 +163,7 @@ class _WrongValue:
         fix = f"did you mean {meant}? {choices}" if meant else choices
         return self._is(", not one of its values", fix)
 
-    def _type(self) -> KeyIssue:
+    def _type(self) -> Issue:
         value, node, has_numbers = self.value, self.node, keys.has_numbers(self.node)
         use, own_types = f"use {keys.allowed(node)}", keys.own_types(node)
         if isinstance(value, str) and "one-line" in own_types:
@@ -269,25 +236,8 @@ def _is_finite(number: float) -> bool:
     return number - number == 0
 
 
-def _listing(words: Sequence[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _show(value: object) -> str:
-    match value:
-        case str():
-            return f'"{shorten(value)}"' if value.isprintable() else shorten(scalar_text(value))
-        case Mapping():
-            return "a section"
-        case list() if not is_leaf(value):
-            return "a list"
-        case _:
-            return shorten(scalar_text(value))
-
-
 def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
-    """pydantic's place without the names of union members, which are in no file."""
+    # pydantic's place without the names of union members, which are in no file.
     path: list[str | int] = []
     node: keys.Schema = keys.run_schema()
     for position, part in enumerate(loc):
@@ -295,7 +245,7 @@ def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
             node = keys.items(node) or {}
         elif part in keys.children(node):
             node = keys.children(node)[part]
-        elif (inner := keys.named(node)) is not None and _has(_value_at(data, path), part):
+        elif (inner := keys.named(node)) is not None and _is_key(part, _value_at(data, path)):
             node = inner
         elif kind != "extra_forbidden" or position < len(loc) - 1:
             continue
@@ -303,14 +253,14 @@ def _path_in_file(loc: Sequence[str | int], kind: str, data: object) -> KeyPath:
     return tuple(path)
 
 
-def _has(value: object, name: str) -> bool:
+def _is_key(name: str, value: object) -> bool:
     return isinstance(value, Mapping) and name in value
 
 
-def _value_at(data: object, path: Sequence[str | int]) -> object:
+def _value_at(data: Any, path: Sequence[str | int]) -> Any:  # what YAML holds
     for part in path:
         try:
-            data = data[part]  # type: ignore[index]
+            data = data[part]
         except (KeyError, IndexError, TypeError):
             return None
     return data

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isles.config.issues import Issue
+from isles.config.interop.deepspeed import deepspeed_file_issues
 from isles.config.load import Loaded
-from isles.config.rules.deepspeed import deepspeed_file_issues
 from isles.config.rules.shape import check_shape
+from isles.config.sections.data import SourceConfig
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError
@@ -31,15 +31,9 @@ _TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz
 
 
 def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
-    """Every rule between the run file and the model's shape that is broken.
-
-    Args:
-        loaded: the run file.
-        hub_cache: where huggingface_hub keeps what it has downloaded.
-    """
+    """Every rule between the run file and the model's shape that is broken; see `find_shape`."""
     shape = find_shape(loaded.config.model, hub_cache)
-    issues = check_shape(loaded.config, shape) if shape is not None else []
-    return [ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix) for v in issues]
+    return loaded.errors(check_shape(loaded.config, shape)) if shape is not None else []
 
 
 def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
@@ -71,28 +65,76 @@ def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
     return loaded if isinstance(loaded, dict) else None
 
 
-def data_faults(loaded: Loaded) -> list[ConfigError]:
-    """Every script, model, source or chat template that is not here, nor can be on the hub."""
-    found = {
-        "files.script": _missing_script(loaded),
-        "files.model": _missing_model(loaded),
-        "files.data": _missing_sources(loaded),
-        "data.template": _missing_template(loaded),
-    }
-    return [
-        ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix, id=id)
-        for id, issues in found.items()
-        for v in issues
-    ]
-
-
 def deepspeed_faults(loaded: Loaded) -> list[ConfigError]:
     """Every contradiction between the run file and the DeepSpeed file that it names."""
     strategy = loaded.config.strategy
     if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
         return []
-    issues = deepspeed_file_issues(Path(strategy.config_file), loaded.config)
-    return [ConfigError(v.what, where=loaded.where(*v.keys), fix=v.fix) for v in issues]
+    return loaded.errors(deepspeed_file_issues(Path(strategy.config_file), loaded.config))
+
+
+def data_faults(loaded: Loaded) -> list[ConfigError]:
+    """Every script, model, source or chat template that is not here, nor can be on the hub."""
+    return [
+        ConfigError(what, where=loaded.where(key), fix=fix, id=id)
+        for id, key, what, fix in _missing(loaded)
+    ]
+
+
+def _missing(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
+    # Id, key, what and fix of each.
+    config = loaded.config
+    if config.training.script is not None:
+        path, key = Path(config.training.script), "training.script"
+        if path.is_dir():
+            yield "files.script", key, f"{path.absolute()} is a folder", "name a file in it"
+        elif not path.exists():
+            what = f"there is no such script: {path.absolute()}"
+            yield "files.script", key, what, how_to_find(path)
+    for key in ("model.name_or_path", "tokenizer.name_or_path"):
+        name = config.at(key)
+        # A name of two parts may be on the hub, whatever folders are here.
+        if name is not None and not _HUB_ID.fullmatch(name):
+            path = Path(name).expanduser()
+            if not _exists(path):
+                what = f"there is no such folder: {path.absolute()}"
+                yield "files.model", key, what, how_to_find(path)
+    for index, source in enumerate(config.data.sources):
+        if found := _missing_source(source):
+            yield "files.data", f"data.sources.{index}.path", *found
+    template = config.tokenizer.chat_template
+    if template not in (None, CHATML) and not (path := Path(template).expanduser()).is_file():
+        is_near = difflib.get_close_matches(template, [CHATML], n=1, cutoff=0.5)
+        fix = "did you mean chatml?" if is_near else f"{how_to_find(path)}; or use chatml"
+        what = f"there is no chat template {path.absolute()}"
+        yield "data.template", "tokenizer.chat_template", what, fix
+
+
+def _missing_source(source: SourceConfig) -> tuple[str, str] | None:
+    name = source.path
+    if source.type == "fake" or name is None or name in BUILT_IN:
+        return None
+    path = Path(name).expanduser()
+    if _exists(path):
+        return None
+    if glob.has_magic(name):
+        # Path.glob takes no absolute patterns.
+        if any(Path(f).is_file() for f in glob.iglob(str(path), recursive=True)):  # noqa: PTH207
+            return None
+        return (
+            f"the glob {name} matches no file from {Path.cwd()}",
+            "try it with ls; ** stands for folders of any depth, and * skips hidden files",
+        )
+    if may_be_hub_id(name):
+        return None
+    return f"there is no such file: {path.absolute()}", how_to_find(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # the rank that reads it says more
 
 
 def may_be_hub_id(name: str) -> bool:
@@ -115,73 +157,3 @@ def how_to_find(path: Path) -> str:
     except OSError:
         near = []
     return f"did you mean {' or '.join(near)}?" if near else f"see ls {folder.absolute()}"
-
-
-def _missing_script(loaded: Loaded) -> Iterator[Issue]:
-    script = loaded.config.training.script
-    if script is None:
-        return
-    path = Path(script)
-    if path.is_dir():
-        yield Issue(("training.script",), f"{path.absolute()} is a folder", "name a file in it")
-    elif not path.exists():
-        what = f"there is no such script: {path.absolute()}"
-        yield Issue(("training.script",), what, how_to_find(path))
-
-
-def _missing_model(loaded: Loaded) -> Iterator[Issue]:
-    config = loaded.config
-    names = {
-        "model.name_or_path": config.model.name_or_path,
-        "tokenizer.name_or_path": config.tokenizer.name_or_path,
-    }
-    for key, name in names.items():
-        # A name of two parts may be on the hub, whatever folders are here.
-        if name is None or _HUB_ID.fullmatch(name):
-            continue
-        path = Path(name).expanduser()
-        try:
-            if not path.exists():
-                yield Issue(
-                    (key,), f"there is no such folder: {path.absolute()}", how_to_find(path)
-                )
-        except OSError:
-            continue  # the rank that reads it says more
-
-
-def _missing_sources(loaded: Loaded) -> Iterator[Issue]:
-    for index, source in enumerate(loaded.config.data.sources):
-        name = source.path
-        if source.type == "fake" or name is None or name in BUILT_IN:
-            continue
-        path, key = Path(name).expanduser(), f"data.sources.{index}.path"
-        try:
-            if path.exists():
-                continue
-            if glob.has_magic(name):
-                # Path.glob takes no absolute patterns.
-                if not any(Path(f).is_file() for f in glob.iglob(str(path), recursive=True)):  # noqa: PTH207
-                    yield Issue(
-                        (key,),
-                        f"the glob {name} matches no file from {Path.cwd()}",
-                        "try it with ls; ** stands for folders of any depth, and * skips hidden "
-                        "files",
-                    )
-            elif not may_be_hub_id(name):
-                yield Issue((key,), f"there is no such file: {path.absolute()}", how_to_find(path))
-        except OSError:
-            continue  # the rank that reads it says more
-
-
-def _missing_template(loaded: Loaded) -> Iterator[Issue]:
-    name = loaded.config.tokenizer.chat_template
-    if name is None or name == CHATML:
-        return
-    path = Path(name).expanduser()
-    if not path.is_file():
-        near = difflib.get_close_matches(name, [CHATML], n=1, cutoff=0.5)
-        yield Issue(
-            ("tokenizer.chat_template",),
-            f"there is no chat template {path.absolute()}",
-            "did you mean chatml?" if near else f"{how_to_find(path)}; or use chatml",
-        )

@@ -1,4 +1,4 @@
-"""Issues of a run file: how rules say them, and what an unknown key was meant to be.
+"""Issues of a run file: what rules yield, and what an unknown key was meant to be.
 
 The names that other tools use are data: aliases.yaml.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from isles import __version__
 from isles.config import keys
 from isles.config.sections.base import Section
-from isles.config.yaml import KeyPath, dotted, parse_yaml
+from isles.config.yaml import KeyPath, dotted, is_leaf, parse_yaml, scalar_text, shorten
 
 _OUTER = "outer"
 """A section whose keys, such as lr, are mostly meant for the inner steps where they stand alone."""
@@ -29,17 +29,23 @@ _NOT_WITH_DEEPSPEED = (
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """A rule between keys that a run file breaks.
+    """What is wrong with a run file.
 
     Args:
-        keys: the dotted keys that it is about; where it is reported: the first that was given.
+        keys: the dotted keys that it is about; it is reported at the first that was given.
         what: what is wrong, with the values.
         fix: what to do about it.
+        meant: keys that an unknown one may have meant; rules about them would only confuse.
     """
 
     keys: tuple[str, ...]
     what: str
     fix: str
+    meant: tuple[str, ...] = ()
+
+
+_Guess = tuple[str, tuple[str, ...], tuple[str, ...]]
+"""A fix for an unknown key, the keys that may have been meant, and the tools that have its name."""
 
 
 def no_effect(
@@ -76,6 +82,19 @@ def show_value(value: object) -> str:
             return ", ".join(str(item) for item in value)
         case _:
             return str(value)
+
+
+def quote(value: object) -> str:
+    """A value as the user wrote it, on one line."""
+    match value:
+        case str():
+            return f'"{shorten(value)}"' if value.isprintable() else shorten(scalar_text(value))
+        case Mapping():
+            return "a section"
+        case list() if not is_leaf(value):
+            return "a list"
+        case _:
+            return shorten(scalar_text(value))
 
 
 def nearest_multiples(number: int, unit: int) -> str:
@@ -152,69 +171,65 @@ def find_alias(path: Sequence[str | int]) -> Alias | None:
     return next((alias for alias in found if alias is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Meant:
-    """A guess at what an unknown key was meant to be.
-
-    Args:
-        fix: what to write instead.
-        keys: the dotted keys of isles that may have been meant.
-        tools: the tools that have a key of this name.
-    """
-
-    fix: str
-    keys: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
-
-
-def guess_meant(path: KeyPath) -> Meant:
-    """The best guess: this spelling elsewhere, another tool's name, then the nearest name."""
-    return next(_guesses(path))
+def unknown_key(path: KeyPath, value: object) -> list[Issue]:
+    """A key that isles does not have; and those below it that another tool has."""
+    fix, meant, tools = next(_guesses(path))
+    *others, last = tools or ("",)
+    origin = f", a name from {', '.join(others)}{' and ' if others else ''}{last}" if tools else ""
+    shown = f" (value {quote(value)})" if is_leaf(value) else ""
+    what = f"unknown key {shorten(str(path[-1]))}{origin}{shown}"
+    issues = [Issue((dotted(path),), what, fix, meant)]
+    if isinstance(value, Mapping):
+        for inner, inner_value in value.items():
+            if find_alias((*path, str(inner))) is not None:
+                issues += unknown_key((*path, str(inner)), inner_value)
+    return issues
 
 
-def _guesses(path: KeyPath) -> Iterator[Meant]:
+def _guesses(path: KeyPath) -> Iterator[_Guess]:
+    # This spelling elsewhere, another tool's name, then the nearest name; the best guess first.
     name, parent = _normal(str(path[-1])), path[:-1]
     above = keys.schema_at(parent) or {}
     siblings = keys.children(above)
     if name == path[-1] and (kinds := keys.kinds_with(above, name)):
         why = _NOT_WITH_DEEPSPEED if name in _MESH_KEYS else ""
-        yield Meant(f"it goes with kind: {' or '.join(kinds)}{why}", (dotted(path),))
+        yield f"it goes with kind: {' or '.join(kinds)}{why}", (dotted(path),), ()
     if name in siblings:
-        yield Meant(f"write it as {name}", (dotted((*parent, name)),))
+        yield f"write it as {name}", (dotted((*parent, name)),), ()
     alias = find_alias(path)
     if "." in name:
         inner = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
         for whole in (dotted(p) for p in ((*parent, *inner), inner) if keys.schema_at(p)):
             fix = f"a dotted key works on the command line only: write it {_place(whole)}"
-            yield Meant(fix, (whole,))
+            yield fix, (whole,), ()
         if alias is None:
             yield from _guesses((*parent, *inner))
     if alias is not None and "." in alias.name:
         yield _from_alias(alias)
     same = [dotted(known) for known in keys.all_paths() if known[-1] == name]
     if elsewhere := tuple(key for key in same if not key.startswith(f"{_OUTER}.")):
-        yield Meant(f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere)
+        yield f"it belongs {_place(elsewhere[0])}: {' or '.join(elsewhere)}", elsewhere, ()
     if alias is not None:
         yield _from_alias(alias)
     if same:
-        yield Meant(f"it belongs {_place(same[0])}: {' or '.join(same)}", tuple(same))
+        yield f"it belongs {_place(same[0])}: {' or '.join(same)}", tuple(same), ()
     for near in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        yield Meant(f"did you mean {near}?", (dotted((*parent, near)),))
+        yield f"did you mean {near}?", (dotted((*parent, near)),), ()
     leaves = {str(known[-1]): dotted(known) for known in reversed(keys.all_paths())}
     for near in difflib.get_close_matches(name, leaves, n=1, cutoff=0.8):
         target = leaves[near]
-        yield Meant(f"did you mean {target}? It belongs {_place(target)}", (target,))
+        yield f"did you mean {target}? It belongs {_place(target)}", (target,), ()
     for near in difflib.get_close_matches(name, alias_keys(), n=1, cutoff=0.85):
         yield _from_alias(alias_keys()[near])
     there = f"{dotted(parent)} has" if parent else "the top of the file has"
-    yield Meant(f"{there} these keys: {', '.join(siblings)}" if siblings else "delete it")
+    yield f"{there} these keys: {', '.join(siblings)}" if siblings else "delete it", (), ()
 
 
-def _from_alias(alias: Alias) -> Meant:
+def _from_alias(alias: Alias) -> _Guess:
     if alias.target is None:
-        return Meant(f"delete it: {alias.note}", (), alias.tools)
+        return f"delete it: {alias.note}", (), alias.tools
     note = f" ({alias.note})" if alias.note else ""
-    return Meant(f"here it is called {alias.target}{note}", (alias.target,), alias.tools)
+    return f"here it is called {alias.target}{note}", (alias.target,), alias.tools
 
 
 def _place(target: str) -> str:

@@ -1,4 +1,4 @@
-"""The tree of a run file's keys: which there are, and what each may hold, in plain words."""
+"""The tree of a run file's keys, from its JSON schema: what each may hold, in plain words."""
 
 from __future__ import annotations
 
@@ -73,7 +73,15 @@ def schema_at(path: tuple[str | int, ...]) -> Schema | None:
 @cache
 def all_paths() -> tuple[tuple[str | int, ...], ...]:
     """Every key and section, from the top down; the items of a list as its item 0."""
-    return tuple(_walk(run_schema(), ()))
+
+    def walk(node: Schema, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+        for key, child in children(node).items():
+            here = (*path, key)
+            yield here
+            item = items(child)
+            yield from walk(child, here) if item is None else walk(item, (*here, 0))
+
+    return tuple(walk(run_schema(), ()))
 
 
 def own_types(node: Schema) -> set[str]:
@@ -87,7 +95,6 @@ def is_own_text(node: Schema) -> bool:
 
 
 def is_section(node: Schema) -> bool:
-    """Whether a key holds keys."""
     return bool(children(node))
 
 
@@ -100,7 +107,7 @@ def allowed(node: Schema, *, with_caps: bool = False) -> str:
     """
     words: list[str] = []
     for option in _options(node):
-        if not _is_literal(option) and option.get("type") != "null":
+        if not {"const", "enum"} & option.keys() and option.get("type") != "null":
             word = _wording(option, with_caps)
             words += [word] if word not in words else []
     if choices := literals(node):
@@ -115,8 +122,7 @@ def literals(node: Schema) -> tuple[str, ...]:
     words = (
         str(value)
         for option in _options(node)
-        if _is_literal(option)
-        for value in option.get("enum", [option.get("const")])
+        for value in option.get("enum", [option["const"]] if "const" in option else [])
     )
     return tuple(dict.fromkeys(words))
 
@@ -130,7 +136,6 @@ def value_types(node: Schema) -> set[str]:
 
 
 def has_numbers(node: Schema) -> bool:
-    """Whether a key may hold a number."""
     return bool(value_types(node) & {"integer", "number"})
 
 
@@ -144,30 +149,17 @@ def noun(node: Schema) -> str:
 
 def as_written(values: Mapping[str, object]) -> dict[str, object]:
     """Values as a run file has them: lengths of time as `20m`."""
-    written = _written(values, ())
-    assert isinstance(written, dict)
-    return written
 
+    def written(value: object, path: tuple[str | int, ...]) -> object:
+        if isinstance(value, Mapping):
+            return {key: written(child, (*path, key)) for key, child in value.items()}
+        if isinstance(value, list | tuple):
+            return [written(child, (*path, index)) for index, child in enumerate(value)]
+        if isinstance(value, float) and "duration" in value_types(schema_at(path) or {}):
+            return write_duration(value)
+        return value
 
-def _written(value: object, path: tuple[str | int, ...]) -> object:
-    if isinstance(value, Mapping):
-        return {key: _written(child, (*path, key)) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_written(child, (*path, index)) for index, child in enumerate(value)]
-    if isinstance(value, float) and "duration" in value_types(schema_at(path) or {}):
-        return write_duration(value)
-    return value
-
-
-def _walk(node: Schema, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    for key, child in children(node).items():
-        here = (*path, key)
-        yield here
-        item = items(child)
-        if item is not None:
-            yield from _walk(item, (*here, 0))
-        else:
-            yield from _walk(child, here)
+    return {key: written(value, (key,)) for key, value in values.items()}
 
 
 def _options(node: Schema) -> Iterator[Schema]:
@@ -208,10 +200,6 @@ _LIMITS = (
     ("maximum", "at most"),
     ("exclusiveMaximum", "less than"),
 )
-
-
-def _is_literal(option: Schema) -> bool:
-    return "const" in option or "enum" in option
 
 
 def _wording(option: Schema, with_caps: bool) -> str:

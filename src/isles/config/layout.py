@@ -17,7 +17,7 @@ Strategy = AutoStrategy | DDPStrategyConfig | FSDPStrategyConfig | DeepSpeedStra
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank stands on each axis of the grid."""
+    """Place of a rank on each axis of the grid."""
 
     pp: int
     replicate: int
@@ -45,7 +45,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return self.pp * self.dp_size * self.cp * self.tp
 
     @property
@@ -54,7 +53,6 @@ class Layout:
         return self.replicate * self.dp_shard
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         rank, dp_shard = divmod(rank, self.dp_shard)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from isles.config import keys
-from isles.config.explain import KeyIssue, explain
+from isles.config.explain import explain
+from isles.config.issues import Issue
 from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import KeyPath, dotted, parse_value, scan_yaml, shorten
@@ -47,6 +49,10 @@ class Loaded:
             section = section.rpartition(".")[0]
         return f"{self.origins.get(section, f'{self.path}:1')} {dotted_keys[0]}"
 
+    def errors(self, issues: Iterable[Issue]) -> list[ConfigError]:
+        """Issues that were found after loading, with their places."""
+        return [ConfigError(i.what, where=self.where(*i.keys), fix=i.fix) for i in issues]
+
 
 @dataclass(frozen=True, slots=True)
 class Base:
@@ -82,32 +88,26 @@ def load_run_file(
     """
     text = read_text(path) if text is None else text
     document, syntax_issues = scan_yaml(text, str(path))
-    assert isinstance(document.value, dict)
-    return _Loading(text, path, document.value, document.lines, base).finish(
-        overrides, syntax_issues
-    )
+    data = document.value
+    assert isinstance(data, dict)
+    data = data if base is None else _over(base.values, data)
+    return _Loading(text, path, base, data, dict(document.lines)).finish(overrides, syntax_issues)
 
 
+@dataclass(slots=True)
 class _Loading:
     """One run file on its way: the data, and where each part of it was given."""
 
-    def __init__(
-        self,
-        text: str,
-        path: Path,
-        data: dict[str, object],
-        lines: Mapping[KeyPath, int],
-        base: Base | None,
-    ) -> None:
-        self.text = text
-        self.path = path
-        self.base = base
-        self.data = data if base is None else _over(base.values, data)
-        self.lines = dict(lines)
-        self.given: dict[KeyPath, str] = {}  # path -> the override that set it
+    text: str
+    path: Path
+    base: Base | None
+    data: dict[str, object]
+    lines: dict[KeyPath, int]
+    given: dict[KeyPath, str] = field(default_factory=dict)
+    """Path -> the override that set it."""
 
     def finish(self, overrides: Sequence[str], syntax_issues: Sequence[ConfigError]) -> Loaded:
-        """Overrides, types and rules, in this order; or every issue at once."""
+        # Overrides, types and rules, in this order; or every issue at once.
         errors = list(syntax_issues)
         for override in overrides:
             trial = deepcopy(self.data)
@@ -118,22 +118,22 @@ class _Loading:
                 continue
             self.data = trial
             first = changed[0]
-            for places in (self.lines, self.given):
-                for known in [known for known in places if known[: len(first)] == first]:
-                    del places[known]
+            self.lines = {p: n for p, n in self.lines.items() if p[: len(first)] != first}
+            self.given = {p: o for p, o in self.given.items() if p[: len(first)] != first}
             self.given.update(dict.fromkeys(changed, override))
         config, issues = self._validate()
         if config is not None:
             meant = {key for issue in issues for key in issue.meant}
             # A rule about a key whose name is misspelt would only confuse.
-            issues += [
-                KeyIssue(self._first_given(rule.keys), rule.what, rule.fix)
-                for rule in check_rules(config)
-                if meant.isdisjoint(rule.keys)
-            ]
+            issues += [rule for rule in check_rules(config) if meant.isdisjoint(rule.keys)]
         lost = {error.where.rpartition(" ")[2] for error in syntax_issues}
-        issues = [issue for issue in issues if dotted(issue.path) not in lost]
-        errors += [ConfigError(i.what, where=self._where(i.path), fix=i.fix) for i in issues]
+        places = {dotted(path): f"{self.path}:{line}" for path, line in self.lines.items()}
+        places |= {dotted(p): f"{COMMAND_LINE} {shorten(o)}" for p, o in self.given.items()}
+        for issue in issues:
+            key = next((key for key in issue.keys if key in places), issue.keys[0])
+            if key not in lost:
+                where = self._where(key, places)
+                errors.append(ConfigError(issue.what, where=where, fix=issue.fix))
         if errors or config is None:
             raise ConfigErrors(sorted(errors, key=self._order))
         origins = {} if self.base is None else dict.fromkeys(_below((), self.data), self.base.name)
@@ -142,8 +142,8 @@ class _Loading:
         by_key = {dotted(path): origin for path, origin in origins.items()}
         return Loaded(config, by_key, self.text, self.path)
 
-    def _validate(self) -> tuple[RunConfig | None, list[KeyIssue]]:
-        """The typed config and the issues; a config beside issues where keys were only unknown."""
+    def _validate(self) -> tuple[RunConfig | None, list[Issue]]:
+        # The typed config and the issues; a config beside issues where keys were only unknown.
         try:
             return _typed(self.data), []
         except ValidationError as error:
@@ -156,42 +156,32 @@ class _Loading:
         except ValidationError:
             return None, issues
 
-    def _first_given(self, rule_keys: Sequence[str]) -> KeyPath:
-        paths = [
-            tuple(int(part) if part.isdigit() else part for part in key.split("."))
-            for key in rule_keys
-        ]
-        return next((p for p in paths if p in self.lines or p in self.given), paths[0])
-
-    def _where(self, path: KeyPath) -> str:
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.given:
-                return f"{COMMAND_LINE} {shorten(self.given[path[:length]])}"
-            if path[:length] in self.lines:
-                return f"{self.path}:{self.lines[path[:length]]} {dotted(path)}"
-        return f"{self.base.name if self.base else f'{self.path}:1'} {dotted(path)}"
+    def _where(self, key: str, places: Mapping[str, str]) -> str:
+        # The place of a key that was given, or of the section that lacks it.
+        given = key
+        while given and given not in places:
+            given = given.rpartition(".")[0]
+        place = places.get(given, self.base.name if self.base else f"{self.path}:1")
+        return place if place.startswith(COMMAND_LINE) else f"{place} {key}"
 
     def _order(self, error: ConfigError) -> tuple[int, int]:
-        """By line in the file; the command line last."""
+        # By line in the file; the command line last.
         head, _, rest = error.where.partition(f"{self.path}:")
         digits = rest.partition(" ")[0].partition(":")[0]
         return (0, int(digits)) if not head and digits.isdigit() else (1, 0)
 
 
-def _over(base: Mapping[str, object], data: Mapping[str, object]) -> dict[str, object]:
-    """What is given, over what holds otherwise; a section of another kind replaces the whole."""
-    found: dict[str, object] = {key: deepcopy(value) for key, value in base.items()}
+def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    # What is given, over what holds otherwise; a section of another kind replaces the whole.
+    found = {key: deepcopy(value) for key, value in base.items()}
     for key, value in data.items():
         below = found.get(key)
-        if isinstance(below, dict) and isinstance(value, dict) and _is_one_kind(below, value):
-            found[key] = _over(below, value)
-        else:
-            found[key] = value
+        found[key] = value
+        if isinstance(below, dict) and isinstance(value, dict):
+            kinds = [(below.get(name), value.get(name)) for name in ("kind", "type")]
+            if all(new in (old, None) for old, new in kinds):
+                found[key] = _over(below, value)
     return found
-
-
-def _is_one_kind(below: dict[str, object], value: dict[str, object]) -> bool:
-    return all(value.get(name, below.get(name)) == below.get(name) for name in ("kind", "type"))
 
 
 def _typed(data: object) -> RunConfig:
@@ -211,7 +201,7 @@ def _without_unknown(data: object, path: KeyPath) -> object:
 
 
 def _below(path: KeyPath, value: object) -> list[KeyPath]:
-    """The path of every key and item below a value, each before those below it."""
+    # The path of every key and item below a value, each before those below it.
     children: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, dict):
         children = value.items()
@@ -226,16 +216,12 @@ def _below(path: KeyPath, value: object) -> list[KeyPath]:
 def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
     """Set one key; sections on the way, and the first item of a list, are made where absent.
 
-    Args:
-        data: the run file's data; changed in place.
-        override: `key.path=value`, the value as YAML. A leading `--` and dashes in the key are
-            as good as underscores; a number is an item of a list, from 0.
-
     Returns:
         The paths that the override set: the outermost first, then all below it.
 
     Raises:
-        ConfigError: it is not of this form, or the path leads through something without keys.
+        ConfigError: it is not of the form `key.path=value`, or leads through something without
+            keys.
     """
     where = f"{COMMAND_LINE} {shorten(override)}"
     key, equals, text = override.partition("=")
@@ -264,6 +250,7 @@ def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
 
 
 def _override_path(key: str) -> KeyPath:
+    # Dashes are as good as underscores; a number is an item of a list, from 0.
     path: list[str | int] = []
     parts = key.split(".")
     for position, part in enumerate(parts):
@@ -305,11 +292,20 @@ def _no_way(parent: object, path: KeyPath, where: str) -> ConfigError:
     return ConfigError(what, where=where, fix="isles config schema lists the keys")
 
 
-def read_text(path: Path) -> str:
-    """The text of a run file.
+def read_text(
+    path: Path,
+    kind: str = "run file",
+    hint: str = "check the path; isles init writes a run file to start from",
+) -> str:
+    """The text of a file that a person has written.
+
+    Args:
+        path: the file.
+        kind: what it should be, for messages.
+        hint: how to mend it where there is no such file.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or is no text.
     """
 
     def refused(what: str, fix: str, place: str = "") -> ConfigError:
@@ -319,16 +315,15 @@ def read_text(path: Path) -> str:
         with path.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        fix = "check the path; isles init writes a run file to start from"
-        raise refused("there is no such file", fix) from None
+        raise refused("there is no such file", hint) from None
     except IsADirectoryError:
-        fix = "name the run file inside it"
-        raise refused("this is a folder, not a run file", fix) from None
+        fix = f"name the {kind} inside it"
+        raise refused("this is a folder, not a file", fix) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise refused(f"cannot be read: {reason}", "check the path and the permissions") from None
     if len(content) > _MAX_BYTES:
-        raise refused("larger than 1 MiB: this is no run file", "check the path", ":1")
+        raise refused(f"larger than 1 MiB: this is no {kind}", "check the path", ":1")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -7,10 +7,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from isles import __version__
-from isles.config.clusters import only_cluster
+from isles.config.clusters import of_cluster
 from isles.config.issues import nearest_multiples
 from isles.config.layout import Layout, make_layout
 from isles.config.load import COMMAND_LINE, Loaded
@@ -65,10 +65,16 @@ def resolve(
         device: what those ranks compute on; needed with nproc.
 
     Raises:
-        ConfigError: more ranks than GPUs, rows that do not divide among the ranks, or shares of
-            ranks that there are not.
+        ConfigError: several clusters, more ranks than GPUs, rows that do not divide among the
+            ranks, or shares of ranks that there are not.
     """
-    loaded = only_cluster(loaded)
+    if len(loaded.config.clusters) > 1:
+        raise ConfigError(
+            f"one cluster is started at a time, and the run file has {len(loaded.config.clusters)}",
+            where=loaded.where("clusters"),
+            fix="`isles train` starts them all; for this command keep one of them",
+        )
+    loaded = of_cluster(loaded, 0)  # its own strategy and balance are the run's
     config = loaded.config
     how: dict[str, str] = {}
     if nproc is not None:
@@ -151,18 +157,15 @@ def digest(config: RunConfig) -> str:
 
 def leaves(config: RunConfig) -> Iterator[tuple[str, object]]:
     """Every value with its dotted key; a list of words counts as one value."""
-    yield from _leaves(config.values(), "")
 
+    def walk(value: Any, key: str) -> Iterator[tuple[str, object]]:
+        if is_leaf(value):
+            yield key, value
+            return
+        for name, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from walk(child, f"{key}.{name}" if key else str(name))
 
-def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    if is_leaf(value):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, child in value.items():
-            yield from _leaves(child, f"{key}.{name}" if key else name)
-    elif isinstance(value, list | tuple):
-        for index, child in enumerate(value):
-            yield from _leaves(child, f"{key}.{index}")
+    yield from walk(config.values(), "")
 
 
 def _origins(loaded: Loaded, derived: Derived, how: Mapping[str, str]) -> dict[str, str]:
@@ -177,7 +180,6 @@ def _origins(loaded: Loaded, derived: Derived, how: Mapping[str, str]) -> dict[s
 
 
 def _device(loaded: Loaded, num_gpus: int) -> tuple[Literal["cuda", "cpu"], str]:
-    """What the ranks of this machine compute on, and why."""
     asked = loaded.config.clusters[0].device
     if asked == "cuda" and num_gpus == 0:
         raise ConfigError(
@@ -201,7 +203,6 @@ def _nproc_text(nproc: Sequence[int], device: str) -> str:
 
 
 def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, str]:
-    """Ranks, and why so many."""
     if given is not None:
         return given, "WORLD_SIZE, set by torchrun"
     key = "clusters.0.gpus_per_node"
@@ -230,10 +231,7 @@ def _world_size(loaded: Loaded, num_gpus: int, given: int | None) -> tuple[int, 
 
 
 def _check_shares(loaded: Loaded, ranks: int) -> None:
-    """Shares of ranks that there are not, and none for any; names of hosts are the ranks' to know.
-
-    A rank that is not named has a share of 1.
-    """
+    # A rank that is not named has a share of 1; names of hosts are checked by the ranks.
     shares = loaded.config.balance
     if isinstance(shares, str):
         return
@@ -258,7 +256,7 @@ def _check_shares(loaded: Loaded, ranks: int) -> None:
 def _layout(
     config: RunConfig, ranks: int, nproc: Sequence[int] | None, *, is_planned: bool
 ) -> Layout:
-    """The grid of all ranks; the run must also be able to go on with fewer nodes."""
+    # The grid of all ranks; the run must also be able to go on with fewer nodes.
     cluster = config.clusters[0]
     if not is_planned:
         return make_layout(config.strategy, ranks, local_world_size=ranks)
@@ -271,7 +269,7 @@ def _layout(
 
 
 def _sums(nproc: Sequence[int], least: int) -> set[int]:
-    """The ranks of every choice of at least so many nodes."""
+    # The ranks of every choice of at least so many nodes.
     sums: list[set[int]] = [{0}, *(set() for _ in nproc)]
     if least == len(nproc):
         return {sum(nproc)}
@@ -284,9 +282,8 @@ def _sums(nproc: Sequence[int], least: int) -> set[int]:
 def _check_rows(loaded: Loaded, layout: Layout) -> None:
     training, ranks = loaded.config.training, layout.dp_size
     rows, micro = training.global_batch_size, training.micro_batch_size
-    words = "rank" if ranks == 1 else "ranks"
-    if layout.dp_size < layout.world_size:
-        words = f"data-parallel {words}"
+    words = "data-parallel " if layout.dp_size < layout.world_size else ""
+    words += "rank" if ranks == 1 else "ranks"
     keys = ("training.global_batch_size", "clusters.0.gpus_per_node", "training.micro_batch_size")
     if rows < ranks:
         raise ConfigError(

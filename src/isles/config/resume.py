@@ -98,7 +98,7 @@ class Change:
 
 
 def changed_mathematics(old: RunConfig, new: RunConfig) -> list[Change]:
-    """Every value that differs and that the weights depend on, but the length of the run."""
+    """Every value that differs and that the weights depend on, save the length of the run."""
     before, after = _ROUNDING | dict(leaves(old)), _ROUNDING | dict(leaves(new))
     return [
         Change(key, before.get(key), after.get(key))
@@ -114,12 +114,12 @@ def unlike(theirs: RunConfig, mine: RunConfig) -> list[Change]:
         for change in changed_mathematics(theirs, mine)
         if not any(pattern.fullmatch(change.key) for pattern in _MAY_DIFFER)
     ]
-    both = [(key, _value(theirs, key), _value(mine, key)) for key in _MUST_TOO]
+    both = [(key, theirs.at(key), mine.at(key)) for key in _MUST_TOO]
     return changes + [Change(*values) for values in both if values[1] != values[2]]
 
 
 def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> list[Change]:
-    """What another length makes of a run that has come so far.
+    """What another length means for a run that has done some steps.
 
     A longer one is free unless it changes the learning rate of the next step. A shorter one ends
     the run earlier than it was meant to, perhaps at once, and is never free.
@@ -141,10 +141,13 @@ def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> l
     was, left = _left(before, done), _left(after, done)
     changes = [Change(f"training.{key}", _shown(before, key), _shown(after, key)) for key in keys]
     is_free = False  # as where it cannot be told: steps beside a time
-    if _is_timed(before) == _is_timed(after):
+    if (is_timed := _is_timed(before)) == _is_timed(after):
         if was is not None and left is not None:
             is_free = left >= was
-            changes.append(_left_change(was, left, done, is_timed=_is_timed(after)))
+            what = f"{'time' if is_timed else 'steps'} left after step {done['step']}"
+            texts = [format_duration(x) if is_timed else f"{x:.0f}" for x in (was, left)]
+            end = "" if left else ": the run ends there"
+            changes.append(Change(what, texts[0], texts[1] + end))
         elif before.max_time and after.max_time:
             is_free = after.max_time >= before.max_time
     if left != 0 and (change := _rate_change(before, after, done)):
@@ -154,7 +157,7 @@ def changed_length(old: RunConfig, new: RunConfig, done: Mapping[str, Any]) -> l
 
 
 def has_more_to_do(config: RunConfig, done: Mapping[str, Any]) -> bool:
-    """Whether a run that has come so far would train on with this run file."""
+    """Whether a run that has done so much would train on with this run file."""
     return (_left(config.training, done) or 0) > 0
 
 
@@ -179,22 +182,22 @@ def changed_error(path: Path, resume: str, typed: str, changes: Sequence[Change]
 
 
 def with_changes(note: str, changes: Sequence[Change]) -> str:
-    """What is said of a run that goes on, with its new values."""
+    """A note on a run that goes on, with its new values."""
     return f"{note}, with these new values:\n{change_lines(changes)}" if changes else note
 
 
 def change_lines(changes: Sequence[Change]) -> str:
-    """Changes as the user is shown them."""
+    """Changes as lines for the user."""
     return "\n".join(f"    {change}" for change in changes)
 
 
 def _is_timed(training: TrainingConfig) -> bool:
-    """Whether `max_time` is the length of the run."""
+    # Whether `max_time` is the length of the run.
     return training.max_steps is None and training.num_train_epochs is None
 
 
 def _left(training: TrainingConfig, done: Mapping[str, Any]) -> float | None:
-    """Steps, or seconds of a run whose length is a time, that are left; None: not known."""
+    # Steps, or seconds of a run whose length is a time, that are left; None: not known.
     if _is_timed(training):
         if training.max_time is None or "elapsed_s" not in done:
             return None
@@ -203,17 +206,10 @@ def _left(training: TrainingConfig, done: Mapping[str, Any]) -> float | None:
     return None if steps is None else max(0, steps - int(done["step"]))
 
 
-def _left_change(was: float, left: float, done: Mapping[str, Any], *, is_timed: bool) -> Change:
-    what = "time" if is_timed else "steps"
-    texts = [format_duration(value) if is_timed else f"{value:.0f}" for value in (was, left)]
-    end = "" if left else ": the run ends there"
-    return Change(f"{what} left after step {done['step']}", texts[0], texts[1] + end)
-
-
 def _rate_change(
     before: TrainingConfig, after: TrainingConfig, done: Mapping[str, Any]
 ) -> Change | None:
-    """What becomes of the learning rate of the next step; None: it stays, or is not known."""
+    # What becomes of the learning rate of the next step; None: it stays, or is not known.
     step, samples = int(done["step"]) + 1, done.get("samples_per_epoch")
     rates = []
     for training in (before, after):
@@ -239,11 +235,3 @@ def _is_free(key: str) -> bool:
     if key.removeprefix("training.") in _LENGTH:
         return True
     return key in _FREE_KEYS or key.startswith(_FREE_SECTIONS)
-
-
-def _value(config: RunConfig, dotted_key: str) -> object:
-    """A value or a section; None where there is no such key in a section of this kind."""
-    found: object = config
-    for name in dotted_key.split("."):
-        found = getattr(found, name, None)
-    return found

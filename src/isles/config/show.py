@@ -75,7 +75,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _for_editors(node: object) -> object:
-    """Times written as text, and no defaults of whole sections, which their keys have."""
+    # Times written as text, and no defaults of whole sections, which their keys have.
     if isinstance(node, list):
         return [_for_editors(item) for item in node]
     if not isinstance(node, dict):

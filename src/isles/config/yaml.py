@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -38,58 +39,39 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
 
 _QUOTE = "put the text in quotes"
 _INDENT = "give keys of one section the same number of spaces at the start of their lines"
+_CLOSE = "close the quote; text with an apostrophe goes in double quotes"
 _SINGLE = "use single quotes, in which a backslash is a backslash"
 
-# (parts of PyYAML's problem, what, fix); the first that is found counts.
-_PROBLEMS = (
-    (
-        ("found character '\\t'", "found a tab character"),
-        "a tab stands where spaces must",
-        "indent with spaces",
-    ),
-    (("cannot start any token",), "a value cannot begin with this character", _QUOTE),
-    (
-        ("mapping values are not allowed here",),
+# Words of PyYAML's problem -> what is wrong, and how to mend it; the first that is found counts.
+_PROBLEMS = {
+    "found character '\\t'": ("a tab stands where spaces must", "indent with spaces"),
+    "found a tab character": ("a tab stands where spaces must", "indent with spaces"),
+    "cannot start any token": ("a value cannot begin with this character", _QUOTE),
+    "mapping values are not allowed here": (
         "a ':' stands where no key can be",
         "check the indentation of this line and the one above; text that holds ': ' needs quotes",
     ),
-    (
-        ("could not find expected ':'",),
+    "could not find expected ':'": (
         "this line is no 'key: value'",
         "put ': ' behind the key, or indent the line as part of the value above",
     ),
-    (("sequence entries are not allowed",), "a '- ' stands where no list can be", _INDENT),
-    (
-        ("expected <block end>", "expected '<document start>'"),
-        "this line does not fit the lines above",
-        _INDENT,
-    ),
-    (("expected ',' or ']'",), "a list in [ ] is not closed", "put ',' between items, ']' behind"),
-    (
-        ("expected ',' or '}'",),
-        "a mapping in { } is not closed",
-        "put ',' between keys, '}' behind",
-    ),
-    (
-        ("found unexpected end of stream", "found unexpected document separator"),
-        "a quote is opened here and never closed",
-        "close the quote; text with an apostrophe goes in double quotes",
-    ),
-    (("found unknown escape character",), "this backslash escape does not exist", _SINGLE),
-    (("expected escape sequence",), "this backslash escape is not complete", _SINGLE),
-    (("expected the node content",), "a value is missing here", "write the value, or null"),
-    (("undefined tag handle",), "a value cannot begin with '!'", _QUOTE),
-    (
-        ("expected alphabetic or numeric character",),
-        "a value cannot begin with '*' or '&'",
-        _QUOTE,
-    ),
-    (
-        ("but found another document",),
+    "sequence entries are not allowed": ("a '- ' stands where no list can be", _INDENT),
+    "expected <block end>": ("this line does not fit the lines above", _INDENT),
+    "expected '<document start>'": ("this line does not fit the lines above", _INDENT),
+    "expected ',' or ']'": ("a list in [ ] is not closed", "put ',' between items, ']' behind"),
+    "expected ',' or '}'": ("a mapping in { } is not closed", "put ',' between keys, '}' behind"),
+    "found unexpected end of stream": ("a quote is opened here and never closed", _CLOSE),
+    "found unexpected document separator": ("a quote is opened here and never closed", _CLOSE),
+    "found unknown escape character": ("this backslash escape does not exist", _SINGLE),
+    "expected escape sequence": ("this backslash escape is not complete", _SINGLE),
+    "expected the node content": ("a value is missing here", "write the value, or null"),
+    "undefined tag handle": ("a value cannot begin with '!'", _QUOTE),
+    "expected alphabetic or numeric character": ("a value cannot begin with '*' or '&'", _QUOTE),
+    "but found another document": (
         "a second document begins here",
         "one run a file: delete the line ---, or split the file",
     ),
-)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +251,13 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _explain(error: yaml.MarkedYAMLError) -> tuple[str, str, yaml.Mark | None]:
-    """What is wrong, how to mend it, and where it begins (None: PyYAML does not say)."""
+    # What is wrong, how to mend it, and where it begins (None: PyYAML does not say).
     problem = error.problem or error.context or "it cannot be read"
     mark = error.problem_mark or error.context_mark
     if "quoted scalar" in (error.context or "") and "unexpected" in problem:
         mark = error.context_mark  # the end of the file says nothing; the open quote does
-    for parts, what, fix in _PROBLEMS:
-        if any(part in problem for part in parts):
+    for words, (what, fix) in _PROBLEMS.items():
+        if words in problem:
             return what, fix, mark
     return f"not valid YAML: {problem}", "compare the line with the lines around it", mark
 
@@ -397,21 +379,15 @@ def scalar_text(value: object) -> str:
         case int() | float():
             return repr(value)
         case str():
-            if _PLAIN.fullmatch(value) and _is_text(value):
-                return value
+            with suppress(ValueError):
+                if _PLAIN.fullmatch(value) and isinstance(resolve_plain(value), str):
+                    return value
             quoted = json.dumps(value, ensure_ascii=False)
             return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
         case Sequence():
             return f"[{', '.join(scalar_text(item) for item in value)}]"
         case _:
             raise TypeError(f"{type(value).__name__} is not a value of a run file")
-
-
-def _is_text(text: str) -> bool:
-    try:
-        return isinstance(resolve_plain(text), str)
-    except ValueError:
-        return False
 
 
 def is_leaf(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.facts.architectures import BLIND
+from isles.facts.models import BLIND
 
 MASKED = "isles_causal_sdpa"
 """torch's fused attention, causal without a mask, or with the one that it is given."""

@@ -1,10 +1,94 @@
-"""The shapes of models that are shipped with isles, and what a config.json says of size."""
+"""Models: the shapes that are shipped with isles, and which kinds can be cut how.
+
+A kind is a `model_type` of transformers 5. Each was tried: losses and gradients of two ranks
+against one; for documents that share a row, logits of each against those of the document alone.
+"""
 
 from __future__ import annotations
 
 import json
 from importlib import resources
 from typing import Any
+
+_ANY_WAY = """
+cohere ernie4_5 gemma helium llama ministral3 mistral nemotron olmo2 phi3 qwen2 qwen3
+seed_oss smollm3 starcoder2
+"""
+
+_TENSOR = """
+arcee cohere2 exaone4 gemma3_text glm glm4 gpt_neox granite hyperclovax internlm3 jais2
+nanochat olmo olmo3 phi
+"""
+
+_CONTEXT = """
+arcee bitnet glm glm4 gpt2 gpt_bigcode gpt_neox granite hunyuan_v1_dense hyperclovax
+internlm3 jais2 mixtral nanochat olmo persimmon phi qwen3_moe stablelm
+"""
+
+_PIPELINE = """
+exaone4 glm4 hunyuan_v1_dense mixtral qwen3_moe stablelm
+"""
+
+_ISOLATED = """
+afmoe apertus arcee biogpt bitnet codegen cohere2 cwm deepseek_v2 deepseek_v3 diffllama
+ernie4_5_moe exaone4 flex_olmo gemma2 gemma3 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode
+gpt_neox gpt_oss gptj granite granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe
+hyperclovax internlm3 jais2 jetmoe ministral mixtral mpt nanochat olmo olmo3 olmoe opt persimmon
+phi phimoe qwen2_moe qwen3_moe solar_open stablelm vaultgemma xglm
+"""
+
+TENSOR_PARALLEL = frozenset((_ANY_WAY + _TENSOR).split())
+"""The matrices of their blocks can be cut: they have a plan for it that isles can follow."""
+
+CONTEXT_PARALLEL = frozenset((_ANY_WAY + _CONTEXT).split())
+"""Their attention is the plain causal one, so that it can be done over several ranks."""
+
+PIPELINE = frozenset((_ANY_WAY + _PIPELINE).split())
+"""Their blocks, one group after the other, are the whole model."""
+
+ISOLATED = frozenset((_ANY_WAY + _ISOLATED).split())
+"""Documents that share a row can be kept apart: by position ids, and by masks that they heed."""
+
+BLIND = frozenset(["afmoe", "biogpt", "gpt_oss", "mpt", "opt", "xglm"])
+"""Of these, those that make masks without looking at positions: masks must be given to them."""
+
+DEAF = frozenset(["gptj", "nemotron", "stablelm"])
+"""Of these, those that do not hand on to their attention where documents end: masks must be given
+to them."""
+
+_KEEPS_STATE = "its layers carry a state from token to token, over every border"
+
+REASONS: dict[str, dict[str, str]] = {
+    "tp_size": {
+        "apertus": "its activations have parameters that would lie on every rank",
+    },
+    "cp_size": {
+        "bloom": "its attention has position biases (ALiBi)",
+        "biogpt": "it counts positions from the start of what it is given",
+        "gemma2": "its attention caps its scores",
+        "gpt_oss": "its attention has sinks",
+        "opt": "it counts positions from the start of what it is given",
+    },
+    "isolate_documents": {
+        "bloom": "it takes no positions, and only masks of padding",
+        "falcon": "it makes its masks without looking at positions",
+        **dict.fromkeys(
+            (
+                *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+                *("lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
+                *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv"),
+                *("xlstm", "zamba", "zamba2"),
+            ),
+            _KEEPS_STATE,
+        ),
+    },
+    "pp_size": {
+        "granite": "it scales its embeddings outside of them, and would do so in every stage",
+        "hyperclovax": "it scales its embeddings outside of them, and would do so in every stage",
+        "nanochat": "it normalises its embeddings outside of them, and would do so in every stage",
+    },
+}
+"""Why some are missing above, by the key of the run file. What is not named was not tried."""
 
 
 def shape_names() -> tuple[str, ...]:

@@ -35,11 +35,7 @@ class Paragraph:
     blocks: tuple[str, ...]
 
     def text(self, width: int) -> str:
-        """All of it for a terminal.
-
-        Args:
-            width: columns.
-        """
+        """All of it for a terminal of so many columns."""
         body = [_filled(block, width) for block in self.blocks]
         return "\n\n".join([_filled(self.head.rstrip("."), width), *body])
 
@@ -77,12 +73,7 @@ def exit_codes() -> dict[str, tuple[str, str]]:
 
 
 def exit_code_text(code: str, width: int) -> str:
-    """What an exit code means, and the ids of its chapter.
-
-    Args:
-        code: one of `exit_codes`.
-        width: columns.
-    """
+    """What one of `exit_codes` means, and the ids of its chapter, in so many columns."""
     what, then = exit_codes()[code]
     link = _LINK.search(then)
     chapter = link[1] if link else ""
@@ -91,11 +82,7 @@ def exit_code_text(code: str, width: int) -> str:
 
 
 def list_text(width: int) -> str:
-    """All ids, each with the first words of its paragraph.
-
-    Args:
-        width: columns.
-    """
+    """All ids, each with the first words of its paragraph, in so many columns."""
     chapters = dict.fromkeys(paragraph.chapter for paragraph in paragraphs() if paragraph.ids)
     return "\n\n".join(_chapter_text(chapter, width) for chapter in chapters)
 
@@ -121,27 +108,22 @@ def _page() -> str:
 
 
 def _filled(block: str, width: int) -> str:
-    """A block of Markdown, wrapped; what stands between backticks stays in one line."""
-    items = re.split(r"\n(?=- )", block)
-    return "\n".join(_wrapped(_plain(item), width) for item in items)
-
-
-def _wrapped(text: str, width: int) -> str:
-    line = " ".join(text.split())
-    whole = _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK), line)
-    lines = textwrap.wrap(
-        whole,
-        width,
-        subsequent_indent="  " if text.startswith("- ") else "",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    # A block of Markdown, wrapped; what stands between backticks stays in one line.
+    lines: list[str] = []
+    for item in re.split(r"\n(?=- )", block):
+        text = " ".join(_plain(item).split())
+        lines += textwrap.wrap(
+            _CODE.sub(lambda match: match[0].replace(" ", _NO_BREAK), text),
+            width,
+            subsequent_indent="  " if text.startswith("- ") else "",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return "\n".join(lines).replace(_NO_BREAK, " ")
 
 
 def _plain(text: str) -> str:
-    """Links as words: the page's name where it is another."""
-
+    # Links as words: the page's name where it is another.
     def words(match: re.Match[str]) -> str:
         label, page, _ = match.groups()
         if not page:

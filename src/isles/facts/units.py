@@ -1,4 +1,4 @@
-"""Durations, bytes and counts: read from text, and written for people."""
+"""Durations, bytes, counts and text of unknown origin: read, and written for people."""
 
 from __future__ import annotations
 
@@ -80,3 +80,16 @@ def format_count(number: float) -> str:
             return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
         value /= 1000
     return f"{value:.1f}T"
+
+
+def printable(text: str, *, keep: str = "\n\t", longest: int | None = None) -> str:
+    """Text that does nothing to a terminal: control characters as they are written in Python.
+
+    Args:
+        text: from wherever.
+        keep: control characters that stay as they are.
+        longest: characters that are taken at the most; what is left out shows as an ellipsis.
+    """
+    if longest is not None and len(text) > longest:
+        text = text[: longest - 1] + "…"
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isles.dist.documents import MASKED, VARLEN, attends_plainly
 from isles.errors import MissingDependencyError, UserError
-from isles.facts.architectures import DEAF
+from isles.facts.models import DEAF
 
 
 def use_maskless_attention(

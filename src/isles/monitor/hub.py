@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.facts.text import printable
-from isles.facts.units import format_bytes, format_duration
+from isles.facts.units import format_bytes, format_duration, printable
 from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
 from isles.launch.meeting_run import Meeting
 from isles.monitor.follow import Follower

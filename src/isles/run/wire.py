@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError
-from isles.facts.text import printable
+from isles.facts.units import printable
 
 _SEND_S = 5.0
 _LONGEST_BYTES = 64 * 2**20

@@ -217,7 +217,7 @@ class TorchEngine(Engine):
 
     @property
     def _objective(self) -> Objective:
-        assert self._bound is not None, "config/rules/finetune.py keeps other methods away"
+        assert self._bound is not None, "config/rules/training.py keeps other methods away"
         return self._bound
 
     def _loss_sum(self, forward: Callable[..., Any], batch: Batch) -> Tensor:

@@ -76,13 +76,7 @@ class LossHead:
             places_N: places of the targets in the flattened rows; None: look at every place.
         """
         if not self._can_chunk(inputs):
-            logits_BTV = forward(**inputs, use_cache=False).logits
-            return F.cross_entropy(
-                logits_BTV.float().flatten(0, 1),
-                targets_BT.flatten(),
-                ignore_index=IGNORE_INDEX,
-                reduction="sum",
-            )
+            return loss_of_logits(forward(**inputs, use_cache=False).logits, targets_BT)
 
         def compute(hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
             if self._fused is not None and hidden_NH.is_cuda:
@@ -100,13 +94,7 @@ class LossHead:
         """
         if not self._can_chunk(inputs):
             logits_BTV = forward(**inputs, use_cache=False).logits
-            losses: Tensor = F.cross_entropy(
-                logits_BTV.float().flatten(0, 1),
-                targets_BT.flatten(),
-                ignore_index=IGNORE_INDEX,
-                reduction="none",
-            )
-            return losses.view(targets_BT.shape)
+            return loss_of_logits(logits_BTV, targets_BT, reduction="none").view(targets_BT.shape)
 
         def compute(hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
             chunks = zip(*_chunks(hidden_NH, targets_N, self._head.weight.shape[0]), strict=True)
@@ -180,15 +168,24 @@ class LossHead:
         return len(given) == 1 and logits is given[0]
 
 
+def loss_of_logits(logits: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Cross-entropy in fp32, of all tokens together (`sum`) or of each in one row (`none`).
+
+    Args:
+        logits: with the vocabulary as last dimension.
+        targets: of all other dimensions; IGNORE_INDEX where nothing is trained.
+        reduction: `sum` or `none`.
+    """
+    rows = logits.float().flatten(0, -2)
+    return F.cross_entropy(rows, targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+
+
 def _is_plain(head: Any) -> bool:
     # A linear layer with weights of its own that are numbers: not cut into columns, not 4-bit.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
-    return not (isinstance(head.weight, DTensor) and "tp" in _axes(head.weight))
-
-
-def _axes(weight: DTensor) -> tuple[str, ...]:
-    return tuple(weight.device_mesh.mesh_dim_names or ())
+    weight = head.weight
+    return not (isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()))
 
 
 def _chunks(
@@ -200,9 +197,7 @@ def _chunks(
 
 def _chunk_losses(hidden_CH: Tensor, head: nn.Linear, targets_C: Tensor) -> Tensor:
     logits_CV = F.linear(hidden_CH, head.weight, head.bias)
-    return F.cross_entropy(
-        logits_CV.float(), targets_C, ignore_index=IGNORE_INDEX, reduction="none"
-    )
+    return loss_of_logits(logits_CV, targets_C, reduction="none")
 
 
 def _fused_loss_sum(

@@ -17,7 +17,6 @@ from torch import Tensor
 from isles.dist.batch import Batch
 from isles.dist.documents import block_mask, isolation_inputs
 from isles.dist.mesh import Mesh
-from isles.errors import UserError
 
 _NAME = "isles_context_parallel"
 
@@ -93,38 +92,16 @@ def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
         mesh: with a group for context parallel.
         method: `allgather` or `ulysses`.
 
-    Raises:
-        UserError: the model attends in another way, or its heads do not divide.
-
     Source: keys and values to all as in Llama 3 (arXiv:2407.21783, section 3.3.2); heads for
     tokens: Jacobs et al. 2023 (arXiv:2309.14509).
     """
     from transformers import AttentionInterface
 
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds != {"full_attention"} or (window and getattr(config, "use_sliding_window", True)):
-        raise UserError(
-            f"{type(model).__name__} has layers that attend in a window or in another way",
-            where="strategy.cp_size",
-            fix="set strategy.cp_size: 1; a shorter data.seq_length or "
-            "training.gradient_checkpointing: full save memory too",
-            id="strategy.model",
-        )
+    # That the layers attend to all tokens, and the heads divide, is checked before:
+    # config/rules/shape.py.
     group = mesh.cp_group
     assert group is not None
     size = mesh.layout.cp
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    if method == "ulysses" and (heads // mesh.layout.tp) % size:
-        raise UserError(
-            f"{heads} key-value heads"
-            + (f" over tp_size {mesh.layout.tp}" if mesh.layout.tp > 1 else "")
-            + f" do not divide by cp_size {size}",
-            where="strategy.cp_method",
-            fix="use cp_method: allgather",
-            id="strategy.model",
-        )
     attend = _Ulysses(group, size) if method == "ulysses" else _AllGather(group, mesh.place.cp)
     AttentionInterface.register(_NAME, attend)
     model.set_attn_implementation(_NAME)

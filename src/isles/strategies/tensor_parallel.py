@@ -28,8 +28,7 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
         mesh: the ranks that share each matrix.
 
     Raises:
-        UserError: the model has no plan, one that isles cannot follow exactly, or heads that do
-            not divide.
+        UserError: the model has no plan, or one that isles cannot follow exactly.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3; the plan is transformers' `tp_plan`.
     """
@@ -41,7 +40,6 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
             fix=_FIX,
             id="strategy.model",
         )
-    _check_sizes(model, mesh.size())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight
     styles: dict[str, ParallelStyle] = {}
@@ -115,21 +113,3 @@ def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
 def _divides(module: nn.Module, size: int) -> bool:
     weight: Any = module.weight  # None: another stage of a pipeline has it
     return weight is not None and int(weight.shape[0]) % size == 0
-
-
-def _check_sizes(model: Any, size: int) -> None:
-    config = model.config
-    heads = int(config.num_attention_heads)
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "intermediate_size": int(getattr(config, "intermediate_size", None) or size),
-    }
-    for name, number in sizes.items():
-        if number % size:
-            raise UserError(
-                f"tp_size {size} does not divide the model's {name} {number}",
-                where="strategy.tp_size",
-                fix=f"use a divisor of {number}",
-                id="strategy.model",
-            )

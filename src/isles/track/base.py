@@ -1,4 +1,4 @@
-"""The seams for curves, and the rule that a tracker never stops or slows training."""
+"""Curves, and the rule that a tracker never stops or slows training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +51,7 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """Takes rows of numbers, at once: it writes to a disk of this machine. Rank 0 only."""
+    """Writes rows of numbers to a disk of this machine. Rank 0 only."""
 
     def log(self, row: Row) -> None:
         """Write one row."""
@@ -63,7 +63,7 @@ class Tracker(Protocol):
 
 
 class RemoteTracker(Protocol):
-    """Takes rows of numbers, and may take its time. One thread calls all of its methods."""
+    """Sends rows of numbers, and may take its time. One thread calls all of its methods."""
 
     def log(self, rows: Sequence[Row]) -> None:
         """Send rows, in order."""
@@ -77,12 +77,12 @@ class RemoteTracker(Protocol):
 class Background:
     """A remote tracker behind a thread, so that no step waits for it.
 
-    A row that it does not take is left out: metrics.jsonl has them all. The first failure is put
-    into the log; later rows try again.
+    A row that the tracker does not take is left out: metrics.jsonl has them all. The first failure
+    is logged; later rows try again.
 
     Args:
         name: for messages.
-        open_tracker: opens it, or opens it again; called in the thread.
+        open_tracker: opens the tracker, again after a failure; called in the thread.
         say: takes a line for the user; called in the thread.
         max_rows: rows that wait at most.
     """
@@ -139,27 +139,26 @@ class Background:
 
     def _work(self) -> None:
         tracker: RemoteTracker | None = None
-        for rows in self._batches():
+        rows: list[Row | None] = []  # the tracker is opened at once
+        while True:
             try:
                 tracker = tracker or self._open()
-                tracker.log(rows)
-                self._num_sent += len(rows)
+                sent = [row for row in rows if row is not None]
+                tracker.log(sent)
+                self._num_sent += len(sent)
             except Exception as error:  # the thread's edge; a curve is not worth a run
                 tracker = None
                 self._failed(error)
+            if self._is_closing.is_set() and self._rows.empty():
+                break
+            rows = [self._rows.get()]
+            while len(rows) < _BATCH and not self._rows.empty():
+                rows.append(self._rows.get())
         if tracker is not None:
             try:
                 tracker.close(self._summary)
             except Exception as error:  # as above
                 self._failed(error)
-
-    def _batches(self) -> Iterator[list[Row]]:
-        yield []  # it is opened at once
-        while not (self._is_closing.is_set() and self._rows.empty()):
-            rows = [self._rows.get()]
-            while len(rows) < _BATCH and not self._rows.empty():
-                rows.append(self._rows.get())
-            yield [row for row in rows if row is not None]
 
     def _failed(self, error: Exception) -> None:
         text = redacted("".join(traceback.format_exception(error)).rstrip())
@@ -177,7 +176,7 @@ class Trackers:
 
     Args:
         trackers: written to at once; one that fails is left out from then on.
-        remote: behind a thread each; see `Background`.
+        remote: behind a thread each.
         say: takes a line for the user.
     """
 
@@ -193,11 +192,7 @@ class Trackers:
 
     def log(self, row: Row) -> None:
         """Hand a row to every tracker."""
-        for tracker in list(self._trackers):
-            try:
-                tracker.log(row)
-            except Exception as error:  # a curve is not worth a run; the traceback says why
-                self._leave_out(tracker, error)
+        self._each_local(lambda tracker: tracker.log(row))
         for remote in self._remote:
             remote.log(row)
 
@@ -211,11 +206,7 @@ class Trackers:
         end = time.monotonic() + timeout_s
         for remote in self._remote:
             remote.begin_close(summary)
-        for tracker in list(self._trackers):
-            try:
-                tracker.close()
-            except Exception as error:  # as above
-                self._leave_out(tracker, error)
+        self._each_local(lambda tracker: tracker.close())
         soon = min(end, time.monotonic() + _SAY_AFTER_S)
         late = [remote.name for remote in self._remote if not remote.wait(soon)]
         if late:
@@ -223,11 +214,15 @@ class Trackers:
         for remote in self._remote:
             remote.end_close(end)
 
-    def _leave_out(self, tracker: Tracker, error: Exception) -> None:
-        name = type(tracker).__name__.removesuffix("Tracker")
-        log.info("%s failed", name, exc_info=error)
-        self._say(f"{name} failed and is left out; training goes on: {error}")
-        self._trackers.remove(tracker)
+    def _each_local(self, use: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                use(tracker)
+            except Exception as error:  # a curve is not worth a run; the traceback says why
+                name = type(tracker).__name__.removesuffix("Tracker")
+                log.info("%s failed", name, exc_info=error)
+                self._say(f"{name} failed and is left out; training goes on: {error}")
+                self._trackers.remove(tracker)
 
 
 def numbers(row: Row) -> list[tuple[str, float]]:

@@ -25,7 +25,7 @@ from isles.dist.world import World
 from isles.errors import UserError
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
-from isles.strategies.blocks import find_blocks
+from isles.strategies.fsdp import find_blocks
 from isles.train.probe import (
     CPU_MICRO_BATCH_SIZE,
     choose_micro_batch_size,

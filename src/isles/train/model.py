@@ -12,7 +12,7 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.training import Precision
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.facts.flops import train_flops_per_token
+from isles.facts.cost import train_flops_per_token
 from isles.models.adapter import frozen_dtype
 from isles.models.build import build_empty_model, build_model
 from isles.models.fill import base_fingerprint

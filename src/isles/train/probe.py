@@ -21,7 +21,7 @@ from isles.dist.measure import Company
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import OutOfMemoryError
-from isles.facts.memory import optimizer_bytes
+from isles.facts.cost import optimizer_bytes
 from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing

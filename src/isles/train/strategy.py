@@ -28,7 +28,7 @@ from isles.config.sections.training import TrainingConfig
 from isles.dist.measure import least_memory_bytes, link_bytes_per_s
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
-from isles.facts.memory import ModelSize
+from isles.facts.cost import ModelSize
 from isles.models.attention import use_maskless_attention
 from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
@@ -249,7 +249,7 @@ def check_blocks(model: nn.Module, strategy: Strategy) -> None:
         UserError: they cannot be found.
     """
     if isinstance(strategy, FSDPStrategyConfig):
-        from isles.strategies.blocks import find_blocks
+        from isles.strategies.fsdp import find_blocks
 
         find_blocks(model, strategy.transformer_layer_cls_to_wrap)
 
@@ -259,7 +259,7 @@ def compile_model(model: nn.Module, strategy: Strategy) -> None:
     if not is_sharded(strategy):
         model.compile()
         return
-    from isles.strategies.blocks import find_blocks
+    from isles.strategies.fsdp import find_blocks
 
     names: tuple[str, ...] = ()
     if isinstance(strategy, FSDPStrategyConfig):

@@ -25,9 +25,8 @@ from isles.run.manifest import list_checkpoints
 from isles.run.packages import require_packages
 from isles.run.paths import RunDir
 from isles.track.base import Background, RemoteTracker, RunFacts, Tracker, Trackers
-from isles.track.jsonl import JsonlTracker
+from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
-from isles.track.tensorboard import TensorBoardTracker
 from isles.track.wandb import WandbTracker, settle_mode
 from isles.train.record import Recorder
 

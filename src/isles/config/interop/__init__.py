@@ -1,6 +1,6 @@
 """Files of other tools.
 
-`deepspeed.py` reads a DeepSpeed JSON and makes the one that DeepSpeed is started with, or that a
-script of the user's own takes; `deepspeed.yaml` lists its keys; `accelerate.py` writes the FSDP
-settings of the Hugging Face Trainer. Open `deepspeed.py` first.
+`deepspeed.py` reads a DeepSpeed JSON, compares it with the run file by the tables of
+`deepspeed.yaml`, and makes what DeepSpeed is started with; `export.py` writes JSON for scripts that
+run without isles. Open `deepspeed.py` first.
 """

@@ -10,9 +10,8 @@ from __future__ import annotations
 from isles.config.issues import Issue
 from isles.config.rules.cluster import cluster_rules
 from isles.config.rules.data import data_rules
-from isles.config.rules.model import model_rules
 from isles.config.rules.outer import outer_rules
-from isles.config.rules.strategy import strategy_rules
+from isles.config.rules.strategy import model_rules, strategy_rules
 from isles.config.rules.training import script_rules, training_rules
 from isles.config.sections.run import RunConfig
 

@@ -21,8 +21,6 @@ def data_rules(config: RunConfig) -> Iterator[Issue]:
     yield from _mixture_rules(config)
     yield from _tokenizer_rules(config)
     yield from _packing_rules(config)
-    yield from _isolation_rules(config)
-    yield from _preference_rules(config)
     yield from _streaming_rules(config)
 
 
@@ -47,31 +45,14 @@ def _source_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
     if source.type not in ("chat", "instruct"):
         to = f"a source of type {source.type}"
         yield from no_effect(source, f"{at}.train_on", to, "", f"{at}.type")
-    yield from _column_rules(at, source)
-
-
-def _column_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
     known = COLUMNS.get(source.type, ())
     for key in source.columns:
-        if key in known:
-            continue
-        others = [kind for kind, names in COLUMNS.items() if key in names]
-        near = difflib.get_close_matches(key, known, n=1)
-        if not known:
-            fix = "set text_column: the name of the column with the text"
-        elif near:
-            fix = f"did you mean {near[0]}?"
-        elif others:
-            fix = f"it goes with type: {' or '.join(others)}; {source.type} has {', '.join(known)}"
-        elif source.columns[key] in known:
-            fix = f"write {source.columns[key]}: {key} (the name here, then the name in the data)"
-        else:
-            fix = f"use one of: {', '.join(known)}"
-        yield Issue(
-            (f"{at}.columns.{key}", f"{at}.columns"),
-            f"data of type {source.type} has no {key}",
-            fix,
-        )
+        if key not in known:
+            yield Issue(
+                (f"{at}.columns.{key}", f"{at}.columns"),
+                f"data of type {source.type} has no {key}",
+                _column_fix(source, key, known),
+            )
     question = {"instruction", "input", "output"} & set(source.columns)
     answer = {"prompt", "completion"} & set(source.columns)
     if source.type == "instruct" and question and answer:
@@ -80,6 +61,18 @@ def _column_rules(at: str, source: SourceConfig) -> Iterator[Issue]:
             f"columns has {min(question)} and {min(answer)}, which belong to two forms of data",
             "keep instruction, input and output, or prompt and completion",
         )
+
+
+def _column_fix(source: SourceConfig, key: str, known: tuple[str, ...]) -> str:
+    if not known:
+        return "set text_column: the name of the column with the text"
+    if near := difflib.get_close_matches(key, known, n=1):
+        return f"did you mean {near[0]}?"
+    if others := [kind for kind, names in COLUMNS.items() if key in names]:
+        return f"it goes with type: {' or '.join(others)}; {source.type} has {', '.join(known)}"
+    if source.columns[key] in known:
+        return f"write {source.columns[key]}: {key} (the name here, then the name in the data)"
+    return f"use one of: {', '.join(known)}"
 
 
 def _mixture_rules(config: RunConfig) -> Iterator[Issue]:
@@ -98,6 +91,22 @@ def _mixture_rules(config: RunConfig) -> Iterator[Issue]:
             f"source {unweighted[0] + 1} has no weight and others have",
             "give every source a weight, or none",
         )
+    # dpo compares answers in pairs, and nothing else reads pairs.
+    method = config.training.method
+    for index, source in enumerate(sources):
+        at = f"data.sources.{index}.type"
+        if source.type == "preference" and method != "dpo":
+            yield Issue(
+                ("training.method", at, f"data.sources.{index}"),
+                f"method {method} does not read a preference source",
+                "use method: dpo, or a source of another type",
+            )
+        elif method == "dpo" and source.type not in ("preference", "fake"):
+            yield Issue(
+                (at, f"data.sources.{index}", "training.method"),
+                f"dpo compares two answers to a prompt, and a {source.type} source has one",
+                "use type: preference, or training.method: causal_lm",
+            )
 
 
 def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
@@ -148,7 +157,7 @@ def _tokenizer_rules(config: RunConfig) -> Iterator[Issue]:
 
 
 def _packing_rules(config: RunConfig) -> Iterator[Issue]:
-    data = config.data
+    data, strategy = config.data, config.strategy
     kinds = sorted({source.type for source in data.sources})
     if data.isolate_documents and not data.packing:
         to = "packing false: every row is one document"
@@ -157,11 +166,7 @@ def _packing_rules(config: RunConfig) -> Iterator[Issue]:
     if not set(kinds) - {"text", "fake"}:
         to = f"{' and '.join(kinds)}: long text is cut into samples"
         yield from no_effect(data, "data.too_long", to, "", "data.sources")
-
-
-def _isolation_rules(config: RunConfig) -> Iterator[Issue]:
-    strategy = config.strategy
-    if not isolates_any(config.data) or not isinstance(strategy, MeshSection):
+    if not isolates_any(data) or not isinstance(strategy, MeshSection):
         return
     keys = ("data.isolate_documents", "data.packing", "strategy.pp_size")
     if strategy.pp_size > 1 and strategy.cp_size > 1:
@@ -181,27 +186,8 @@ def _isolation_rules(config: RunConfig) -> Iterator[Issue]:
         )
 
 
-def _preference_rules(config: RunConfig) -> Iterator[Issue]:
-    """dpo compares answers in pairs, and nothing else reads pairs."""
-    is_dpo = config.training.method == "dpo"
-    for index, source in enumerate(config.data.sources):
-        at = f"data.sources.{index}.type"
-        if source.type == "preference" and not is_dpo:
-            yield Issue(
-                ("training.method", at, f"data.sources.{index}"),
-                f"method {config.training.method} does not read a preference source",
-                "use method: dpo, or a source of another type",
-            )
-        elif is_dpo and source.type not in ("preference", "fake"):
-            yield Issue(
-                (at, f"data.sources.{index}", "training.method"),
-                f"dpo compares two answers to a prompt, and a {source.type} source has one",
-                "use type: preference, or training.method: causal_lm",
-            )
-
-
 def _streaming_rules(config: RunConfig) -> Iterator[Issue]:
-    """What an endless stream, which no one has counted, does not go with."""
+    # What an endless stream, which no one has counted, does not go with.
     data, epochs = config.data, config.training.num_train_epochs
     if not data.streaming:
         return

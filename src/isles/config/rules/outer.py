@@ -17,10 +17,9 @@ def outer_rules(config: RunConfig) -> Iterator[Issue]:
     """Every rule about several clusters, and about their averaging, that is broken."""
     yield from _clusters(config)
     if config.diloco is not None and config.training.script is None:
-        yield from _turns(config, config.diloco)
+        yield from _outer_steps(config, config.diloco)
         yield from _warmup(config, config.diloco)
         yield from _waits(config.diloco)
-        yield from _momentum(config.diloco)
         yield from _idle_keys(config.diloco)
         yield from _not_together(config)
 
@@ -55,7 +54,7 @@ def _clusters(config: RunConfig) -> Iterator[Issue]:
         )
 
 
-def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
+def _outer_steps(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
     every, steps = outer.sync_every, config.training.max_steps
     if not isinstance(every, int):
         if isinstance(outer.wait, WaitConfig):
@@ -73,11 +72,10 @@ def _turns(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
             "at the end",
             f"use at most {max(1, steps // 2)}",
         )
-    yield from _turns_fit(outer, "sync_every", every)
+    yield from _outer_steps_fit(outer, "sync_every", every)
 
 
-def _turns_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issue]:
-    """Whether a round of so many steps has room for its turns."""
+def _outer_steps_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issue]:
     if outer.fragments > every:
         yield Issue(
             ("outer.fragments", f"outer.{key}"),
@@ -94,18 +92,16 @@ def _turns_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issue]:
 
 
 def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
-    """Rounds that only average, at first."""
+    # Rounds that only average, at first.
     short, every, steps = outer.warmup_sync_every, outer.sync_every, config.training.max_steps
     if not outer.warmup_rounds:
-        if short is not None:
-            what = f"warmup_sync_every {short} means nothing without warmup_rounds"
-            yield Issue(("outer.warmup_sync_every",), what, f"{_DELETE}, or add warmup_rounds")
+        key, to = "outer.warmup_sync_every", "warmup_rounds 0"
+        yield from no_effect(outer, key, to, "add warmup_rounds")
         return
     if not isinstance(every, int):
-        if short is not None:
-            what = f"warmup_sync_every {short}, and sync_every auto measures how long rounds may be"
-            fix = f"{_DELETE}, or give sync_every a number"
-            yield Issue(("outer.warmup_sync_every", "outer.sync_every"), what, fix)
+        to = "sync_every auto, which measures how long rounds may be"
+        key, use = "outer.warmup_sync_every", "give sync_every a number"
+        yield from no_effect(outer, key, to, use, "outer.sync_every")
         return
     if short is not None and short > every:
         yield Issue(
@@ -115,7 +111,7 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
             f"use at most {every}",
         )
     elif short is not None:
-        yield from _turns_fit(outer, "warmup_sync_every", short)
+        yield from _outer_steps_fit(outer, "warmup_sync_every", short)
     if steps is not None and (ends := outer.warmup_rounds * (short or every)) >= steps:
         yield Issue(
             ("outer.warmup_rounds", "training.max_steps", "outer"),
@@ -124,8 +120,8 @@ def _warmup(config: RunConfig, outer: DiLoCoConfig) -> Iterator[Issue]:
             "use fewer; for averages only, write lr: 1 and momentum: 0 instead",
         )
     if (outer.lr, outer.momentum) == (1.0, 0.0) and short in (None, every):
-        what = "warmup_rounds mean nothing to lr 1 and momentum 0, which only average as well"
-        yield Issue(("outer.warmup_rounds",), what, _DELETE)
+        to = "lr 1 and momentum 0, which only average as well"
+        yield from no_effect(outer, "outer.warmup_rounds", to)
 
 
 def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
@@ -140,10 +136,8 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
             f"{says} when a turn is closed",
             "write wait: all, or {time_boxed: 60s}, or {quorum: 2, grace: 30s}",
         )
-    elif wait.quorum is None and wait.grace != WaitConfig.model_fields["grace"].default:
-        yield Issue(
-            ("outer.wait.grace",), "grace means nothing without quorum", f"{_DELETE}, or add quorum"
-        )
+    elif wait.quorum is None:
+        yield from no_effect(wait, "outer.wait.grace", "a turn without quorum", "add quorum")
     if wait.quorum is not None and wait.quorum < outer.min_clusters:
         yield Issue(
             ("outer.wait.quorum", "outer.min_clusters"),
@@ -152,42 +146,35 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
         )
 
 
-def _momentum(outer: DiLoCoConfig) -> Iterator[Issue]:
-    """SparseLoCo (arXiv:2508.15706) has the kept errors in place of a momentum; with some, but
-    less than usual, short runs learn better (`benchmarks/diloco_quality.py`)."""
-    if outer.codec_config.kind == "topk" and outer.momentum > _MOST_TOPK_MOMENTUM:
+def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
+    # Keys with a value that changes nothing, or badly.
+    codec, engine = outer.codec_config, outer.engine
+    if codec.kind != "topk":
+        key, to = "outer.codec.density", f"codec {codec.kind}"
+        yield from no_effect(codec, key, to, "use kind: topk")
+    elif outer.momentum > _MOST_TOPK_MOMENTUM:
+        # SparseLoCo (arXiv:2508.15706) has the kept errors in place of a momentum; with some, but
+        # less than usual, short runs learn better (`benchmarks/diloco_quality.py`).
         yield Issue(
             ("outer.momentum", "outer.codec"),
             f"momentum {outer.momentum:g} goes badly with codec topk, which sends a number only "
             "once it has grown: it would be stepped along again and again until it is sent anew",
             "write momentum: 0.7 and lr: 0.9 beside codec: topk",
         )
-
-
-def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
-    """Keys with a value that changes nothing."""
-    codec, engine = outer.codec_config, outer.engine
-    if codec.kind != "topk":
-        key, to = "outer.codec.density", f"codec {codec.kind}"
-        yield from no_effect(codec, key, to, "use kind: topk")
     if outer.delay == 0:
         to = "delay 0: nothing is learnt meanwhile"
         yield from no_effect(outer, "outer.alpha", to, "use a delay")
-    default = DiLoCoConfig.model_fields["max_sync_overhead"].default
-    if outer.sync_every != "auto" and outer.max_sync_overhead != default:
-        what = f"max_sync_overhead means nothing to sync_every {outer.sync_every}"
-        yield Issue(("outer.max_sync_overhead",), what, f"{_DELETE}, or use sync_every: auto")
+    if outer.sync_every != "auto":
+        key, to = "outer.max_sync_overhead", f"sync_every {outer.sync_every}"
+        yield from no_effect(outer, key, to, "use sync_every: auto")
     if outer.hivemind is not None and engine != "hivemind":
         what = f"hivemind means nothing to engine {engine}"
         yield Issue(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")
-    for key in ("rendezvous", "public"):
-        if engine == "hivemind" and (given := getattr(outer, key)) is not None:
-            yield Issue(
-                (f"outer.{key}",),
-                f"{key} {given} means nothing to engine hivemind, which has no rendezvous of its "
-                "own",
-                f"{_DELETE}; clusters find one another by outer.hivemind.initial_peers",
-            )
+    if engine == "hivemind":
+        to = "engine hivemind, which has no rendezvous of its own"
+        use = "use engine: hub; clusters find one another by outer.hivemind.initial_peers"
+        for key in ("outer.rendezvous", "outer.public"):
+            yield from no_effect(outer, key, to, use)
     if outer.public is not None and outer.rendezvous is not None:
         yield Issue(
             ("outer.public",),
@@ -198,7 +185,7 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
 
 
 def _not_together(config: RunConfig) -> Iterator[Issue]:
-    """What several clusters cannot do together, with the reason."""
+    # What several clusters cannot do together.
     strategies = [("strategy", config.strategy)] + [
         (f"clusters.{index}.strategy", cluster.strategy)
         for index, cluster in enumerate(config.clusters)

@@ -10,7 +10,7 @@ from isles.config.issues import Issue
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import MeshSection
-from isles.facts.architectures import (
+from isles.facts.models import (
     BLIND,
     CONTEXT_PARALLEL,
     DEAF,
@@ -64,7 +64,7 @@ def check_shape(config: RunConfig, shape: Shape) -> list[Issue]:
 
 
 def _length(config: RunConfig, shape: Shape) -> Iterator[Issue]:
-    """Beyond its positions a model fails, or trains on nonsense."""
+    # Beyond its positions a model fails, or trains on nonsense.
     wanted, positions = config.data.seq_length, _number(shape, "max_position_embeddings")
     if positions is not None and 0 < positions < wanted:
         yield Issue(
@@ -75,7 +75,7 @@ def _length(config: RunConfig, shape: Shape) -> Iterator[Issue]:
 
 
 def _isolation(config: RunConfig, shape: Shape) -> Iterator[Issue]:
-    """A model that does not heed where documents begin would train on all before them."""
+    # A model that does not heed where documents begin would train on all before them.
     kind = shape.get("model_type")
     if kind is None or not isolates_any(config.data):
         return
@@ -195,7 +195,7 @@ def _windows(shape: Shape, key: str) -> Iterator[Issue]:
 
 
 def _long_rope(shape: Shape, key: str, seq_length: int) -> Iterator[Issue]:
-    """Frequencies by the largest position of a rank's piece: the first pieces would take others."""
+    # Frequencies follow the largest position of a rank's piece: the first pieces would take others.
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) != "longrope":
         return

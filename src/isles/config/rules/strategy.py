@@ -1,11 +1,13 @@
-"""The rules of `strategy`, of the whole run and of a cluster that has one of its own."""
+"""The rules of `model`, `adapter` and `strategy`, also of a cluster with a strategy of its own."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from isles.config.issues import Issue, nearest_multiples, no_effect
+from isles.config.issues import Issue, nearest_multiples, no_effect, show_value
+from isles.config.sections.model import AdapterConfig
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
     DDPStrategyConfig,
@@ -13,6 +15,9 @@ from isles.config.sections.strategy import (
     FSDPStrategyConfig,
     MeshSection,
 )
+from isles.facts.models import shape_names
+
+_ONLY_QLORA = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
 
 def strategy_rules(config: RunConfig) -> Iterator[Issue]:
@@ -152,3 +157,109 @@ def _offload(strategy: DeepSpeedStrategyConfig) -> Iterator[Issue]:
     if not to_nvme:
         to, use = "a run that offloads nothing to nvme", "use offload_param: nvme"
         yield from no_effect(strategy, "strategy.nvme_path", to, use)
+
+
+def model_rules(config: RunConfig) -> Iterator[Issue]:
+    """Every rule of the model and its adapter that is broken, as far as the file alone can tell."""
+    name, init, shapes = config.model.name_or_path, config.model.init, shape_names()
+    keys = ("model.name_or_path", "model.init")
+    is_path = "/" in name or "\\" in name or name.startswith((".", "~")) or name.endswith(".json")
+    near = difflib.get_close_matches(name, shapes, n=1, cutoff=0.8)
+    if name in shapes and init == "pretrained":
+        yield Issue(
+            keys[::-1],
+            f"{name} is a shape shipped with isles: it has no weights to start from",
+            "add init: scratch below model:, or name a model that has weights",
+        )
+    elif name not in shapes and near and init == "scratch" and not is_path:
+        yield Issue(
+            keys,
+            f"{name} is no shape shipped with isles ({', '.join(shapes)})",
+            f"did you mean {near[0]}? A folder of that name is written ./{name}",
+        )
+    adapter = config.adapter
+    for key in AdapterConfig.model_fields:
+        if key != "type" and (
+            adapter.type == "none" or (key in _ONLY_QLORA and adapter.type == "lora")
+        ):
+            use = f"set adapter.type: {'qlora' if key in _ONLY_QLORA else 'lora'}"
+            to = f"adapter.type {adapter.type}"
+            yield from no_effect(adapter, f"adapter.{key}", to, use, "adapter.type")
+    if adapter.type != "none":
+        yield from _adapter(config, adapter)
+    elif config.checkpoint.merge_adapter:
+        yield Issue(
+            ("checkpoint.merge_adapter", "adapter.type"),
+            "merge_adapter is true, and the run trains no adapter",
+            "delete it: the export is a whole model anyway; or set adapter.type: lora",
+        )
+
+
+def _adapter(config: RunConfig, adapter: AdapterConfig) -> Iterator[Issue]:
+    if config.model.init == "scratch":
+        yield Issue(
+            ("adapter.type", "model.init"),
+            f"adapter.type {adapter.type} trains a little beside a frozen model, and model.init "
+            "scratch would freeze weights that have learnt nothing",
+            "use model.init: pretrained, or adapter.type: none",
+        )
+    named = () if isinstance(adapter.target_modules, str) else adapter.target_modules
+    if twice := sorted(set(adapter.modules_to_save) & set(named)):
+        yield Issue(
+            ("adapter.modules_to_save", "adapter.target_modules"),
+            f"{twice[0]} stands in target_modules and in modules_to_save: it cannot be frozen "
+            "beside its adapter and trained whole",
+            "keep it in one of them",
+        )
+    if adapter.type == "qlora":
+        yield from _four_bits(config)
+    elif isinstance(config.strategy, MeshSection):
+        yield from _cut(adapter, config.strategy)
+
+
+def _four_bits(config: RunConfig) -> Iterator[Issue]:
+    strategy = config.strategy
+    why = (
+        "cuts the weights over the ranks, and those of qlora are packed in blocks of 4 bits that "
+        "cannot be cut"
+    )
+    if isinstance(strategy, FSDPStrategyConfig | DeepSpeedStrategyConfig):
+        yield Issue(
+            ("strategy.kind", "adapter.type"),
+            f"strategy {strategy.kind} {why}",
+            "use strategy: {kind: ddp}; or adapter.type: lora, which any strategy can cut",
+        )
+    if isinstance(strategy, DDPStrategyConfig):
+        for name in ("tp_size", "pp_size"):
+            if (size := getattr(strategy, name)) > 1:
+                yield Issue(
+                    (f"strategy.{name}", "adapter.type"),
+                    f"{name} {size} {why}",
+                    f"set {name}: 1, or adapter.type: lora",
+                )
+
+
+def _cut(adapter: AdapterConfig, strategy: MeshSection) -> Iterator[Issue]:
+    # What ranks that hold parts of a layer, or some of the layers, cannot do with an adapter.
+    if strategy.pp_size > 1:
+        yield Issue(
+            ("strategy.pp_size", "adapter.type"),
+            f"pp_size {strategy.pp_size} does not train adapters: a stage may hold nothing that is "
+            "trained, and has no gradient to hand on",
+            "set pp_size: 1; strategy: {kind: fsdp} cuts any model over the ranks",
+        )
+    if strategy.tp_size == 1:
+        return
+    reasons = {
+        "dropout": "ranks that hold parts of one matrix would drop different values",
+        "use_dora": "no rank has the whole rows whose lengths DoRA needs",
+        "modules_to_save": "the plan that cuts the model does not know such copies",
+    }
+    for name, reason in reasons.items():
+        if value := getattr(adapter, name):
+            yield Issue(
+                (f"adapter.{name}", "strategy.tp_size"),
+                f"{name} {show_value(value)} does not go together with tp_size {strategy.tp_size}: "
+                f"{reason}",
+                "delete it, or set tp_size: 1; strategy: {kind: fsdp} cuts any model",
+            )

@@ -120,7 +120,6 @@ def _optimizer(config: RunConfig) -> Iterator[Issue]:
 
 
 def _dpo(config: RunConfig) -> Iterator[Issue]:
-    """What a method that compares the scores of whole answers does not go with."""
     training, strategy = config.training, config.strategy
     if training.method != "dpo":
         for key in ("training.dpo_beta", "training.dpo_label_smoothing"):
@@ -144,7 +143,6 @@ def _dpo(config: RunConfig) -> Iterator[Issue]:
 
 
 def _trackers(config: RunConfig) -> Iterator[Issue]:
-    """Trackers that stand twice, and addresses that no tracker may have."""
     seen: set[str] = set()
     for index, tracker in enumerate(tracker_sections(config.track)):
         at = f"track.{index}"
@@ -203,7 +201,7 @@ def script_rules(config: RunConfig) -> Iterator[Issue]:
 
 
 def _unused_by_script(config: RunConfig) -> Iterator[str]:
-    """Keys that were given and that no script sees, in the order of the sections."""
+    # Keys that were given and that no script sees, in the order of the sections.
     stand_ins = {"model": NO_MODEL, "data": NO_DATA}
     for name in type(config).model_fields:
         value = getattr(config, name)

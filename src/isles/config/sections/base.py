@@ -45,16 +45,15 @@ def _seconds(value: object, info: ValidationInfo) -> object:
     return value  # pydantic refuses it
 
 
+def own_type(kind: str, *examples: str) -> WithJsonSchema:
+    """The schema of a text of isles' own; what it may hold says `config/keys.py`, by its kind."""
+    return WithJsonSchema({"type": "string", "examples": list(examples), "x-isles-type": kind})
+
+
 DurationS = Annotated[
     float,
     BeforeValidator(_seconds),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "examples": ["90s", "20m", "23h30m", "12:30:00"],
-            "x-isles-type": "duration",
-        }
-    ),
+    own_type("duration", "90s", "20m", "23h30m", "12:30:00"),
 ]
 """Seconds, written in the run file as `90s`, `20m`, `23h30m`, `2d` or `12:30:00`."""
 

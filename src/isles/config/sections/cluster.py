@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field
 
-from isles.config.sections.base import DurationS, Section, Text
+from isles.config.sections.base import DurationS, Section, Text, own_type
 from isles.config.sections.strategy import StrategyConfig
 
 Share = Annotated[float, Field(ge=0, le=10**6)]
@@ -227,9 +227,7 @@ NodeRange = Annotated[
     str,
     Field(pattern=r"^\d{1,4}:\d{1,4}$"),
     AfterValidator(_node_range),
-    WithJsonSchema(
-        {"type": "string", "examples": ["1:3"], "x-isles-type": "range"},
-    ),
+    own_type("range", "1:3"),
 ]
 """Least and most nodes, as torchrun writes them: `1:3`."""
 

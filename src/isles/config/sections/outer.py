@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field
 
-from isles.config.sections.base import DurationS, Section, Text
+from isles.config.sections.base import DurationS, Section, Text, own_type
 from isles.facts.units import parse_bytes
 
 CodecName = Literal["none", "bf16", "int8", "int4", "topk"]
@@ -18,19 +18,13 @@ def _rate(text: str) -> str:
     return text
 
 
-Rate = Annotated[
-    str,
-    AfterValidator(_rate),
-    WithJsonSchema({"type": "string", "examples": ["20MB"], "x-isles-type": "rate"}),
-]
+Rate = Annotated[str, AfterValidator(_rate), own_type("rate", "20MB")]
 """Bytes a second, written as `500kB`, `20MB` or `20MB/s`."""
 
 Address = Annotated[
     str,
     Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$", max_length=300),
-    WithJsonSchema(
-        {"type": "string", "examples": ["hub.example.org:29400"], "x-isles-type": "address"}
-    ),
+    own_type("address", "hub.example.org:29400"),
 ]
 """A host and a port."""
 
@@ -38,22 +32,14 @@ Address = Annotated[
 PeerAddress = Annotated[
     str,
     Field(pattern=r"^/[^\s,]+/p2p/[A-Za-z0-9]+$", max_length=500),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "examples": ["/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"],
-            "x-isles-type": "peer",
-        }
-    ),
+    own_type("peer", "/ip4/203.0.113.5/tcp/30001/p2p/QmXyz"),
 ]
 """A libp2p multiaddress that names the peer, as `hivemind-dht` prints it."""
 
 ListenAddress = Annotated[
     str,
     Field(pattern=r"^/[^\s,]+$", max_length=500),
-    WithJsonSchema(
-        {"type": "string", "examples": ["/ip4/0.0.0.0/tcp/30001"], "x-isles-type": "maddr"}
-    ),
+    own_type("maddr", "/ip4/0.0.0.0/tcp/30001"),
 ]
 """A libp2p multiaddress without a peer."""
 

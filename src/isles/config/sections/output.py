@@ -114,18 +114,14 @@ TrackerConfig = Annotated[
 ]
 
 
+_BY_NAME: dict[TrackerName, type[TrackerConfig]] = {
+    "jsonl": JsonlConfig,
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "mlflow": MLflowConfig,
+}
+
+
 def tracker_sections(track: tuple[TrackerName | TrackerConfig, ...]) -> tuple[TrackerConfig, ...]:
     """Every entry of `track` as a section; a plain name is one with its defaults."""
-    return tuple(_section(entry) if isinstance(entry, str) else entry for entry in track)
-
-
-def _section(name: TrackerName) -> TrackerConfig:
-    match name:
-        case "jsonl":
-            return JsonlConfig()
-        case "tensorboard":
-            return TensorBoardConfig()
-        case "wandb":
-            return WandbConfig()
-        case "mlflow":
-            return MLflowConfig()
+    return tuple(_BY_NAME[entry]() if isinstance(entry, str) else entry for entry in track)

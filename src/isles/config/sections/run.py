@@ -111,6 +111,13 @@ class RunConfig(Section):
             own["balance"] = cluster.balance
         return self.model_copy(update=own)
 
+    def at(self, key: str) -> Any:  # values are of every type
+        """The value or section of a dotted key; None where sections of this kind lack it."""
+        found: Any = self
+        for name in key.split("."):
+            found = found[int(name)] if isinstance(found, tuple) else getattr(found, name, None)
+        return found
+
     def values(self) -> dict[str, Any]:
         """Every value that the run uses, by section: a script has neither model nor data."""
         data = self.model_dump()

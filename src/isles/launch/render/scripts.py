@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal, assert_never
 
 from isles.config.files import deepspeed_faults
-from isles.config.interop.accelerate import fsdp_json
-from isles.config.interop.deepspeed import deepspeed_json
+from isles.config.interop.export import deepspeed_json, fsdp_json
 from isles.config.load import Loaded
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.errors import ConfigErrors

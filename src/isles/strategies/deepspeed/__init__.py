@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO: the engine, how it is set up, and its state in and out of checkpoints."""
+"""DeepSpeed ZeRO: the engine, and its state in and out of checkpoints."""

@@ -56,7 +56,9 @@ class ZeroState:
     def collect(self) -> dict[str, Tensor]:
         """The tensors that are dealt to this rank, whole, in CPU memory. All must call this."""
         state: dict[str, Tensor] = {}
-        step = self._step()
+        step = torch.zeros(())
+        if "step" in self._fields:
+            step = self._optimizer.state[self.parts()[0]]["step"]
         for key, value, field in self._entries():
             is_mine = self._owners[key] == self._rank
             tensor = step if field == "step" else self._whole(value, field, is_mine=is_mine)
@@ -79,7 +81,8 @@ class ZeroState:
             if self._world_size > 1:
                 dist.broadcast(whole, src=self._owners[key])
             if field == "step":
-                self._set_step(whole)
+                for part in self.parts():
+                    self._optimizer.state[part]["step"].copy_(whole)
             else:
                 self._set(value, field, whole)
         self.push()
@@ -142,16 +145,6 @@ class ZeroState:
         if not self._is_stage3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def _step(self) -> Tensor:
-        if "step" not in self._fields:
-            return torch.zeros(())
-        step: Tensor = self._optimizer.state[self.parts()[0]]["step"]
-        return step
-
-    def _set_step(self, step: Tensor) -> None:
-        for part in self.parts():
-            self._optimizer.state[part]["step"].copy_(step)
-
     def _whole(self, value: Tensor, field: str | None, *, is_mine: bool) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -172,7 +165,8 @@ class ZeroState:
         elif self._is_stage3:
             # The last part is longer than what is left where sizes do not divide; DeepSpeed's own
             # function for whole tensors fails there.
-            size = int(_untyped(value).ds_tensor.numel())
+            cut: Any = value  # with what DeepSpeed adds to a parameter
+            size = int(cut.ds_tensor.numel())
             part = torch.zeros(size, dtype=whole.dtype, device=whole.device)
             mine = whole.flatten()[self._rank * size :][:size]
             part[: mine.numel()] = mine
@@ -236,11 +230,6 @@ def _gathered(value: Tensor, *, changes: bool = False) -> Any:
 
     is_cut = hasattr(value, "ds_id")
     return GatheredParameters([value], modifier_rank=0 if changes else None, enabled=is_cut)
-
-
-def _untyped(value: Any) -> Any:
-    # A parameter with what DeepSpeed adds to it, which torch's types do not know.
-    return value
 
 
 def _known(tensor: Tensor | None) -> Tensor:

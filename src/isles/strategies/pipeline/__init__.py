@@ -1,1 +1,1 @@
-"""Pipeline parallel: the engine, its schedule, and how blocks are split over stages."""
+"""Pipeline parallel: the engine, and its stages with the micro-batches that go through."""

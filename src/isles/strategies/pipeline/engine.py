@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isles.config.sections.strategy import FSDPStrategyConfig
-from isles.dist.batch import IGNORE_INDEX, Batch
+from isles.dist.batch import Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError, UserError
 from isles.strategies.base import TorchEngine
 from isles.strategies.fsdp import allocate, shard_model
-from isles.strategies.pipeline.schedule import MicroBatches, Pipeline
-from isles.strategies.pipeline.split import (
+from isles.strategies.head import loss_of_logits
+from isles.strategies.pipeline.stages import (
+    MicroBatches,
+    Pipeline,
     check_model,
     cut_stage,
     deal_layers,
@@ -71,7 +72,7 @@ class PipelineEngine(TorchEngine):
     ) -> None:
         size = mesh.layout.pp
         num_stages = size * stages_per_rank(config.pp_schedule)
-        check_model(model, num_stages)
+        check_model(model)
         dtype = _HIDDEN_DTYPE.get(precision, torch.float32)
         layers = deal_layers(len(model.base_model.layers), num_stages)
         stages: dict[int, nn.Module] = {}
@@ -131,7 +132,7 @@ class PipelineEngine(TorchEngine):
             )
             if logits is None:
                 return torch.zeros((), device=self._world.device)
-            return self._counted(_loss_sum(logits, part.targets_BT))
+            return self._counted(loss_of_logits(logits, part.targets_BT))
 
     def take_figures(self, *, of_training: bool) -> Mapping[str, Tensor]:
         del of_training
@@ -147,7 +148,7 @@ class PipelineEngine(TorchEngine):
 
     def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         # What the last stage differentiates, for one micro-batch.
-        loss_sum = _loss_sum(logits_BTV, targets_BT)
+        loss_sum = loss_of_logits(logits_BTV, targets_BT)
         self._loss_total += loss_sum.detach()
         return self._stepper.scaled(loss_sum * self._scale, loss_sum)
 
@@ -180,15 +181,6 @@ class PipelineEngine(TorchEngine):
             "slow, raise comm_timeout of the cluster",
             id="rank.others",
         )
-
-
-def _loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits_BTV.float().flatten(0, 1),
-        targets_BT.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
 
 
 def _pipeline_group(mesh: Mesh, world: World) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Bytes that training takes: weights, gradients, optimizer state, activations."""
+"""What training takes: FLOPs, and bytes of weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -87,3 +87,31 @@ def activation_bytes(
             blocks = units * 34 * size.num_layers
     logits = rows * seq_length * size.vocab_size * (2 * wide + 8)  # as made, in fp32, and gradient
     return blocks + logits
+
+
+def train_flops_per_token(
+    *,
+    matmul_params: int,
+    num_layers: int,
+    hidden_size: int,
+    seq_length: int,
+    frozen_params: int = 0,
+) -> float:
+    """Training FLOPs for one token, forward and backward, of a causal transformer.
+
+    Args:
+        matmul_params: parameters that multiply activations: all but the input embedding.
+        num_layers: transformer blocks.
+        hidden_size: width of the attention (heads x head size).
+        seq_length: context length, tokens.
+        frozen_params: those of `matmul_params` that are not trained: gradients go through them, and
+            none are made for them.
+
+    Returns:
+        FLOPs, not FLOP/s. Recomputation is not counted; attention is counted as causal (half).
+
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; attention term as in Chowdhery et
+    al. 2022 (arXiv:2204.02311), appendix B, halved for the causal mask.
+    """
+    matrices = 6.0 * matmul_params - 2.0 * frozen_params
+    return matrices + 6.0 * num_layers * hidden_size * seq_length

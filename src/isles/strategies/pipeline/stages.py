@@ -1,7 +1,8 @@
-"""Sends micro-batches through the stages of a pipeline, forwards and backwards."""
+"""The stages of a pipeline: cut out of a causal language model, and micro-batches sent through."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,8 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from isles.config.sections.strategy import PipelineSchedule
 from isles.dist.batch import IGNORE_INDEX
-from isles.strategies.pipeline.split import rank_of_stage
+from isles.dist.documents import isolation_inputs
+from isles.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,114 @@ LossSum = Callable[[Tensor, Tensor], Tensor]
 _KEPT = 2
 """Schedules kept at a time; each holds buffers for all its micro-batches. A run changes between
 two at most, unless its rows are dealt anew."""
+
+
+class _Elsewhere(nn.Module):
+    """Stands where another stage has a layer, so that the names of all others stay."""
+
+    weight = None
+    """As a layer without one: there is nothing to cut here."""
+
+    def forward(self, hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
+        """Hand on what came."""
+        return hidden
+
+
+def stages_per_rank(schedule: PipelineSchedule) -> int:
+    """How many stages a rank holds."""
+    return 2 if schedule in ("interleaved-1f1b", "zbv") else 1
+
+
+def stage_indices(schedule: PipelineSchedule, pp_rank: int, pp_size: int) -> tuple[int, ...]:
+    """The stages of a rank: its turn in each round, or (zbv) one on the way down and one back."""
+    match schedule:
+        case "1f1b" | "gpipe":
+            return (pp_rank,)
+        case "interleaved-1f1b":
+            return (pp_rank, pp_rank + pp_size)
+        case "zbv":
+            return (pp_rank, 2 * pp_size - 1 - pp_rank)
+
+
+def rank_of_stage(schedule: PipelineSchedule, stage: int, pp_size: int) -> int:
+    """Which of the pipeline's ranks holds a stage."""
+    way_back = schedule == "zbv" and stage >= pp_size
+    return 2 * pp_size - 1 - stage if way_back else stage % pp_size
+
+
+def deal_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage, as even as they go.
+
+    Those left over go to the stages in the middle first, then to the first, and to the last never:
+    the last has the head, which weighs as much as some layers, the first only the embedding.
+    """
+    assert num_layers >= num_stages
+    least, over = divmod(num_layers, num_stages)
+    order = [*range(1, num_stages - 1), 0]
+    counts = [least + (stage in order[:over]) for stage in range(num_stages)]
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose code is not the one whose stages are known to be exact.
+
+    What its config says is checked before: `config/rules/shape.py`.
+
+    Raises:
+        UserError: saying what to do.
+    """
+    base = getattr(model, "base_model", None)
+    is_known = all(hasattr(base, name) for name in ("layers", "embed_tokens", "norm"))
+    if not is_known or not type(model).__module__.startswith("transformers."):
+        raise UserError(
+            f"{type(model).__name__} cannot be cut into stages: its code is its own, and only "
+            "models of transformers are known to split exactly",
+            where="strategy.pp_size",
+            fix="set strategy.pp_size: 1; strategy: {kind: fsdp} cuts any model over the ranks",
+            id="strategy.model",
+        )
+
+
+def cut_stage(
+    model: Any, layers: range, *, is_first: bool, is_last: bool, dtype: torch.dtype
+) -> Any:
+    """A copy of the model with one stage's layers, under their names in the whole model.
+
+    Called with token ids (first stage) or hidden states it returns hidden states, or (last stage)
+    logits.
+
+    Args:
+        model: the whole model, on the meta device, so that the copy costs nothing.
+        layers: indices of the stage's layers.
+        is_first, is_last: whether the embedding, and the norm and the head, are part of it.
+        dtype: of the hidden states, for which the next stage has made room.
+    """
+    stage = copy.deepcopy(model)
+    base = stage.base_model
+    for index in range(len(base.layers)):
+        if index not in layers:
+            base.layers[index] = _Elsewhere()
+    if not is_first:
+        base.embed_tokens = _Elsewhere()
+    if not is_last:
+        base.norm = _Elsewhere()
+        stage.lm_head = _Elsewhere()
+    whole_forward = stage.forward
+
+    def forward(x: Tensor, position_ids: Tensor | None = None) -> Any:
+        options: dict[str, Any] = {"input_ids" if is_first else "inputs_embeds": x}
+        if position_ids is not None:
+            options |= isolation_inputs(stage, position_ids)
+        if is_last:
+            # The whole model's own forward: some kinds scale their logits there.
+            return whole_forward(**options, use_cache=False).logits
+        hidden = base(**options, use_cache=False).last_hidden_state
+        assert hidden.dtype == dtype, (hidden.dtype, dtype)
+        return hidden
+
+    stage.forward = forward
+    return stage
 
 
 def padded_count(schedule: PipelineSchedule, count: int, pp_size: int) -> int:

@@ -1,14 +1,41 @@
-"""TensorBoard event files in logs/runs."""
+"""Trackers on this machine: metrics.jsonl, and TensorBoard's event files in logs/runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isles.run.records import read_rows, write_text_atomic
 from isles.track.base import Row, numbers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+class JsonlTracker:
+    """Appends rows to metrics.jsonl, each step once over all restarts. Rank 0 only.
+
+    Args:
+        path: the file; rows of steps after `resumed_step` are taken out first, since a run that
+            goes on from an older checkpoint does those steps again.
+        resumed_step: inner steps done so far.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int) -> None:
+        rows = read_rows(path)
+        kept = [row for row in rows if int(row["step"]) <= resumed_step]
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        if len(kept) != len(rows) or torn or not path.exists():
+            write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._stream = path.open("a", encoding="utf-8")
+
+    def log(self, row: Row) -> None:
+        self._stream.write(json.dumps(row) + "\n")
+        self._stream.flush()  # a reader sees the row at once
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class TensorBoardTracker:
@@ -27,7 +54,6 @@ class TensorBoardTracker:
         self._writer: SummaryWriter | None = None
 
     def log(self, row: Row) -> None:
-        """Write the numbers of one row."""
         if self._writer is None:
             # Imported with the first row: it costs a second that the first step need not wait for.
             from torch.utils.tensorboard import SummaryWriter
@@ -40,6 +66,5 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
