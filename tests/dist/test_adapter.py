@@ -28,8 +28,8 @@ from isles.dist.batch import Batch
 from isles.dist.world import join_world
 from isles.errors import ExitCode
 from isles.models.build import build_empty_model, build_model, fill_model
+from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.strategies.base import Engine

@@ -24,8 +24,8 @@ from isles.dist.measure import Company
 from isles.dist.split import even_split
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
-from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.dist.test_resume import rows_after_start, same_bits

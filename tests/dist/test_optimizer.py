@@ -21,8 +21,8 @@ from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.models.build import build_empty_model, build_model, fill_model
+from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 from isles.strategies.base import Engine

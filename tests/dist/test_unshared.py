@@ -19,8 +19,8 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode, UserError
 from isles.run.begin import begin_run, new_attempt
+from isles.run.checkpoints import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from tests.dist.test_resume import same_bits, with_dropout

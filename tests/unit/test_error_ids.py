@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from isles import errors
+from isles.agent.protocol import refusal
 from isles.check.finding import IDS
 from isles.cli import main
 from isles.errors import (
@@ -37,7 +38,6 @@ from isles.monitor.ending import failure_lines
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import write_record
-from isles.run.wire import refusal
 from isles.train.worker import record_error
 from tests.deadline import DEADLINE_S
 from tests.documents import ROOT, is_key

@@ -29,9 +29,8 @@ from isles.launch.meeting import end_rendezvous, listen_address, local_line, ope
 from isles.launch.node.operations import READY
 from isles.launch.remote.login import copied_file_script, place_there
 from isles.launch.start import start
-from isles.run.ask import ask_rendezvous
-from isles.run.fleet import Fleet, FleetNode
-from isles.run.join_line import JoinLine
+from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from tests.deadline import DEADLINE_S
 

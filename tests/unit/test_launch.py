@@ -19,7 +19,7 @@ from isles.launch.local import LocalLauncher, local_job
 from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.records import read_record
-from isles.run.signals import kill_now
+from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run, running_agent

@@ -200,7 +200,7 @@ def test_a_rank_that_the_kernel_killed_for_its_memory_is_named_so(job: Job, tmp_
 
     def killed(*, has_no_memory: bool) -> dict[str, object]:
         report = failure_report(job.attempt, 0, [0, 1], 2, {1: -9}, has_no_memory=has_no_memory)
-        found: dict[str, object] = report["culprit"]
+        found: dict[str, object] = report["root_cause"]
         return found
 
     assert killed(has_no_memory=False)["exit_code"] == ExitCode.TRAINING

@@ -93,9 +93,9 @@ def test_a_script_is_spoken_of_as_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert line == "own-1 runs mine.py, a script of your own, which keeps checkpoints by itself"
     with pytest.raises(UserError, match="isles does not know its model"):
         run_verb("generate", run_dir, {})
-    culprit = {"is_script": True}
+    root_cause = {"is_script": True}
     restart = Restart(
-        1, 0.0, "restart", culprit, "rank 1 was killed", 7, None, 1, 3, is_counted=True
+        1, 0.0, "restart", root_cause, "rank 1 was killed", 7, None, 1, 3, is_counted=True
     )
     assert restart.text == (
         "rank 1 was killed at step 7; starting the script again (restart 1 of 3)"

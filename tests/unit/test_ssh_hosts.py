@@ -26,7 +26,7 @@ from isles.launch.ssh.addresses import choose_addresses
 from isles.launch.ssh.fingerprint import code_digest, digest_of
 from isles.launch.ssh.hosts import Host, compare, settle_ranks
 from isles.launch.ssh.network import network_line, network_variables
-from isles.run.fleet import Fleet, FleetNode, read_fleet
+from isles.run.nodes import Fleet, FleetNode, read_fleet
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from tests.each import each

@@ -29,7 +29,7 @@ from isles.launch.ssh.hosts import Host
 from isles.launch.ssh.setting import path_elsewhere, quoted, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 from isles.launch.ssh.start import interruptible
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.remote import RemoteRun, list_remotes

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from isles.checkpoint.store import load_tensors
 from isles.errors import TrainingError, UserError
-from isles.run.packages import hidden
-from isles.run.refusals import NO_SPACE, refusal
+from isles.run.env import hidden
+from isles.run.records import NO_SPACE, refusal
 
 log = logging.getLogger(__name__)
 

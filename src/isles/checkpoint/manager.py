@@ -29,7 +29,7 @@ from isles.checkpoint.travel import Travel
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
-from isles.run.manifest import (
+from isles.run.checkpoints import (
     MANIFEST,
     MANIFEST_VERSION,
     PARTIAL_PREFIX,

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
-from isles.run.manifest import (
+from isles.run.checkpoints import (
     MANIFEST,
     PARTIAL_PREFIX,
     hash_files,

@@ -17,7 +17,7 @@ from isles.dist.files import Disks, Progress, broadcast_folder, gather_folder
 from isles.dist.nodes import raise_first
 from isles.dist.world import World
 from isles.errors import TrainingError
-from isles.run.manifest import PARTIAL_PREFIX, CheckpointInfo
+from isles.run.checkpoints import PARTIAL_PREFIX, CheckpointInfo
 from isles.run.paths import RunDir
 
 log = logging.getLogger(__name__)

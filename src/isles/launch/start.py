@@ -27,10 +27,9 @@ from isles.launch.pbs.start import start_pbs
 from isles.launch.slurm.start import start_slurm
 from isles.launch.ssh.start import start_ssh
 from isles.launch.verbs import require_train
-from isles.run.begin import begin_run, choose_run, new_attempt
+from isles.run.begin import begin_run, choose_run, new_attempt, require_packages
 from isles.run.find import numbered_runs
-from isles.run.fleet import read_fleet
-from isles.run.packages import require_packages
+from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import read_record

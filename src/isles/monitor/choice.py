@@ -18,7 +18,7 @@ from isles.errors import UserError
 from isles.monitor.clusters import ALIVE, cluster_reports
 from isles.monitor.status import RunReport
 from isles.run.find import numbered_runs, typed_name
-from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
+from isles.run.remote import ClusterRun, SeveralRun, is_several, read_several
 
 
 @dataclass(frozen=True, slots=True)

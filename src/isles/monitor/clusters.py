@@ -13,10 +13,9 @@ from isles.launch.meeting import local_line, rendezvous_process
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import columns, steps_text
-from isles.run.ask import ask_rendezvous
 from isles.run.find import run_of, typed_name
-from isles.run.join_line import JoinLine
-from isles.run.several import SeveralRun, list_several
+from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.remote import SeveralRun, list_several
 
 ALIVE = ("running", "queued")
 

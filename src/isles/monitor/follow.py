@@ -27,8 +27,7 @@ from isles.monitor.table import print_lines, steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
-from isles.run.refusals import deleted
+from isles.run.records import deleted, read_record
 from isles.run.restarts import read_restart
 from isles.run.state import AttemptState, attempt_state, current_status, number_of, script_of
 

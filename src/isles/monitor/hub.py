@@ -18,8 +18,7 @@ from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
 from isles.launch.meeting_run import Meeting
 from isles.monitor.follow import Follower
 from isles.monitor.table import columns, print_lines
-from isles.run.ask import ask_rendezvous
-from isles.run.join_line import JoinLine
+from isles.run.join_line import JoinLine, ask_rendezvous
 
 _ASK_S = 5.0
 _ASK_EVERY_S = 1.0

@@ -41,9 +41,8 @@ from isles.monitor.signals import WORDS
 from isles.monitor.table import print_lines
 from isles.run.find import typed_name
 from isles.run.join_line import JoinLine
-from isles.run.records import read_record, write_secret, write_text_atomic
-from isles.run.refusals import clear_errors
-from isles.run.several import ClusterRun, SeveralRun
+from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
+from isles.run.remote import ClusterRun, SeveralRun
 
 _ASK_S = 1.0
 _SILENT = ("started", "turn")

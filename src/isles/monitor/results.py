@@ -154,8 +154,7 @@ def _run_here(
     from isles.launch.verbs import option_words
     from isles.monitor.clusters import furthest
     from isles.run.find import find_any, find_cluster
-    from isles.run.remote import RemoteRun
-    from isles.run.several import SeveralRun
+    from isles.run.remote import RemoteRun, SeveralRun
 
     found = find_any(given, output_dir)
     if isinstance(found, SeveralRun):

@@ -17,9 +17,8 @@ from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.run.signals import kill_now, send_signal
 from isles.run.state import AttemptState, attempt_state, current_status, script_of
-from isles.run.stop_request import StopKind, request_stop
+from isles.run.stop import StopKind, kill_now, request_stop, send_signal
 
 _LOOK_S = 0.5
 _KILL_S = 10.0

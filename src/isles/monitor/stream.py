@@ -14,10 +14,9 @@ from isles.launch.ssh.setting import path_elsewhere, python_of, setting_lines
 from isles.monitor.children import Children
 from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
 from isles.run.find import run_of
-from isles.run.fleet import read_fleet
+from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
-from isles.run.remote import RemoteRun
-from isles.run.several import SeveralRun
+from isles.run.remote import RemoteRun, SeveralRun
 from isles.run.state import QUEUES
 
 Note = Callable[[str], object]

@@ -130,7 +130,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     from isles.monitor.remote import report_of, reports_of_all
     from isles.monitor.table import console, report_lines, runs_table
     from isles.run.find import find_any
-    from isles.run.several import SeveralRun
+    from isles.run.remote import SeveralRun
 
     if (hub := find_hub(run, output_dir)) is not None:
         record = hub_record(hub)
@@ -237,8 +237,7 @@ def stop(
     from isles.monitor.remote import stop_remote
     from isles.monitor.stop import end_here, stop_run
     from isles.run.find import find_any, find_cluster
-    from isles.run.remote import RemoteRun
-    from isles.run.several import SeveralRun
+    from isles.run.remote import RemoteRun, SeveralRun
 
     try:
         timeout_s = parse_duration_s(timeout)

@@ -1,4 +1,4 @@
-"""Beginning a run: a new run directory, or one to go on in."""
+"""Begin a run, in a new run directory or in one of an earlier start; refuse what cannot run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,26 @@ from isles.config.resume import (
     has_more_to_do,
     with_changes,
 )
+from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
-from isles.errors import UserError
-from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command
-from isles.run.manifest import CheckpointInfo, list_checkpoints
+from isles.errors import ConfigError, MissingDependencyError, UserError
+from isles.facts.units import format_duration
+from isles.run.checkpoints import CheckpointInfo, list_checkpoints
+from isles.run.env import has_mlflow_server
+from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command, typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, write_record, write_secret, write_text_atomic
-from isles.run.refusals import clear_errors
-from isles.run.running import refuse_running
-from isles.run.state import Clock, attempt_state, run_state
+from isles.run.records import (
+    clear_errors,
+    read_record,
+    write_record,
+    write_secret,
+    write_text_atomic,
+)
+from isles.run.state import AttemptState, Clock, attempt_state, run_state
+
+_EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}
+"""Optional dependencies of isles in which the package of a tracker is; both are called the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class Begun:
 
 
 def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
-    """What `begin_run` would do, without doing it.
+    """Choose the run directory as `begin_run` does, and make nothing.
 
     Args:
         resolved: the run file with its derived values.
@@ -111,7 +123,7 @@ def _keep(run_dir: RunDir, resolved: Resolved, join: str) -> None:
 
 
 def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
-    """Refuse a start of a run that is on its way already; for who has not all its values yet.
+    """Refuse a second start of a run before all its values are known.
 
     Args:
         output_dir: where runs are.
@@ -129,7 +141,7 @@ def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.ti
     if resume != "auto":
         runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
     if runs and _other_head(runs[-1]) is None:
-        refuse_running(runs[-1], run_state(runs[-1], now), now)
+        _refuse_running(runs[-1], run_state(runs[-1], now), now)
 
 
 def new_attempt(
@@ -160,7 +172,7 @@ def new_attempt(
             # One look decides both, so that nobody can start in between.
             last = run_dir.last_attempt()
             if last:
-                refuse_running(run_dir, attempt_state(run_dir, last, now), now)
+                _refuse_running(run_dir, attempt_state(run_dir, last, now), now)
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
@@ -187,33 +199,17 @@ def write_job_launch(
     bin_path: str | None = None,
     now: Clock = time.time,
 ) -> None:
-    """Record that a queue runs an attempt: there is no process to look for, but a job to ask for.
+    """Record the job of a queue that runs an attempt; see `write_launch`.
 
     Args:
-        attempt: the attempt.
         launcher: slurm or pbs.
         job_id: the job, as the queue's commands take it.
-        world_size: number of ranks.
-        device: cpu or cuda.
         command: the command line that submitted it.
-        resumed_from: the checkpoint that was asked for by name.
         bin_path: the folder of the queue's commands; None: on PATH.
-        now: the clock, for an attempt that `new_attempt` did not make.
     """
-    record: dict[str, Any] = {
-        "attempt": attempt.number,
-        "launcher": launcher,
-        "job_id": job_id,
-        "bin_path": bin_path,
-        "submitted_on": socket.gethostname(),
-        "world_size": world_size,
-        "device": device,
-        "command": list(command),
-        **claim_of(attempt, now),
-        "resumed_from": str(resumed_from) if resumed_from else None,
-    }
-    with clear_errors(attempt.path):
-        write_record(attempt.launch, record)
+    job = {"launcher": launcher, "job_id": job_id, "bin_path": bin_path}
+    job |= {"submitted_on": socket.gethostname()}
+    _write_launch(attempt, job, world_size, device, command, resumed_from, now)
 
 
 def write_launch(
@@ -239,22 +235,34 @@ def write_launch(
         agents: under a torchrun typed by hand, the processes that start ranks again.
         now: the clock, for an attempt that `new_attempt` did not make.
     """
-    record: dict[str, Any] = {
+    who = process.record() | ({"agents": agents} if agents else {})
+    _write_launch(attempt, who, world_size, device, command, resumed_from, now)
+
+
+def _write_launch(
+    attempt: Attempt,
+    who: dict[str, Any],
+    world_size: int,
+    device: str,
+    command: tuple[str, ...],
+    resumed_from: Path | None,
+    now: Clock,
+) -> None:
+    record = {
         "attempt": attempt.number,
-        **process.record(),
+        **who,
         "world_size": world_size,
         "device": device,
         "command": list(command),
         **claim_of(attempt, now),
         "resumed_from": str(resumed_from) if resumed_from else None,
-        **({"agents": agents} if agents else {}),
     }
     with clear_errors(attempt.path):
         write_record(attempt.launch, record)
 
 
 def claim_of(attempt: Attempt, now: Clock = time.time) -> dict[str, Any]:
-    """What the record of a start keeps of the claim that `new_attempt` has made."""
+    """Fields of the launch record that `new_attempt` has written, and later ones keep."""
     claim = read_record(attempt.launch) or {}
     return {"begun_at": claim.get("begun_at", now()), "typed": claim.get("typed", "")}
 
@@ -268,19 +276,15 @@ def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, claim: An
         write_text_atomic(attempt.path / "run.yaml", text)
 
 
-def _output_dir(resolved: Resolved) -> Path:
-    return Path(resolved.config.output_dir).expanduser()
-
-
 def _next_run(resolved: Resolved) -> RunDir:
-    output_dir, name = _output_dir(resolved), resolved.config.name
+    output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     with clear_errors(output_dir):
         taken = numbered_runs(output_dir, name)
     return RunDir(output_dir / f"{name}-{taken[-1][0] + 1 if taken else 1}")
 
 
 def _make_run_dir(resolved: Resolved) -> RunDir:
-    _output_dir(resolved).mkdir(parents=True, exist_ok=True)
+    Path(resolved.config.output_dir).expanduser().mkdir(parents=True, exist_ok=True)
     while True:
         run_dir = _next_run(resolved)
         try:
@@ -291,7 +295,7 @@ def _make_run_dir(resolved: Resolved) -> RunDir:
 
 
 def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
-    output_dir, name = _output_dir(resolved), resolved.config.name
+    output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     fresh = _next_run(resolved)
     with clear_errors(output_dir):
         # A directory without an attempt was never started, or is being made at this instant.
@@ -307,7 +311,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
         note = f"{run_dir.name} is kept by {owner}, its first host; this is a new run: {fresh.name}"
         return Begun(fresh, resumed=False, note=note)
     state = run_state(run_dir, now)
-    refuse_running(run_dir, state, now)
+    _refuse_running(run_dir, state, now)
     if state.state == "finished":
         note = f"{run_dir.name} is finished; this is a new run: {fresh.name}"
         if _is_longer(run_dir, resolved):
@@ -339,7 +343,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
         if path.parent.name == "checkpoints" and is_run_dir(path.parent.parent):
             run_dir, checkpoint = RunDir(path.parent.parent), path
         else:
-            run_dir = find_run(resume, _output_dir(resolved))
+            run_dir = find_run(resume, Path(resolved.config.output_dir).expanduser())
     if (owner := _other_head(run_dir)) is not None:
         raise UserError(
             f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",
@@ -355,7 +359,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
             id="run.checkpoint",
         )
-    refuse_running(run_dir, run_state(run_dir, now), now)
+    _refuse_running(run_dir, run_state(run_dir, now), now)
     note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
     saved = [info for info in list_checkpoints(run_dir) if checkpoint in (None, info.path)]
     try:
@@ -368,20 +372,20 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
 
 
 def _other_head(run_dir: RunDir) -> str | None:
-    """The host that has the checkpoints of a run of which this one was only a node."""
+    # The host that has the checkpoints of a run of which this one was only a node.
     mark = read_record(run_dir.node_of)
     return str(mark.get("head")) if mark is not None else None
 
 
 def _changes(run_dir: RunDir, resolved: Resolved, info: CheckpointInfo | None) -> list[Change]:
-    """What has changed since the last start; `info`: the checkpoint that would be loaded."""
+    # What has changed since the last start; `info`: the checkpoint that would be loaded.
     old = _old_config(run_dir)
     changes = changed_mathematics(old, resolved.config)
     return changes + (changed_length(old, resolved.config, info.manifest) if info else [])
 
 
 def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
-    """Whether a run file is that of a finished run, with a greater length."""
+    # Whether a run file is that of a finished run, with a greater length.
     saved = list_checkpoints(run_dir)
     if not saved or not has_more_to_do(resolved.config, saved[-1].manifest):
         return False
@@ -403,3 +407,68 @@ def _old_config(run_dir: RunDir) -> RunConfig:
             where=str(run_dir.resolved),
             fix="`--resume no` starts a new run",
         ) from error
+
+
+def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
+    if not state.is_alive:
+        return
+    age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
+    if state.process is None:
+        raise _in_queue(run_dir, age)
+    doing = "is running" if state.state == "running" else "is just ending"
+    raise UserError(
+        f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
+        where=str(run_dir.path),
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and lets it save before; "
+        "`--resume no` starts a second run",
+        id="run.running",
+    )
+
+
+def _in_queue(run_dir: RunDir, age: str) -> UserError:
+    attempt = run_dir.last_attempt()
+    launch = (read_record(attempt.launch) if attempt else None) or {}
+    job = (read_record(attempt.job) if attempt else None) or {}
+    doing = {"pending": "is queued", "requeued": "is queued again"}.get(
+        str(job.get("state")), "is running"
+    )
+    job_id = job.get("job_id") or launch.get("job_id")
+    name = {"slurm": "Slurm", "pbs": "PBS"}.get(str(launch.get("launcher")), "a queue")
+    why = f": {job['reason']}" if job.get("reason") else ""
+    return UserError(
+        f"{run_dir.name} {doing} as {name} job {job_id}{age}{why}",
+        where=str(run_dir.path),
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and lets it save before, or takes "
+        "it out of the queue; "
+        "`--resume no` starts a second run",
+        id="run.running",
+    )
+
+
+def require_packages(config: RunConfig) -> None:
+    """Refuse a run whose trackers lack a package or a server; imports none of them.
+
+    Raises:
+        MissingDependencyError: a package is missing; the message says how to install it.
+        ConfigError: MLflow has no server.
+    """
+    for tracker in tracker_sections(config.track):
+        extra = _EXTRAS.get(tracker.kind)
+        if extra is not None and find_spec(tracker.kind) is None:
+            raise MissingDependencyError(
+                f"track names {tracker.kind}, and the package {tracker.kind} is not installed",
+                where=sys.executable,
+                fix=f"pip install 'isles[{extra}]', or set track to a list without {tracker.kind}",
+            )
+        if (
+            isinstance(tracker, MLflowConfig)
+            and tracker.tracking_uri is None
+            and not has_mlflow_server()
+        ):
+            raise ConfigError(
+                "mlflow has no tracking_uri, and MLFLOW_TRACKING_URI is not set",
+                where="track",
+                fix="write track: [{kind: mlflow, tracking_uri: http://HOST:5000}], or set "
+                "MLFLOW_TRACKING_URI",
+                id="track.account",
+            )

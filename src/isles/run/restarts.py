@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 
@@ -18,13 +18,13 @@ Decision = Literal["restart", "stop", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Why the ranks ended before their time, and what follows from it.
+    """Why the ranks ended early, and what follows.
 
     Args:
         number: the restart that follows, or would: 1 is the first of this start of the run.
         at: seconds since the epoch.
         decision: what follows.
-        culprit: the error record of whoever caused it; None where only nodes came or went.
+        root_cause: the error that caused it; None where only nodes came or went.
         why: in a few words, such as `rank 1 on box was killed by SIGKILL`.
         reached: the last step that was done; None: none since the ranks were started.
         saved: the step of the newest checkpoint; None: there is none.
@@ -38,7 +38,7 @@ class Restart:
     number: int
     at: float
     decision: Decision
-    culprit: dict[str, Any] | None
+    root_cause: dict[str, Any] | None
     why: str
     reached: int | None
     saved: int | None
@@ -50,10 +50,10 @@ class Restart:
 
     @property
     def text(self) -> str:
-        """One line that says it all."""
+        """The restart in one line, for users."""
         at = f" at step {self.reached}" if self.reached is not None else ""
         number = f" (restart {self.count} of {self.max_restarts})" if self.is_counted else ""
-        if (self.culprit or {}).get("is_script"):
+        if (self.root_cause or {}).get("is_script"):
             return f"{self.why}{at}; starting the script again{number}"
         place = "the beginning" if self.saved is None else f"step {self.saved}"
         again = (self.reached or 0) - (self.saved or 0)
@@ -67,7 +67,7 @@ class Restart:
 
 
 def read_restart(attempt: Attempt, number: int) -> Restart | None:
-    """One restart; None where there was none of this number."""
+    """The restart of this number; None where there was none."""
     record = read_record(attempt.restart(number))
     if record is None:
         return None
@@ -76,7 +76,7 @@ def read_restart(attempt: Attempt, number: int) -> Restart | None:
 
 
 def list_restarts(attempt: Attempt) -> list[Restart]:
-    """Every restart of an attempt, oldest first; the last may be none, see its decision."""
+    """Every decision of an attempt, oldest first; only the last can be other than `restart`."""
     found: list[Restart] = []
     while (restart := read_restart(attempt, len(found) + 1)) is not None:
         found.append(restart)
@@ -89,7 +89,7 @@ def current_restart(attempt: Attempt) -> int:
 
 
 def write_restart(attempt: Attempt, restart: Restart) -> Restart:
-    """Put a decision on record, unless another node was first; the one on record."""
+    """Record a decision, unless there is one of this number; returns the recorded one."""
     staged = attempt.path / f".restart-{restart.number}.{os.getpid()}"
     write_record(staged, restart.record())
     try:
@@ -103,7 +103,7 @@ def write_restart(attempt: Attempt, restart: Restart) -> Restart:
 
 
 def update_restart(attempt: Attempt, restart: Restart) -> None:
-    """Replace a restart's record. Only the first of the nodes that have met calls this."""
+    """Replace a restart's record."""
     write_record(attempt.restart(restart.number), restart.record())
 
 
@@ -116,10 +116,8 @@ def newest_step(run_dir: RunDir) -> int | None:
 def checkpoint_to_load(
     run_dir: RunDir, attempt: Attempt, asked: Path | None, restart: int
 ) -> Path | None:
-    """A checkpoint asked for by name, until this start has saved one of its own."""
-    if asked is None or restart == 0:
-        return asked
-    return None if has_saved(run_dir, attempt) else asked
+    """The checkpoint `asked` for by name, until this attempt has saved one of its own."""
+    return None if restart > 0 and has_saved(run_dir, attempt) else asked
 
 
 def has_saved(run_dir: RunDir, attempt: Attempt) -> bool:
@@ -128,28 +126,22 @@ def has_saved(run_dir: RunDir, attempt: Attempt) -> bool:
 
 
 class LastStep:
-    """Notes each step that rank 0 has done, so that a death can be told in steps.
-
-    A few bytes into the page cache: no step waits for a disk.
-    """
+    """Records the last step of rank 0: a few bytes in the page cache, no step waits for a disk."""
 
     def __init__(self, path: Path, restart: int) -> None:
-        """`restart`: how often the ranks of this attempt were started again before."""
         self._restart = restart
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def note(self, step: int) -> None:
-        """This step is done."""
         with suppress(OSError):  # a full disk is for the next checkpoint to report
             os.pwrite(self._handle, f"{self._restart:>8} {step:>12}\n".encode(), 0)
 
     def close(self) -> None:
-        """Nothing more will be noted."""
         os.close(self._handle)
 
 
 def noted_step(attempt: Attempt) -> int | None:
-    """The last step that was noted, since whichever restart; None where none was."""
+    """The last recorded step, of any restart; None where there is none."""
     try:
         return int(attempt.last_step.read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -157,7 +149,7 @@ def noted_step(attempt: Attempt) -> int | None:
 
 
 def read_last_step(attempt: Attempt, restart: int) -> int | None:
-    """The last step done since a restart; None where none was."""
+    """The last step done since a restart; None where there is none."""
     try:
         noted, step = attempt.last_step.read_text(encoding="ascii").split()
     except (OSError, ValueError):

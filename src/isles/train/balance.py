@@ -23,7 +23,7 @@ from isles.dist.mesh import Mesh
 from isles.dist.split import RowSplit, even_split, shared_split
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.blocks import find_blocks
 from isles.train.probe import (

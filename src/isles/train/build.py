@@ -35,8 +35,8 @@ from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import cache_home
-from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed

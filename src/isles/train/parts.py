@@ -19,7 +19,7 @@ from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
-from isles.run.manifest import MANIFEST_VERSION
+from isles.run.checkpoints import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.evaluate import evaluate

@@ -25,8 +25,8 @@ from isles.facts.memory import optimizer_bytes
 from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import cache_home
-from isles.run.manifest import CheckpointInfo
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import whole
 from isles.train.strategy import SCORES_DTYPE

@@ -33,8 +33,8 @@ from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import DataError, TrainingError, UserError
 from isles.models.build import converts_weights
+from isles.run.checkpoints import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.run.env import RankEnv, cache_home
-from isles.run.manifest import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.run.paths import RunDir
 from isles.strategies.ddp import DDPEngine
 from isles.train.evaluate import evaluate

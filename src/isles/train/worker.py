@@ -26,13 +26,12 @@ from isles.errors import (
     TrainingError,
     UserError,
 )
+from isles.run.checkpoints import CheckpointInfo, read_checkpoint, verify_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
 from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import write_record
-from isles.run.refusals import deleted
+from isles.run.records import deleted, write_record
 from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish

@@ -33,7 +33,7 @@ from isles.dist.files import broadcast_folder
 from isles.dist.nodes import Place, place_of, work_together
 from isles.dist.world import World
 from isles.errors import CommunicationError, DataError
-from isles.run.manifest import hash_file
+from isles.run.checkpoints import hash_file
 from isles.run.records import read_record
 
 log = logging.getLogger(__name__)

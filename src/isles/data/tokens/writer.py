@@ -23,7 +23,7 @@ from isles.data.rng import Int64Array
 from isles.data.tokens.encode import Encoded, Encoder
 from isles.data.tokens.store import DOCUMENTS, FORMAT, MANIFEST, TOKENS, TRAINED, find_fault
 from isles.errors import DataError
-from isles.run.manifest import sync_folder
+from isles.run.checkpoints import sync_folder
 from isles.run.process import ProcessId
 
 log = logging.getLogger(__name__)

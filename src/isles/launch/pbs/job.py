@@ -17,7 +17,7 @@ from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import newest_step
-from isles.run.stop_request import request_stop
+from isles.run.stop import request_stop
 
 Dialect = Literal["openpbs", "torque"]
 

@@ -19,7 +19,7 @@ from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import newest_step
-from isles.run.stop_request import request_stop
+from isles.run.stop import request_stop
 
 _PAUSE_S = 125.0
 """How long Slurm holds a job that was queued again: somewhat more than a credential lives."""

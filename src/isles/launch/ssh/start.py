@@ -32,7 +32,7 @@ from isles.launch.ssh.network import network_line, network_variables
 from isles.launch.ssh.setting import python_of, setting_lines
 from isles.launch.ssh.text import dry_run_text, fleet_text
 from isles.launch.verbs import NEEDED_TO_TRAIN
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun

@@ -26,7 +26,7 @@ from isles.outer.cluster import Cluster
 from isles.outer.codec.base import parse_codec
 from isles.outer.layout import Layout, make_layout
 from isles.outer.messages import SAMPLE_TOKENS
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine
