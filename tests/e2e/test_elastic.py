@@ -95,7 +95,7 @@ def test_after_a_kill_the_run_finishes_as_if_nothing_had_happened(run_file: Path
     (restart,) = list_restarts(attempt)
     assert restart.reached is not None and restart.reached >= 8
     assert restart.saved is not None and restart.saved < STEPS
-    assert restart.culprit is not None and restart.culprit["rank"] == 1
+    assert restart.root_cause is not None and restart.root_cause["rank"] == 1
     assert restart.text.startswith(f"rank 1 on {os.uname().nodename} was killed by SIGKILL at step")
     assert restart.text.endswith("(restart 1 of 3)")
     assert restart.text in command.out, "who watches the run is told"

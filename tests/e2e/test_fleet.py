@@ -69,7 +69,7 @@ def test_a_cut_costs_nothing_a_rank_is_started_again_a_lost_host_ends_the_run(la
     (restart,) = list_restarts(attempt)
     assert restart.text.startswith("rank 1 on a2 was killed by SIGKILL at step")
     assert restart.text.endswith("(restart 1 of 3)")
-    assert restart.culprit is not None and restart.culprit["host"] == "a2"
+    assert restart.root_cause is not None and restart.root_cause["host"] == "a2"
 
     lab.link("a3", "cut")
     try:

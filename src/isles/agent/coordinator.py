@@ -358,12 +358,11 @@ class Coordinator:
         elif self._asked_at is not None:
             if now - self._asked_at > self._save_timeout_s:
                 self._enter("halt")
-        elif (newcomers := members.newcomers()) and not self._signal and self._has_stepped():
-            log_line(f"{members.labels(newcomers)} waits to join: the ranks save and restart")
-            self._asked_at = now
-
-    def _has_stepped(self) -> bool:
-        return read_last_step(self._attempt, self._members.restart) is not None
+        elif (newcomers := members.newcomers()) and not self._signal:
+            has_stepped = read_last_step(self._attempt, members.restart) is not None
+            if has_stepped:  # else the ranks are only starting, and their start would be lost
+                log_line(f"{members.labels(newcomers)} waits to join: the ranks save and restart")
+                self._asked_at = now
 
     def _all_ended(self, reports: dict[int, dict[str, Any]]) -> None:
         attempt = self._attempt

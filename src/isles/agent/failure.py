@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from isles.run.restarts import (
     Decision,
     Restart,
     list_restarts,
+    new_restart,
     newest_step,
     read_last_step,
     write_restart,
@@ -107,16 +107,14 @@ def decide(
     elif decision == "restart" and len(before) >= max_restarts:
         decision = "fail"
         note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
-    found = Restart(
-        number=restart + 1,
-        at=time.time(),
+    found = new_restart(
+        run_dir,
+        attempt,
+        restart + 1,
+        _why(root_cause),
+        max_restarts=max_restarts,
         decision=decision,
         root_cause={**root_cause, "note": note},
-        why=_why(root_cause),
-        reached=reached,
-        saved=saved,
-        count=len(before) + 1,
-        max_restarts=max_restarts,
         is_counted=True,
     )
     recorded = write_restart(attempt, found)

@@ -283,7 +283,7 @@ class Lead:
             raise _cannot_listen(nodes, port, error) from error
         port = int(listener.getsockname()[1])
         if port != nodes.port:
-            self.nodes = nodes.at_port(port)
+            self.nodes = replace(nodes, port=port)
             self.nodes.write(self._attempt)
             if self._allocation is not None:
                 self.nodes.write(self._attempt, self._fleet_file)

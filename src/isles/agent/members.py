@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,14 +11,7 @@ from isles.run.nodes import Fleet
 from isles.run.outcome import ErrorRecord, agent_error
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record
-from isles.run.restarts import (
-    Restart,
-    current_restart,
-    list_restarts,
-    newest_step,
-    read_last_step,
-    write_restart,
-)
+from isles.run.restarts import Restart, current_restart, new_restart, write_restart
 
 _QUIET_S = 2.5
 """A node sends a message every second."""
@@ -60,7 +52,6 @@ class Members:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all of them."""
         return sum(count for _, count in self.ranks.values())
 
     def begin(self, nodes: list[int]) -> None:
@@ -88,7 +79,6 @@ class Members:
         }
 
     def lost(self) -> list[int]:
-        """Members that are gone."""
         connected = self.connections()
         return [node for node in self._agents if node not in connected]
 
@@ -125,7 +115,6 @@ class Members:
         return any(peer.wire is None or peer.last_seen.seconds > _QUIET_S for peer in peers)
 
     def labels(self, nodes: Iterable[int]) -> str:
-        """Nodes in messages."""
         return ", ".join(self._server.label(node) for node in nodes)
 
     def missing(self, connected: list[int]) -> str:
@@ -133,7 +122,6 @@ class Members:
         return self.labels(n.node for n in self._all if n.node not in connected)
 
     def lost_error(self, node: int) -> ErrorRecord:
-        """The error record of a node that is lost."""
         peer, place = self._server.peers().get(node), self._all[node]
         why = (peer.lost if peer is not None else "") or "it is gone"
         fix = (
@@ -151,19 +139,12 @@ class Members:
         come = sorted(after - before)
         words = [f"{self.labels(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
         words += [f"{self.labels(come)} {'has' if len(come) == 1 else 'have'} come"] if come else []
-        restart = Restart(
-            number=self.restart + 1,
-            at=time.time(),
-            decision="restart",
-            root_cause=None,
-            why=" and ".join(words) or "the nodes have met again",
-            reached=read_last_step(self._attempt, self.restart),
-            saved=newest_step(self._run_dir),
-            count=sum(entry.is_counted for entry in list_restarts(self._attempt)),
-            max_restarts=self._max_restarts,
-            is_counted=False,
+        why = " and ".join(words) or "the nodes have met again"
+        run_dir, attempt, number = self._run_dir, self._attempt, self.restart + 1
+        limit = self._max_restarts
+        return write_restart(
+            attempt, new_restart(run_dir, attempt, number, why, max_restarts=limit)
         )
-        return write_restart(self._attempt, restart)
 
 
 def _own_time(error: dict[str, Any], peer: NodeConnection) -> dict[str, Any]:

@@ -73,7 +73,6 @@ class LastSeen:
         self.seconds = 0.0
 
     def reset(self) -> None:
-        """A message has come just now."""
         self.seconds = 0.0
 
     def look(self, now_s: float) -> float:
@@ -160,7 +159,6 @@ class Wire:
 
 
 def new_challenge() -> str:
-    """Random text for the other end to prove itself with."""
     return secrets.token_hex(16)
 
 

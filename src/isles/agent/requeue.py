@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from isles.config.sections.cluster import QueueSection
@@ -14,9 +15,9 @@ from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import (
-    Restart,
     current_restart,
     list_restarts,
+    new_restart,
     newest_step,
     read_last_step,
     write_restart,
@@ -152,33 +153,25 @@ class QueuedRun:
 
     def _go_on(self, why: str, most: int) -> bool:
         # Record that the ranks go on later; False, with the outcome, where that is in vain.
-        attempt, restart, saved = (
-            self._attempt,
-            current_restart(self._attempt),
-            newest_step(self._run_dir),
-        )
+        attempt, restart = self._attempt, current_restart(self._attempt)
         is_limit, most = most == _LIMIT, _SCRIPT if self._is_script else most
         if (times := self._times_in_vain(restart)) >= most:
             attempt.outcome.unlink(missing_ok=True)
-            end_failed(attempt, self._in_vain(why, times, is_limit=is_limit), step=saved)
+            error = self._in_vain(why, times, is_limit=is_limit)
+            end_failed(attempt, error, step=newest_step(self._run_dir))
             attempt.stopped.unlink(missing_ok=True)
             return False
         launch = read_record(attempt.launch) or {}
-        entry = Restart(
-            number=restart + 1,
-            at=time.time(),
-            decision="restart",
-            root_cause=None,
-            why=why,
-            reached=read_last_step(attempt, restart),
-            saved=saved,
-            count=sum(entry.is_counted for entry in list_restarts(attempt)),
-            max_restarts=self._config.clusters[0].max_restarts,
-            is_counted=False,
-            nodes=tuple(range(self._config.clusters[0].max_nodes)),
+        cluster = self._config.clusters[0]
+        entry = new_restart(
+            self._run_dir,
+            attempt,
+            restart + 1,
+            why,
+            max_restarts=cluster.max_restarts,
             world_size=int(launch.get("world_size", 1)),
         )
-        write_restart(attempt, entry)
+        write_restart(attempt, replace(entry, nodes=tuple(range(cluster.max_nodes))))
         for path in (attempt.outcome, attempt.stopped):
             path.unlink(missing_ok=True)
         # A stop that a user has asked for meanwhile stays: `begin` heeds it.

@@ -67,16 +67,13 @@ class LocalLink:
         self.peer: NodeConnection | None = None
 
     def send(self, message: dict[str, Any]) -> None:
-        """As of `Wire`."""
         self.command = message["command"]
 
     def report(self, report: dict[str, Any]) -> None:
-        """As of `Connection`."""
         assert self.peer is not None
         self.peer.report = report
 
     def leave(self) -> None:
-        """As of `Connection`."""
         assert self.peer is not None
         self.peer.is_done = True
 
@@ -173,7 +170,6 @@ class RendezvousServer:
             threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     def add_own(self, store: int) -> LocalLink:
-        """Add the agent in this process, that of the first node."""
         link, process = LocalLink(), ProcessId.of(os.getpid())
         link.peer = NodeConnection(0, "own", process, LastSeen(self.clock()), link, store)
         with self._lock:
@@ -190,7 +186,6 @@ class RendezvousServer:
         return sorted(node for node, peer in self.peers().items() if not peer.lost)
 
     def label(self, node: int) -> str:
-        """A node in messages."""
         peer = self.peers().get(node)
         if self._nodes.launcher == "local" and peer is not None:
             return f"node {node} ({peer.process.host}, agent {peer.process.pid})"

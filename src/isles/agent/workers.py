@@ -46,7 +46,7 @@ class WorkerGroup:
         run_dir, attempt: as this host sees them.
         nproc: ranks here.
         scratch: a folder for files of this attempt on this host.
-        in_job: whether the coordinator may queue the job of the run again after a stop.
+        in_job: see `RankStart`.
         store: where the ranks of several nodes find one another, if this node is the first of them.
     """
 
@@ -116,7 +116,6 @@ class WorkerGroup:
         return range(first, first + count)
 
     def look(self) -> None:
-        """See whether ranks have ended, and update `report`."""
         if not self.is_running:
             return
         assert self._ranks is not None
@@ -191,30 +190,6 @@ class WorkerGroup:
         }
 
 
-@dataclass(slots=True)
-class _Rank:
-    """One rank: its process, the pipe for its exit code, and that code once it has come."""
-
-    process: ForkServerProcess
-    answer: Connection
-    code: int | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has come to its own end, and the process is gone.
-
-        One that is asked to stop when it has nothing left to do ends with 0, without an answer.
-        """
-        return self.process.exitcode == 0
-
-    def look(self) -> None:
-        """Take the answer, if it is there."""
-        ended = self.process.exitcode is not None  # before: its answer is complete then
-        if self.code is None and (ended or self.answer.poll()):
-            with suppress(EOFError, OSError):
-                self.code = int(self.answer.recv()) if self.answer.poll() else None
-
-
 class Ranks:
     """The ranks of this node in one start of all ranks.
 
@@ -232,13 +207,15 @@ class Ranks:
         environs: Mapping[int, Mapping[str, str]],
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        self._ranks: dict[int, _Rank] = {}
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._codes: dict[int, int] = {}
         for rank, environ in environs.items():
-            answer, end = context.Pipe(duplex=False)
+            self._pipes[rank], end = context.Pipe(duplex=False)
             process = context.Process(target=_run, args=(what, args, dict(environ), end))
             _start(process)
             end.close()
-            self._ranks[rank] = _Rank(process, answer)
+            self._processes[rank] = process
 
     def look(self) -> tuple[dict[int, int], dict[int, int]]:
         """Exit codes of the ranks that have come to their own end, and of those that failed.
@@ -246,45 +223,46 @@ class Ranks:
         A negative code is the signal that has ended the process.
         """
         done, failed = {}, {}
-        for number, rank in self._ranks.items():
-            rank.look()
-            if rank.is_done:
-                done[number] = int(rank.code or 0)
-            elif rank.process.exitcode is not None:
-                failed[number] = rank.process.exitcode
+        for rank, process in self._processes.items():
+            exitcode = process.exitcode  # before the pipe: its answer is complete then
+            with suppress(EOFError, OSError):
+                if rank not in self._codes and self._pipes[rank].poll():
+                    self._codes[rank] = int(self._pipes[rank].recv())
+            if exitcode == 0:
+                # One that is asked to stop when it has nothing left to do ends without an answer.
+                done[rank] = self._codes.get(rank, 0)
+            elif exitcode is not None:
+                failed[rank] = exitcode
         return done, failed
 
     def are_all(self, done: Mapping[int, int]) -> bool:
-        """Whether these are all of them."""
-        return len(done) == len(self._ranks)
+        return len(done) == len(self._processes)
 
     def are_any_left(self) -> bool:
-        """Whether some have not ended."""
-        return any(rank.process.exitcode is None for rank in self._ranks.values())
+        return any(process.exitcode is None for process in self._processes.values())
 
     def signal(self, number: int) -> None:
-        """Send this to all that are alive."""
-        for rank in self._ranks.values():
-            if rank.process.exitcode is None and rank.process.pid is not None:
+        for process in self._processes.values():
+            if process.exitcode is None and process.pid is not None:
                 with suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, number)
+                    os.kill(process.pid, number)
 
     def end(self, number: int, timeout_s: float) -> None:
         """Send this to all, and kill those that have not ended in time."""
         self.signal(number)
         deadline = time.monotonic() + timeout_s
-        for rank in self._ranks.values():
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
-        for rank in self._ranks.values():
+        for rank, process in self._processes.items():
             # With a limit: what hangs in the kernel, as on a lost disk, cannot be killed.
-            rank.process.join(timeout_s)
-            if rank.process.exitcode is None:
+            process.join(timeout_s)
+            if process.exitcode is None:
                 sys.stderr.write(
-                    f"process {rank.process.pid} has not ended {timeout_s:.0f} s after SIGKILL: "
+                    f"process {process.pid} has not ended {timeout_s:.0f} s after SIGKILL: "
                     "it hangs in a driver or a file system; see `dmesg | tail`\n"
                 )
-            rank.answer.close()
+            self._pipes[rank].close()
 
 
 class RankStore:
@@ -303,7 +281,6 @@ class RankStore:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._listener.getsockname()[1])
 
     def open(self) -> None:
@@ -315,7 +292,6 @@ class RankStore:
         _start(self._process)
 
     def close(self) -> None:
-        """Answer no more."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -402,7 +378,6 @@ def rank_process(
 
 
 def log_to_file(attempt: Attempt, env: RankEnv) -> None:
-    """Redirect all output of this process to the rank's log."""
     redirect_output(attempt.rank_log(env.rank))
     if env.restart:
         sys.stderr.write(f"---- restart {env.restart} ----\n")

@@ -64,7 +64,7 @@ class Begun:
 
 
 def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
-    """Choose the run directory as `begin_run` does, and make nothing.
+    """Choose the run directory, and make nothing.
 
     Args:
         resolved: the run file with its derived values.
@@ -72,7 +72,7 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
         now: the clock.
 
     Raises:
-        UserError: the run is running already, cannot be gone on with, or is not there.
+        UserError: the run is running already, cannot be gone on with, or does not exist.
     """
     match resume:
         case "auto":
@@ -86,16 +86,14 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
 def begin_run(
     resolved: Resolved, run_file_text: str, resume: str, now: Clock = time.time, *, join: str = ""
 ) -> Begun:
-    """Make the run directory, or choose the one to go on in, and write resolved.yaml into it.
+    """Choose the run directory as `choose_run` does, make it, and write resolved.yaml into it.
 
     Only one process of a run calls this: the launcher, or rank 0 where there is none.
 
     Args:
-        resolved: the run file with its derived values.
+        resolved, resume, now: as in `choose_run`.
         run_file_text: the run file, word for word; a new run keeps it as run.yaml.
-        resume: as in `choose_run`.
-        now: the clock.
-        join: how the other clusters are reached, a secret; empty: a resumed run keeps what it has.
+        join: join line of the hub, a secret; empty: a resumed run keeps what it has.
 
     Raises:
         UserError: as in `choose_run`, or the directory cannot be written.
@@ -123,13 +121,11 @@ def _keep(run_dir: RunDir, resolved: Resolved, join: str) -> None:
 
 
 def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
-    """Refuse a second start of a run before all its values are known.
+    """Refuse a second start of a run before all its values are known; see `choose_run`.
 
     Args:
-        output_dir: where runs are.
-        name: of the run, as in its run file.
-        resume: as in `choose_run`.
-        now: the clock.
+        output_dir, name: of the run file.
+        resume, now: as in `choose_run`.
 
     Raises:
         UserError: it is running, or its job waits.
@@ -154,7 +150,7 @@ def new_attempt(
     """The folder of the next start of a run, claimed for this process.
 
     Its launch record names this process until `write_launch` puts the agent there, so that of
-    two users who start the same run at once one is told that it is running.
+    two users who start the same run at once one is refused.
 
     Args:
         run_dir: the run.
@@ -228,8 +224,7 @@ def write_launch(
     Args:
         attempt: the attempt.
         process: the process that ends when the attempt does.
-        world_size: number of ranks.
-        device: cpu or cuda.
+        world_size, device: of its ranks.
         command: the command line that started it.
         resumed_from: the checkpoint that was asked for by name.
         agents: under a torchrun typed by hand, the processes that start ranks again.

@@ -115,7 +115,6 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

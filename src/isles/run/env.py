@@ -86,7 +86,6 @@ def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, or None where it is not set."""
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
@@ -113,7 +112,6 @@ def _hub_home(environ: Mapping[str, str]) -> Path:
 
 
 def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether MLflow's own variable says where its server is."""
     return bool(environ.get("MLFLOW_TRACKING_URI"))
 
 
@@ -123,7 +121,6 @@ def pbs_job(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a process that is started from here inherits."""
     return dict(environ)
 
 

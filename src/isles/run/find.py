@@ -30,7 +30,6 @@ _LISTED = 8
 
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a folder is a run directory."""
     return RunDir(path).resolved.is_file()
 
 

@@ -83,7 +83,6 @@ class JoinLine:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 

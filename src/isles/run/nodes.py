@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class FleetNode:
 
     @property
     def label(self) -> str:
-        """The node in messages."""
         known = self.name if self.address in (self.name, "") else f"{self.name}, {self.address}"
         return f"node {self.node} ({known})"
 
@@ -75,7 +74,6 @@ class Fleet:
 
     @property
     def head(self) -> FleetNode:
-        """The first node."""
         return self.nodes[0]
 
     @property
@@ -100,15 +98,9 @@ class Fleet:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
         return sum(node.nproc for node in self.nodes)
 
-    def at_port(self, port: int) -> Fleet:
-        """The same, with the port at which the coordinator listens."""
-        return replace(self, port=port)
-
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return asdict(self)
 
     @classmethod
@@ -135,11 +127,7 @@ class Fleet:
 
 
 def known_fleet(attempt: Attempt, path: Path | None = None) -> Fleet:
-    """The recorded nodes of an attempt.
-
-    Raises:
-        UserError: there are none; or as `read_fleet`.
-    """
+    """As `read_fleet`; also a UserError where there is no record."""
     nodes = read_fleet(attempt, path)
     if nodes is None:
         raise UserError(
@@ -152,7 +140,7 @@ def known_fleet(attempt: Attempt, path: Path | None = None) -> Fleet:
 
 
 def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
-    """The recorded nodes of an attempt; None where there are none.
+    """The recorded nodes of an attempt; None where there is no record.
 
     Args:
         attempt: a start of a run.

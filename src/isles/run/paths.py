@@ -49,7 +49,6 @@ class Attempt:
     """Stacks of the ranks at steps that took far too long."""
 
     def rank_log(self, rank: int) -> Path:
-        """All that one rank printed."""
         return self.path / f"rank-{rank}.log"
 
     def rank_record(self, rank: int) -> Path:
@@ -76,7 +75,6 @@ class Attempt:
         return self.path / f"node-{node}.json"
 
     def node_log(self, node: int) -> Path:
-        """Output of one node's agent."""
         return self.path / f"node-{node}.log"
 
 
@@ -115,7 +113,6 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        """The run's name, as commands take it."""
         return self.path.name
 
     def reference(self, part: str) -> Path:
@@ -143,6 +140,5 @@ class RunDir:
         return Attempt(self.path / "attempts" / f"{number:03d}", number)
 
     def last_attempt(self) -> Attempt | None:
-        """The newest start of this run."""
         attempts = self.attempts()
         return attempts[-1] if attempts else None

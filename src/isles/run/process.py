@@ -44,11 +44,9 @@ class ProcessId:
             return None
 
     def record(self) -> dict[str, Any]:
-        """As a part of a record."""
         return {"host": self.host, "pid": self.pid, "started": self.started}
 
     def is_here(self) -> bool:
-        """Whether the process belongs to this machine."""
         return self.host == socket.gethostname()
 
     def is_alive(self) -> bool:

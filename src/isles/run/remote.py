@@ -53,7 +53,6 @@ class RemoteRun:
 
     @property
     def host(self) -> str:
-        """The machine that has the run directory, without the user's name."""
         return self.ssh.rpartition("@")[2]
 
     def path_on(self, host: str) -> str:
@@ -95,14 +94,7 @@ def _report_file(output_dir: Path, run: RemoteRun) -> Path:
 
 
 def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
-    """Remember a run; a second start of it replaces the record.
-
-    Returns:
-        The run, as `list_remotes` gives it.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Remember a run, and return it as `list_remotes` does. UserError: it cannot be written."""
     path = _file(output_dir, run)
     with clear_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,12 +184,10 @@ class SeveralRun:
 
     @property
     def name(self) -> str:
-        """The run's name, as commands take it."""
         return self.path.name
 
     @property
     def run_file(self) -> Path:
-        """The run file as it was given at first, word for word."""
         return self.path / "run.yaml"
 
     @property
@@ -216,11 +206,7 @@ class SeveralRun:
         return (self.path if self.rendezvous else self.state) / "join"
 
     def cluster(self, name: str) -> ClusterRun:
-        """The cluster of this name.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The cluster of this name. UserError: there is none."""
         for cluster in self.clusters:
             if cluster.name == name:
                 return cluster
@@ -236,18 +222,13 @@ class SeveralRun:
         return replace(self, clusters=clusters)
 
     def write(self) -> None:
-        """Write its record.
-
-        Raises:
-            UserError: its folder cannot be written.
-        """
+        """Write its record. UserError: it cannot be written."""
         record = {key: value for key, value in asdict(self).items() if key != "path"}
         with clear_errors(self.path):
             write_record(self.path / _CLUSTERS, record)
 
 
 def is_several(path: Path) -> bool:
-    """Whether a folder is that of a run of several clusters."""
     return (path / _CLUSTERS).is_file()
 
 

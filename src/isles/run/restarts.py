@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,7 +51,6 @@ class Restart:
 
     @property
     def text(self) -> str:
-        """The restart in one line, for users."""
         at = f" at step {self.reached}" if self.reached is not None else ""
         number = f" (restart {self.count} of {self.max_restarts})" if self.is_counted else ""
         if (self.root_cause or {}).get("is_script"):
@@ -62,12 +62,38 @@ class Restart:
         return f"{self.why}{at}; going on from {place}{ranks}{lost}{number}"
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return {**asdict(self), "text": self.text}
 
 
+def new_restart(
+    run_dir: RunDir,
+    attempt: Attempt,
+    number: int,
+    why: str,
+    *,
+    max_restarts: int,
+    decision: Decision = "restart",
+    root_cause: dict[str, Any] | None = None,
+    is_counted: bool = False,
+    world_size: int = 0,
+) -> Restart:
+    """Describe the end of the ranks before restart `number`, with the steps that they have done."""
+    return Restart(
+        number=number,
+        at=time.time(),
+        decision=decision,
+        root_cause=root_cause,
+        why=why,
+        reached=read_last_step(attempt, number - 1),
+        saved=newest_step(run_dir),
+        count=sum(entry.is_counted for entry in list_restarts(attempt)) + is_counted,
+        max_restarts=max_restarts,
+        is_counted=is_counted,
+        world_size=world_size,
+    )
+
+
 def read_restart(attempt: Attempt, number: int) -> Restart | None:
-    """The restart of this number; None where there was none."""
     record = read_record(attempt.restart(number))
     if record is None:
         return None
@@ -103,7 +129,6 @@ def write_restart(attempt: Attempt, restart: Restart) -> Restart:
 
 
 def update_restart(attempt: Attempt, restart: Restart) -> None:
-    """Replace a restart's record."""
     write_record(attempt.restart(restart.number), restart.record())
 
 

@@ -59,12 +59,10 @@ class AttemptState:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process belongs to this host."""
         return self.process is not None and self.process.is_here()
 
     @property
     def is_queue(self) -> bool:
-        """Whether it is a job of a queue."""
         return self.launcher in QUEUES
 
 
@@ -72,7 +70,6 @@ NEVER_STARTED = AttemptState("new", False, None, None, None)
 
 
 def number_of(record: dict[str, Any] | None, key: str) -> float | None:
-    """A number in a record; None where there is none."""
     value = (record or {}).get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else None
@@ -145,7 +142,6 @@ def _recorded(outcome: dict[str, Any]) -> State:
 
 
 def run_state(run_dir: RunDir, now: Clock = time.time) -> AttemptState:
-    """State of the newest attempt of a run."""
     attempt = run_dir.last_attempt()
     return attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
 

@@ -97,12 +97,10 @@ class ScriptStatus:
                 thread.join()
 
     def finished(self) -> None:
-        """Record that the script has ended well."""
         status = read_record(self._path) or {}
         self._write({**status, "phase": "finished", "detail": "", "updated_at": time.time()})
 
     def note(self, text: str) -> None:
-        """Add a line for the user, shown once."""
         status = read_record(self._path) or {}
         self._write({**status, "notes": [*status.get("notes", ()), text]})
 

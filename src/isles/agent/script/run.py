@@ -170,7 +170,6 @@ class _Stop:
                 child.kill()
 
     def reason(self, code: int) -> str:
-        """How the script came to stop, in words."""
         if self.code is None:
             return "the script asked to be started again (exit code 85)"
         if self._killed:

@@ -67,7 +67,6 @@ class ScriptStacks:
         self.gate, self._opener = os.pipe()
 
     def command(self, script: str, arguments: list[str]) -> list[str]:
-        """The command line of the script's process."""
         return [sys.executable, "-u", str(RUNNER), str(self.fd), str(self.gate), script, *arguments]
 
     def open_gate(self) -> None:
@@ -75,7 +74,6 @@ class ScriptStacks:
         os.write(self._opener, b"\n")
 
     def close(self) -> None:
-        """Called when the script has ended."""
         for fd in (self.fd, self.gate, self._opener):
             os.close(fd)
 
@@ -208,7 +206,6 @@ class ScriptWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Called when the script has ended."""
         self._is_over.set()
         self._thread.join(timeout=5.0)
 
