@@ -156,10 +156,10 @@ def agent_says(attempt: Attempt, node: int, words: str) -> bool:
     return words in attempt.node_log(node).read_text(errors="replace")
 
 
-def rank_on(attempt: Attempt, node: int, restart: int) -> int | None:
+def rank_on(attempt: Attempt, node: int) -> int | None:
     """The rank of a node with one rank, once the nodes have met."""
-    members = read_record(attempt.path / "members.json") or {}
-    return members["nodes"].index(node) if members.get("restart") == restart else None
+    nodes = (read_record(attempt.nodes) or {}).get("nodes", ())
+    return next((entry["first_rank"] for entry in nodes if entry["node"] == node), None)
 
 
 def test_nodes_come_and_go(run_file: Path) -> None:
@@ -171,7 +171,7 @@ def test_nodes_come_and_go(run_file: Path) -> None:
         assert lost is not None
         seen = family(attempt)
         assert len([node for node in range(3) if node_process(attempt, node)]) == 3
-        rank = rank_on(attempt, 1, 0)
+        rank = rank_on(attempt, 1)
         assert rank is not None
         os.kill(lost.pid, signal.SIGKILL)
         kill_rank(command, attempt, rank, 0)

@@ -320,7 +320,7 @@ class Coordinator:
         members.begin(connected)
         if restart is not None:
             saved, ranks = newest_step(self._run_dir), members.world_size
-            found = replace(restart, saved=saved, nodes=tuple(connected), world_size=ranks)
+            found = replace(restart, saved=saved, world_size=ranks)
             self._try(lambda: update_restart(self._attempt, found))
             log_line(found.text)
         asked = Path(nodes.resume_from) if nodes.resume_from else None

@@ -356,7 +356,6 @@ class Lead:
         return {
             "isles": __version__,
             "run": self._run_dir.name,
-            "run_dir": str(self._run_dir.path),
             "attempt": self._attempt.number,
             "resolved": self._run_dir.resolved.read_text(encoding="utf-8"),
             "text": self._run_dir.run_file.read_text(encoding="utf-8"),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from isles.agent.protocol import log_line
 from isles.agent.server import NodeConnection, RendezvousServer
 from isles.run.nodes import Fleet
 from isles.run.outcome import ErrorRecord, agent_error
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import write_record
 from isles.run.restarts import Restart, current_restart, new_restart, write_restart
 
 _QUIET_S = 2.5
@@ -63,11 +61,6 @@ class Members:
         for node in nodes:
             self.ranks[node] = (first, self._all[node].nproc)
             first += self._all[node].nproc
-        record = {"restart": self.restart, "nodes": nodes, "world_size": first}
-        try:
-            write_record(self._attempt.path / "members.json", record)
-        except OSError as error:
-            log_line(f"members.json of {self._attempt.path} could not be written: {error.strerror}")
 
     def connections(self) -> dict[int, NodeConnection]:
         """Those that are not lost, by node; an agent that came later is not the one that began."""

@@ -5,7 +5,7 @@ random challenge is its HMAC-SHA256 with the token as key.
 
     coordinator  {"challenge": C}
     agent        {"hello": {...} or "fetch": true, "proof": of C, "challenge": D}
-    coordinator  {"welcome": {...} or "files": {...}, "proof": of D}, or {"refused": {...}}
+    coordinator  {"welcome": true or "files": {...}, "proof": of D}, or {"refused": {...}}
     coordinator  {"command": {...}}                     whenever it changes, and each second
     agent        {"report": {...}, "clock": T, "bye": is leaving}                   the same
 

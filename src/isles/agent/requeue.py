@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 from isles.config.sections.cluster import QueueSection
@@ -171,7 +170,7 @@ class QueuedRun:
             max_restarts=cluster.max_restarts,
             world_size=int(launch.get("world_size", 1)),
         )
-        write_restart(attempt, replace(entry, nodes=tuple(range(cluster.max_nodes))))
+        write_restart(attempt, entry)
         for path in (attempt.outcome, attempt.stopped):
             path.unlink(missing_ok=True)
         # A stop that a user has asked for meanwhile stays: `begin` heeds it.

@@ -336,7 +336,7 @@ class RendezvousServer:
                 peer = NodeConnection(node, agent, process, LastSeen(self.clock()), None, store)
                 self._peers[node] = peer
             # Before anybody can send a command here: the agent expects this message first.
-            wire.send({"welcome": {"pid": os.getpid()}, **proof})
+            wire.send({"welcome": True, **proof})
             old, peer.wire, peer.sent = peer.wire, wire, {}
             peer.last_seen.reset()
         if old is not None and old is not wire:

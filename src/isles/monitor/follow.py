@@ -268,7 +268,7 @@ class Watch:
         self.status = current_status(self._run_dir, self._begun_at) or self.status
         found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
         while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
-            if restart.decision != "restart" or not restart.nodes:
+            if restart.decision != "restart" or not restart.world_size:
                 break  # the run ends, or the nodes have not met yet
             self._num_restarts += 1
             found.append(("restart", restart.text))

@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -204,7 +203,6 @@ def write_job_launch(
         bin_path: the folder of the queue's commands; None: on PATH.
     """
     job = {"launcher": launcher, "job_id": job_id, "bin_path": bin_path}
-    job |= {"submitted_on": socket.gethostname()}
     _write_launch(attempt, job, world_size, device, command, resumed_from, now)
 
 

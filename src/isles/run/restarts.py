@@ -32,7 +32,6 @@ class Restart:
         count: restarts so far that count against the limit, this one included.
         max_restarts: the limit.
         is_counted: whether this one counts: a node that came or went does not.
-        nodes: numbers of the nodes that go on; empty before they have met.
         world_size: ranks that go on; 0 before they have met.
     """
 
@@ -46,7 +45,6 @@ class Restart:
     count: int
     max_restarts: int
     is_counted: bool
-    nodes: tuple[int, ...] = ()
     world_size: int = 0
 
     @property
@@ -58,7 +56,7 @@ class Restart:
         place = "the beginning" if self.saved is None else f"step {self.saved}"
         again = (self.reached or 0) - (self.saved or 0)
         lost = f": {again} step{'s are' if again > 1 else ' is'} done again" if again > 0 else ""
-        ranks = f" with {self.world_size} ranks" if not self.is_counted and self.nodes else ""
+        ranks = f" with {self.world_size} ranks" if not self.is_counted and self.world_size else ""
         return f"{self.why}{at}; going on from {place}{ranks}{lost}{number}"
 
     def record(self) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def read_restart(attempt: Attempt, number: int) -> Restart | None:
     if record is None:
         return None
     record.pop("text", None)
-    return Restart(**{**record, "nodes": tuple(record["nodes"])})
+    return Restart(**record)
 
 
 def list_restarts(attempt: Attempt) -> list[Restart]:
