@@ -99,24 +99,21 @@ def begin_run(
     """
     begun = choose_run(resolved, resume, now)
     with clear_errors(begun.run_dir.path):
-        if begun.resumed:
-            _keep(begun.run_dir, resolved, join)
-            return begun
-        run_dir = _make_run_dir(resolved)
+        run_dir = begun.run_dir if begun.resumed else _make_run_dir(resolved)
         try:
-            write_text_atomic(run_dir.run_file, run_file_text)
-            _keep(run_dir, resolved, join)
+            if not begun.resumed:
+                write_text_atomic(run_dir.run_file, run_file_text)
+            write_text_atomic(run_dir.resolved, dump_resolved(resolved))
+            if join:
+                write_secret(run_dir.join_line, join)
         except BaseException:
-            shutil.rmtree(run_dir.path, ignore_errors=True)
+            if not begun.resumed:
+                shutil.rmtree(run_dir.path, ignore_errors=True)
             raise
+    if begun.resumed:
+        return begun
     note = begun.note.replace(begun.run_dir.name, run_dir.name)
     return Begun(run_dir, resumed=False, note=note)
-
-
-def _keep(run_dir: RunDir, resolved: Resolved, join: str) -> None:
-    write_text_atomic(run_dir.resolved, dump_resolved(resolved))
-    if join:
-        write_secret(run_dir.join_line, join)
 
 
 def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
@@ -171,8 +168,7 @@ def new_attempt(
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
-                claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now(), "typed": typed}
-                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, claim)
+                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, now(), typed)
                 staged.rename(attempt.path)
             except OSError as error:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -260,8 +256,11 @@ def claim_of(attempt: Attempt, now: Clock = time.time) -> dict[str, Any]:
     return {"begun_at": claim.get("begun_at", now()), "typed": claim.get("typed", "")}
 
 
-def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, claim: Any) -> None:
+def _fill_attempt(
+    run_dir: RunDir, attempt: Attempt, text: str | None, now_s: float, typed: str
+) -> None:
     attempt.path.chmod(0o755)
+    claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now_s, "typed": typed}
     write_record(attempt.launch, {"attempt": attempt.number, **claim})
     write_secret(attempt.token, secrets.token_hex(16))
     first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
@@ -290,6 +289,11 @@ def _make_run_dir(resolved: Resolved) -> RunDir:
 def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     fresh = _next_run(resolved)
+
+    def new(why: str, more: str = "") -> Begun:
+        note = f"{run_dir.name} {why}; this is a new run: {fresh.name}{more}"
+        return Begun(fresh, resumed=False, note=note)
+
     with clear_errors(output_dir):
         # A directory without an attempt was never started, or is being made at this instant.
         started = [
@@ -301,25 +305,21 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
         return Begun(fresh, resumed=False, note="")
     run_dir = started[-1]
     if (owner := _other_head(run_dir)) is not None:
-        note = f"{run_dir.name} is kept by {owner}, its first host; this is a new run: {fresh.name}"
-        return Begun(fresh, resumed=False, note=note)
+        return new(f"is kept by {owner}, its first host")
     state = run_state(run_dir, now)
     _refuse_running(run_dir, state, now)
     if state.state == "finished":
-        note = f"{run_dir.name} is finished; this is a new run: {fresh.name}"
-        if _is_longer(run_dir, resolved):
-            note += f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
-        return Begun(fresh, resumed=False, note=note)
+        more = f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
+        return new("is finished", more if _is_longer(run_dir, resolved) else "")
     saved = list_checkpoints(run_dir)
     changes = _changes(run_dir, resolved, saved[-1] if saved else None)
     asked = not all(change.is_free for change in changes)
     is_script = resolved.config.training.script is not None
     if asked and not saved:
-        how = "ended" if is_script else "ended before its first checkpoint,"
-        note = f"{run_dir.name} {how} with other values; this is a new run: {fresh.name}"
         if is_script:
-            note += f" (`--resume {run_dir.path}` goes on with the other)"
-        return Begun(fresh, resumed=False, note=note)
+            more = f" (`--resume {run_dir.path}` goes on with the other)"
+            return new("ended with other values", more)
+        return new("ended before its first checkpoint, with other values")
     if asked:
         raise changed_error(run_dir.path, str(run_dir.path), typed_command(run_dir), changes)
     place = f" from step {saved[-1].step}" if saved else " from the start: it has no checkpoint"
@@ -406,34 +406,25 @@ def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
     if not state.is_alive:
         return
     age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
-    if state.process is None:
-        raise _in_queue(run_dir, age)
-    doing = "is running" if state.state == "running" else "is just ending"
+    if state.process is not None:
+        doing = "is running" if state.state == "running" else "is just ending"
+        what = f"{doing} on {state.process.host}{age} (pid {state.process.pid})"
+        saves = "lets it save before"
+    else:
+        attempt = run_dir.last_attempt()
+        assert attempt is not None, "only an attempt can be alive"
+        launch, job = read_record(attempt.launch) or {}, read_record(attempt.job) or {}
+        waiting = {"pending": "is queued", "requeued": "is queued again"}
+        queue = {"slurm": "Slurm", "pbs": "PBS"}.get(state.launcher, "a queue")
+        what = f"{waiting.get(str(job.get('state')), 'is running')} as {queue} job "
+        what += f"{job.get('job_id') or launch.get('job_id')}{age}"
+        what += f": {job['reason']}" if job.get("reason") else ""
+        saves = "lets it save before, or takes it out of the queue"
     raise UserError(
-        f"{run_dir.name} {doing} on {state.process.host}{age} (pid {state.process.pid})",
+        f"{run_dir.name} {what}",
         where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` stops it, and lets it save before; "
-        "`--resume no` starts a second run",
-        id="run.running",
-    )
-
-
-def _in_queue(run_dir: RunDir, age: str) -> UserError:
-    attempt = run_dir.last_attempt()
-    launch = (read_record(attempt.launch) if attempt else None) or {}
-    job = (read_record(attempt.job) if attempt else None) or {}
-    doing = {"pending": "is queued", "requeued": "is queued again"}.get(
-        str(job.get("state")), "is running"
-    )
-    job_id = job.get("job_id") or launch.get("job_id")
-    name = {"slurm": "Slurm", "pbs": "PBS"}.get(str(launch.get("launcher")), "a queue")
-    why = f": {job['reason']}" if job.get("reason") else ""
-    return UserError(
-        f"{run_dir.name} {doing} as {name} job {job_id}{age}{why}",
-        where=str(run_dir.path),
-        fix=f"`isles stop {typed_name(run_dir)}` stops it, and lets it save before, or takes "
-        "it out of the queue; "
-        "`--resume no` starts a second run",
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and {saves}; `--resume no` starts a "
+        "second run",
         id="run.running",
     )
 
