@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from isles.agent.hang import ASKED, PRINTED, HangFiles, HangReports
-from isles.agent.script.watch import ScriptStacks, ScriptWatch, Signs, overdue, script_stall
+from isles.agent.script.watch import ScriptStacks, ScriptWatch, Signs, overdue, script_hang
 from isles.config.sections.training import WatchdogConfig
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -66,11 +66,11 @@ def test_who_is_frozen_or_does_not_answer_comes_first() -> None:
     waits = {"at": "at x.py:1 f()", "waits_in": "all_reduce", "stacks": "", "frozen": ""}
     busy = {**waits, "waits_in": "", "at": "at my.py:9 read()"}
     hosts = ["a", "b", "c"]
-    assert script_stall({0: waits, 1: waits}, hosts, 5).culprits == (2,)
-    assert "rank 2 on c does not answer" in script_stall({0: waits, 1: waits}, hosts, 5).text
-    frozen = script_stall({0: busy, 1: waits, 2: {**busy, "frozen": "it is frozen"}}, hosts, 5)
+    assert script_hang({0: waits, 1: waits}, hosts, 5).culprits == (2,)
+    assert "rank 2 on c does not answer" in script_hang({0: waits, 1: waits}, hosts, 5).text
+    frozen = script_hang({0: busy, 1: waits, 2: {**busy, "frozen": "it is frozen"}}, hosts, 5)
     assert frozen.culprits == (2,)
-    behind = script_stall({0: waits, 1: busy, 2: waits}, hosts, 5)
+    behind = script_hang({0: waits, 1: busy, 2: waits}, hosts, 5)
     assert behind.text == "rank 1 on b is behind: running, at my.py:9 read()"
 
 

@@ -32,7 +32,7 @@ from isles.agent.workers import RankStore, WorkerGroup, redirect_output
 from isles.errors import UserError
 from isles.launch.manual import interface_of
 from isles.run.env import ATTEMPT, RUN_DIR, job_node, rank_defaults
-from isles.run.nodes import Fleet, FleetNode, known_fleet
+from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -47,7 +47,9 @@ def main() -> int:
     parser.add_argument("target", help="RUN_DIR, or HOST:PORT of the coordinator")
     parser.add_argument("--attempt", type=int, help="left out: the newest")
     parser.add_argument("--node", type=int, help="left out: the first, or as the job says")
-    parser.add_argument("--fleet", type=Path, help="the nodes, where a job's coordinator has them")
+    parser.add_argument(
+        "--nodes-file", type=Path, help="the nodes, where a job's coordinator has them"
+    )
     parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
     parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
     parser.add_argument("--only-check", type=float, metavar="SECONDS", help="and start nothing")
@@ -60,9 +62,9 @@ def main() -> int:
         else:
             run_dir = RunDir(Path(options.target).absolute())
             attempt = _attempt(run_dir, options.attempt)
-        if options.fleet is None and options.node is None:
+        if options.nodes_file is None and options.node is None:
             return _lead(run_dir, attempt, options.only_check)
-        nodes = known_fleet(attempt, options.fleet)
+        nodes = require_nodes(attempt, options.nodes_file)
         node = _own_node(nodes, options.node, attempt)
         if options.log:
             redirect_output(options.log.replace("%n", str(node.node)))

@@ -39,7 +39,7 @@ from isles.launch.slurm.allocation import SlurmAllocation
 from isles.run.begin import write_launch
 from isles.run.env import inherited
 from isles.run.find import typed_name
-from isles.run.nodes import Fleet, FleetNode, known_fleet
+from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -86,7 +86,7 @@ class Lead:
             UserError: the nodes of the run are not known.
         """
         if not isinstance(self._config.clusters[0].launcher, QueueSection):
-            self.nodes = known_fleet(self._attempt)
+            self.nodes = require_nodes(self._attempt)
             if self.nodes.launcher == "manual":
                 self._claim()
                 os.environ.update(node_environ(self._run_dir, self.nodes, 0))
@@ -126,7 +126,7 @@ class Lead:
     def start(self) -> None:
         """Place the agents that this process has to place, and begin to coordinate."""
         if self._allocation is not None:
-            words, log = ["--fleet", str(self._fleet_file)], self._attempt.path / "node-%n.log"
+            words, log = ["--nodes-file", str(self._nodes_file)], self._attempt.path / "node-%n.log"
             for command in self._allocation.on_all_nodes(words, log):
                 name = Path(command[0]).name
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -151,7 +151,7 @@ class Lead:
                 process.kill()
         self._coordinator.close()
         if self._allocation is not None:
-            self._fleet_file.unlink(missing_ok=True)
+            self._nodes_file.unlink(missing_ok=True)
         if self._job is not None and self._job.is_requeued:
             return self._job.queue_again()
         return int(self._coordinator.outcome["exit_code"])
@@ -200,13 +200,13 @@ class Lead:
         names = ", ".join(node.name for node in self.nodes)
         log_line(f"{allocation.job} on {names}: {self.nodes.world_size} ranks")
         self.nodes.write(self._attempt)
-        self.nodes.write(self._attempt, self._fleet_file)
+        self.nodes.write(self._attempt, self._nodes_file)
         if only_check_s is not None or launcher.check:
             return self._check(allocation, only_check_s)
         return None
 
     @property
-    def _fleet_file(self) -> Path:
+    def _nodes_file(self) -> Path:
         # A name that no node has looked for before: NFS keeps old ones.
         assert self._allocation is not None
         return self._attempt.path / f"fleet-{self._allocation.key}.json"
@@ -239,7 +239,7 @@ class Lead:
         # Before the ranks: are the nodes, and the links between them, fit? The exit code if not.
         head = self.nodes.head
         at = f"{head.address}:{_free_port(head.address, self.nodes.port)}"
-        words = ["--fleet", str(self._fleet_file), "--check", at]
+        words = ["--nodes-file", str(self._nodes_file), "--check", at]
         words += ["--only-check", str(only_check_s)] if only_check_s is not None else []
         self._attempt.findings.unlink(missing_ok=True)
         log = self._attempt.path / "check-node-%n.log"
@@ -286,7 +286,7 @@ class Lead:
             self.nodes = replace(nodes, port=port)
             self.nodes.write(self._attempt)
             if self._allocation is not None:
-                self.nodes.write(self._attempt, self._fleet_file)
+                self.nodes.write(self._attempt, self._nodes_file)
         return listener
 
     # The coordinator's thread.

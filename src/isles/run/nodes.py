@@ -126,7 +126,7 @@ class Fleet:
         write_record(path or attempt.fleet, {"isles": __version__, **self.record()})
 
 
-def known_fleet(attempt: Attempt, path: Path | None = None) -> Fleet:
+def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:
     """As `read_fleet`; also a UserError where there is no record."""
     nodes = read_fleet(attempt, path)
     if nodes is None:

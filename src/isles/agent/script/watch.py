@@ -293,7 +293,7 @@ class ScriptWatch:
     def _report(self, question: _Question, answers: dict[int, Any]) -> None:
         attempt, step = self._attempt, self._signs.last or 0
         hosts = [self._host(rank, answers) for rank in range(self._env.world_size)]
-        stall = script_stall(answers, hosts, step)
+        stall = script_hang(answers, hosts, step)
         name = f"step-{step}" if self._signs.num_steps else self._free_name("silence")
         name = self._free_name("asked") if question.by_hand else name
         for rank, answer in answers.items():
@@ -389,7 +389,7 @@ def overdue(signs: Signs, config: WatchdogConfig, now: float, total_steps: int |
     return ""
 
 
-def script_stall(answers: dict[int, Any], hosts: list[str], step: int) -> Stall:
+def script_hang(answers: dict[int, Any], hosts: list[str], step: int) -> Stall:
     """The ranks that the others wait for, from the answers of the starters."""
     frozen = [rank for rank, answer in answers.items() if answer["frozen"]]
     missing = [rank for rank in range(len(hosts)) if rank not in answers]
