@@ -32,7 +32,6 @@ from isles.run.restarts import (
     Restart,
     checkpoint_to_load,
     newest_step,
-    noted_step,
     read_last_step,
     read_restart,
     update_restart,
@@ -371,7 +370,7 @@ class Coordinator:
             self._enter("wait")
         elif codes <= {ExitCode.OK}:
             # A user's script leaves no outcome; one that a stop request has reached ends not so.
-            step, word = noted_step(attempt), "finished"
+            step, word = read_last_step(attempt, None), "finished"
             self._end(
                 lambda: end(attempt, "finished", ExitCode.OK, word, step=step), ExitCode.OK, word
             )

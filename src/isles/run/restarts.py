@@ -114,16 +114,10 @@ def current_restart(attempt: Attempt) -> int:
 
 def write_restart(attempt: Attempt, restart: Restart) -> Restart:
     """Record a decision, unless there is one of this number; returns the recorded one."""
-    staged = attempt.path / f".restart-{restart.number}.{os.getpid()}"
-    write_record(staged, restart.record())
-    try:
-        # Unlike a rename, a link never replaces what is there.
-        os.link(staged, attempt.restart(restart.number))
-    except FileExistsError:
-        return read_restart(attempt, restart.number) or restart
-    finally:
-        staged.unlink()
-    return restart
+    present = read_restart(attempt, restart.number)
+    if present is None:
+        write_record(attempt.restart(restart.number), restart.record())
+    return present or restart
 
 
 def update_restart(attempt: Attempt, restart: Restart) -> None:
@@ -163,18 +157,10 @@ class LastStep:
         os.close(self._handle)
 
 
-def noted_step(attempt: Attempt) -> int | None:
-    """The last recorded step, of any restart; None where there is none."""
-    try:
-        return int(attempt.last_step.read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def read_last_step(attempt: Attempt, restart: int) -> int | None:
-    """The last step done since a restart; None where there is none."""
+def read_last_step(attempt: Attempt, restart: int | None) -> int | None:
+    """The last step done since a restart (None: since whichever); None where there is none."""
     try:
         noted, step = attempt.last_step.read_text(encoding="ascii").split()
     except (OSError, ValueError):
         return None
-    return int(step) if int(noted) == restart else None
+    return int(step) if restart in (None, int(noted)) else None
