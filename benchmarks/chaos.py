@@ -27,7 +27,7 @@ from chaos_clusters import Cluster, Inputs, Run, prepare, running
 from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_rendezvous, pause, plan_faults
 
 from isles.outer.hub.journal import Journal
-from isles.run.manifest import find_checkpoint
+from isles.run.checkpoints import find_checkpoint
 from isles.run.records import read_rows
 
 FRAGMENTS, SYNC_EVERY, DELAY = 2, 20, 3

@@ -46,13 +46,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from diloco_clusters import FRAGMENTS, Bench, Replica, Setting, open_meeting
+from isles.train.data import write_tokenizer
 
 from isles.config.load import load_run_file
 from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
-from isles.train.tokenizer import write_tokenizer
 
 CODECS = ("none", "int8", "int4", "topk", "topk:0.02")
 POINTS = 6

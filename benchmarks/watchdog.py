@@ -15,12 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from isles.train.heartbeat import Beats, _serve
+
 from isles.config.sections.run import RunConfig
-from isles.dist.beat import Beats, _serve
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir
-from isles.train.hang.clock import StepClock
-from isles.train.hang.watchdog import Watchdog
+from isles.train.hang import StepClock, Watchdog
 from isles.train.record import Recorder
 
 STEPS, ROUNDS = 100_000, 7

@@ -16,8 +16,14 @@ from typing import Any
 from isles.config import keys
 from isles.config.sections.run import RunConfig
 from isles.config.yaml import scalar_text
-from isles.facts.models import CONTEXT_PARALLEL, PIPELINE, TENSOR_PARALLEL
-from isles.facts.models import llama_parameters, load_shape, shape_names
+from isles.facts.models import (
+    CONTEXT_PARALLEL,
+    PIPELINE,
+    TENSOR_PARALLEL,
+    llama_parameters,
+    load_shape,
+    shape_names,
+)
 from isles.facts.units import format_count, write_duration
 
 TARGET = Path(__file__).with_name("run-file.md")

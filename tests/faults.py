@@ -159,7 +159,7 @@ FAULTS = (
     ),
     Fault(
         "changed bytes of a checkpoint are not seen",
-        "run/manifest.py",
+        "run/checkpoints.py",
         'elif hash_file(file) != expected["sha256"]:',
         'elif hash_file(file) == "":',
         _BROKEN,
@@ -187,7 +187,7 @@ FAULTS = (
     ),
     Fault(
         "the token of an agent is not compared",
-        "run/wire.py",
+        "agent/protocol.py",
         "return hmac.compare_digest(str(given).encode(), proof(token, challenge, role).encode())",
         "return bool(given)",
         "tests/unit/test_fleet.py",
@@ -222,7 +222,7 @@ FAULTS = (
     ),
     Fault(
         "a frozen process takes its own pause for the silence of the others",
-        "run/pace.py",
+        "agent/protocol.py",
         "self.seconds += min(now_s - self._looked_at, self._LONGEST_GAP_S)",
         "self.seconds += now_s - self._looked_at",
         "tests/unit/test_fleet.py tests/unit/test_watchdog_judge.py",

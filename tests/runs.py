@@ -21,7 +21,7 @@ from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.signals import kill_now
+from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 
 FAKE_AGENT = Path(__file__).with_name("fake_agent.py")

@@ -30,14 +30,14 @@ def make(folder: Path) -> None:
     from pydoc_data.topics import topics
 
     import torch
+    from isles.train.logs import silence_libraries
     from transformers.utils import logging as transformers_logging
 
     from isles.config.sections.model import ModelConfig
     from isles.data.tokens.tokenizer import train_tokenizer
     from isles.models.build import build_model
-    from isles.train.quiet import hush_libraries
 
-    hush_libraries()
+    silence_libraries()
     transformers_logging.disable_progress_bar()
     config = ModelConfig(name_or_path=_SHAPE, init="scratch")
     model: Any = build_model(  # of transformers, which has no types

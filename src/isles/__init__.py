@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 
 def report(step: int, **figures: Any) -> None:
-    """Tell how far a script of your own has come; see `isles.run.report.report`."""
-    from isles.run.report import report
+    """Tell how far a script of your own has come; see `isles.agent.script.report.report`."""
+    from isles.agent.script.report import report
 
     report(step, **figures)

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from isles.balance.measure import ComputeMeter
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve
-from isles.balance.history import Dealt, Device, History
-from isles.balance.meter import ComputeMeter
+from isles.balance.revise import Dealt, Device, History
 from isles.dist.measure import Company
 from isles.dist.split import even_split
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
-from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from tests.dist.test_resume import rows_after_start, same_bits

@@ -24,8 +24,8 @@ from isles.dist.split import RowSplit, even_split
 from isles.dist.world import World, join_world, leave_world
 from isles.errors import ExitCode
 from isles.models.build import build_empty_model, build_model, fill_model
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
-from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.train.optimizer import make_optimizers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.records import read_rows
 from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import same_bits

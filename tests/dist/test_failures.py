@@ -20,7 +20,7 @@ from isles.config.load import load_run_file
 from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import ExitCode
-from isles.run.manifest import list_checkpoints, verify_checkpoint
+from isles.run.checkpoints import list_checkpoints, verify_checkpoint
 from isles.run.records import read_record
 from tests.deadline import DEADLINE_S
 from tests.dist.test_resume import rows_after_start

@@ -21,14 +21,14 @@ from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import World, join_world, leave_world
 from isles.models.build import build_empty_model, build_model, fill_model
+from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 from isles.strategies.base import Engine
 from isles.train.model import weights_dtype
 from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, settle_mesh
+from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import run_ranks, train_to_end
 
@@ -121,7 +121,7 @@ def make(
         module,
         lambda module: fill_model(module, config.model, seed=0),
         lambda module: make_optimizers(config.training, module, seed=0),
-        settle_mesh(strategy, world),
+        resolve_mesh(strategy, world),
         world,
         config,
     )

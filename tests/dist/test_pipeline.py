@@ -26,8 +26,8 @@ from isles.dist.world import join_world
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.models import PIPELINE
 from isles.models.build import build_empty_model, fill_model
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
-from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.strategies.pipeline.engine import PipelineEngine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isles.errors import ExitCode
-from isles.run.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
+from isles.run.checkpoints import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.dist.test_same_mathematics import largest_difference, weights_of

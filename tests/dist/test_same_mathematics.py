@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isles.checkpoint.load import SafeReader, load_tensors
-from isles.run.manifest import find_checkpoint
+from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 from tests.ranks import train_to_end

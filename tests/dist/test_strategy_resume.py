@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isles.run.manifest import find_checkpoint
+from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import train_to_end

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from isles.errors import ExitCode
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
-from isles.run.manifest import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, read_rows
 from tests.dist.test_resume import rows_after_start, same_bits

@@ -19,8 +19,8 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import ExitCode, UserError
 from isles.run.begin import begin_run, new_attempt
+from isles.run.checkpoints import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import PARTIAL_PREFIX, list_checkpoints, verify_checkpoint
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from tests.dist.test_resume import same_bits, with_dropout
@@ -297,8 +297,7 @@ def look_around(env: RankEnv, folder: Path) -> list[Any]:
     from isles.checkpoint.load import refuse_other_run
     from isles.config.sections.model import ModelConfig
     from isles.dist.files import find_disks
-    from isles.dist.nodes import on_every_rank
-    from isles.dist.world import join_world, leave_world
+    from isles.dist.world import join_world, leave_world, on_every_rank
     from isles.train.hosts import check_model_folder
 
     def fail() -> None:

@@ -51,7 +51,7 @@ write_remote(Path("{LAPTOP}/runs"), RemoteRun(
 FLEET = """
 import sys, time
 from pathlib import Path
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.records import write_record
 from tests.runs import bare_run
 node = int(sys.argv[2])

@@ -17,7 +17,7 @@ import torch
 
 from isles.errors import ExitCode
 from isles.monitor.stop import wait_for_end
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, read_rows
@@ -95,7 +95,7 @@ def test_after_a_kill_the_run_finishes_as_if_nothing_had_happened(run_file: Path
     (restart,) = list_restarts(attempt)
     assert restart.reached is not None and restart.reached >= 8
     assert restart.saved is not None and restart.saved < STEPS
-    assert restart.culprit is not None and restart.culprit["rank"] == 1
+    assert restart.root_cause is not None and restart.root_cause["rank"] == 1
     assert restart.text.startswith(f"rank 1 on {os.uname().nodename} was killed by SIGKILL at step")
     assert restart.text.endswith("(restart 1 of 3)")
     assert restart.text in command.out, "who watches the run is told"
@@ -156,10 +156,10 @@ def agent_says(attempt: Attempt, node: int, words: str) -> bool:
     return words in attempt.node_log(node).read_text(errors="replace")
 
 
-def rank_on(attempt: Attempt, node: int, restart: int) -> int | None:
+def rank_on(attempt: Attempt, node: int) -> int | None:
     """The rank of a node with one rank, once the nodes have met."""
-    members = read_record(attempt.path / "members.json") or {}
-    return members["nodes"].index(node) if members.get("restart") == restart else None
+    nodes = (read_record(attempt.nodes) or {}).get("nodes", ())
+    return next((entry["first_rank"] for entry in nodes if entry["node"] == node), None)
 
 
 def test_nodes_come_and_go(run_file: Path) -> None:
@@ -171,7 +171,7 @@ def test_nodes_come_and_go(run_file: Path) -> None:
         assert lost is not None
         seen = family(attempt)
         assert len([node for node in range(3) if node_process(attempt, node)]) == 3
-        rank = rank_on(attempt, 1, 0)
+        rank = rank_on(attempt, 1)
         assert rank is not None
         os.kill(lost.pid, signal.SIGKILL)
         kill_rank(command, attempt, rank, 0)

@@ -18,7 +18,7 @@ from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, PreTrained
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from isles.errors import ExitCode
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.chat_templates import GEMMA

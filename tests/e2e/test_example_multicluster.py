@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S

@@ -17,8 +17,8 @@ import pytest
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.run.signals import kill_now
 from isles.run.state import attempt_state
+from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 from tests.runs import Agent, bare_run, make_pipes, nothing_left
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
-from isles.run.ask import ask_rendezvous
-from isles.run.join_line import JoinLine
+from isles.run.join_line import JoinLine, ask_rendezvous
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.restarts import read_last_step

@@ -19,13 +19,13 @@ import yaml
 from safetensors.torch import load_file
 
 from isles.errors import ExitCode
-from isles.launch.meeting import end_rendezvous, rendezvous_process
+from isles.launch.hub import end_rendezvous, rendezvous_process
 from isles.monitor.stop import end_here, wait_for_end
 from isles.run.find import find_any, find_cluster
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
-from isles.run.several import SeveralRun
-from isles.run.signals import kill_now
+from isles.run.remote import SeveralRun
+from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 from tests.slowdown import slowed
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from isles.errors import ExitCode
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.run.remote import list_remotes
@@ -28,7 +28,7 @@ SLEEPER = """
 import os, signal, time
 from pathlib import Path
 from isles.run.begin import new_attempt, write_launch
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 run_dir = RunDir(Path("runs/sync-1"))

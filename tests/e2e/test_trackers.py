@@ -18,7 +18,7 @@ import pytest
 
 from isles.config.sections.output import WandbConfig
 from isles.errors import UserError
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.track.wandb import settle_mode

@@ -20,7 +20,7 @@ import torch
 
 from isles.errors import ExitCode
 from isles.monitor.stop import wait_for_end
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, read_rows

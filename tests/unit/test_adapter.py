@@ -26,7 +26,7 @@ from isles.facts.cost import ModelSize, train_flops_per_token
 from isles.models.adapter import base_name, frozen_dtype
 from isles.models.build import build_empty_model, build_model, build_probe, fill_model
 from isles.models.fill import base_fingerprint
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 from isles.train.model import base_of, count_parameters, flops_per_token, with_base
 from isles.train.optimizer import make_optimizers
 from isles.train.probe import state_bytes

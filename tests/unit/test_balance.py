@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from isles.balance.balancer import Balancer
-from isles.balance.calibrate import (
+from isles.balance.measure import (
+    ComputeMeter,
     Probe,
     calibrate,
     curve_file,
@@ -22,16 +20,17 @@ from isles.balance.calibrate import (
     rows_that_fit,
     settled,
 )
+from torch import nn
+
+from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds
-from isles.balance.history import Dealt, Device, History
-from isles.balance.meter import ComputeMeter
-from isles.balance.revise import choose, judge, pooled, revise
-from isles.balance.shares import rank_shares, rank_sizes
+from isles.balance.revise import Dealt, Device, History, choose, judge, pooled, revise
 from isles.config.load import load_run_file
 from isles.dist.split import RowSplit, even_split
 from isles.errors import ConfigError
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
+from isles.train.balance import rank_shares, rank_sizes
 from isles.train.probe import WithLoss
 
 HOSTS = ["big", "big", "small", "old"]

@@ -28,8 +28,7 @@ from isles.run.begin import (
 from isles.run.find import find_run, list_runs
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, write_record
-from isles.run.refusals import clear_errors
+from isles.run.records import clear_errors, read_record, write_record
 from tests.deadline import DEADLINE_S
 from tests.runs import bare_run, running_agent
 

@@ -13,10 +13,9 @@ import pytest
 from isles.checkpoint.save import CheckpointManager
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
-from isles.dist.nodes import Place
-from isles.dist.world import World
+from isles.dist.world import Place, World
 from isles.errors import TrainingError
-from isles.run.manifest import MANIFEST, MANIFEST_VERSION, checkpoint_name
+from isles.run.checkpoints import MANIFEST, MANIFEST_VERSION, checkpoint_name
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 from isles.run.restarts import checkpoint_to_load

@@ -24,7 +24,7 @@ from isles.data.tokens.encode import Encoder
 from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.errors import CommunicationError, DataError
-from isles.run.manifest import hash_file
+from isles.run.checkpoints import hash_file
 from tests.deadline import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

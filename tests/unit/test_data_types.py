@@ -18,7 +18,7 @@ from isles.data.tokens.prepare import prepare
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.tokenizer import load_tokenizer, train_tokenizer
 from isles.errors import DataError
-from isles.run.manifest import hash_file
+from isles.run.checkpoints import hash_file
 from tests import chat_templates as templates
 from tests.each import each
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from isles import errors
+from isles.agent.protocol import refusal
 from isles.check.finding import IDS
 from isles.cli import main
 from isles.errors import (
@@ -29,7 +30,7 @@ from isles.errors import (
     more_lines,
 )
 from isles.facts import troubleshooting as page
-from isles.launch.remote.wheel import wheel_bytes
+from isles.launch.remote.setup import wheel_bytes
 from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import Shell
@@ -37,7 +38,6 @@ from isles.monitor.outcome import failure_lines
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
 from isles.run.records import write_record
-from isles.run.wire import refusal
 from isles.train.worker import record_error
 from tests.deadline import DEADLINE_S
 from tests.documents import ROOT, is_key

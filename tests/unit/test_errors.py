@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isles.agent.failure import failure_report
-from isles.agent.rank import let_cause_end_first
+from isles.agent.workers import let_cause_end_first
 from isles.errors import ExitCode
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt
@@ -41,15 +41,15 @@ def test_who_has_lost_another_is_no_culprit_even_where_its_disk_holds_no_word(
     assert code == ExitCode.COMMUNICATION and attempt.rank_error(0).is_dir()
     attempt.rank_error(0).rmdir()
 
-    assert failure_report(attempt, 0, [0], 2, {0: code})["culprit"] is None
-    found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: 1})["culprit"]
+    assert failure_report(attempt, 0, [0], 2, {0: code})["root_cause"] is None
+    found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: 1})["root_cause"]
     assert found["what"] == "rank 1 ended with exit code 1"
-    found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: -9})["culprit"]
+    found = failure_report(attempt, 0, [0, 1], 3, {0: code, 1: -9})["root_cause"]
     assert found["what"] == "rank 1 was killed by SIGKILL"
 
     waited: list[float] = []
-    monkeypatch.setattr("isles.agent.rank._CAUSE_FIRST_S", 0.1)
-    monkeypatch.setattr("isles.agent.rank.time.sleep", waited.append)
+    monkeypatch.setattr("isles.agent.workers._CAUSE_FIRST_S", 0.1)
+    monkeypatch.setattr("isles.agent.workers.time.sleep", waited.append)
     let_cause_end_first(attempt, env, ExitCode.TRAINING)
     assert not waited
     let_cause_end_first(attempt, env, code)

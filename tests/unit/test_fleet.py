@@ -17,19 +17,18 @@ from typing import Any
 
 import pytest
 
-from isles.agent.connection import Connection, Head, authenticate
+from isles.agent.connection import Connection
 from isles.agent.coordinator import Coordinator
-from isles.agent.members import Terms
-from isles.agent.server import Identity, NodeRecords, RendezvousServer
+from isles.agent.protocol import LOST_AFTER_S, LastSeen, ProtocolError, Wire, authenticate
+from isles.agent.server import NodeRecords, RendezvousServer
 from isles.errors import ExitCode, UserError
-from isles.run.fleet import Fleet, FleetNode
-from isles.run.pace import LOST_AFTER_S, Silence
+from isles.run.nodes import Fleet, FleetNode
+from isles.run.outcome import agent_error
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.restarts import list_restarts
-from isles.run.stop_request import StopKind, request_stop
-from isles.run.wire import NotOurs, Wire
+from isles.run.stop import StopKind, request_stop
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.runs import bare_run
@@ -45,9 +44,9 @@ class Table:
     run_dir: RunDir
     attempt: Attempt
     fleet: Fleet
-    rendezvous: RendezvousServer
+    server: RendezvousServer
     coordinator: Coordinator
-    contacts: list[Connection]
+    connections: list[Connection]
     late_s: float = 0.0
 
     def look_until(self, condition: Callable[[], Any], what: str) -> Any:
@@ -63,12 +62,10 @@ class Table:
 
     def join(self, node: int, other: dict[str, Any] | None = None) -> Connection:
         """An agent that comes."""
-        head = Head("h0", "127.0.0.1", self.fleet.port)
-        hello = {**self.hello(node), **(other or {})}
-        contact = Connection(head, hello, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
-        contact.report({"restart": -1, "state": "idle"})
-        self.contacts.append(contact)
-        return contact
+        connection = dial(self.fleet.port, {**self.hello(node), **(other or {})})
+        connection.report({"restart": -1, "state": "idle"})
+        self.connections.append(connection)
+        return connection
 
     def hello(self, node: int) -> dict[str, Any]:
         """What an agent says first."""
@@ -83,23 +80,29 @@ class Table:
 
     def begin(self, *nodes: int) -> list[Connection]:
         """Agents that come, and are told to start their ranks, and do so."""
-        contacts = [self.join(node) for node in nodes]
-        self.runs(*contacts)
-        return contacts
+        connections = [self.join(node) for node in nodes]
+        self.runs(*connections)
+        return connections
 
-    def runs(self, *contacts: Connection) -> None:
+    def runs(self, *connections: Connection) -> None:
         """Their ranks are started as they were told."""
-        told = [contact.order for contact in contacts]
+        told = [connection.command for connection in connections]
         self.look_until(
-            lambda: all(c.order.get("phase") == "run" for c in contacts), f"all run: {told}"
+            lambda: all(c.command.get("phase") == "run" for c in connections), f"all run: {told}"
         )
-        for contact in contacts:
-            contact.report({"restart": contact.order["restart"], "state": "running"})
+        for connection in connections:
+            connection.report({"restart": connection.command["restart"], "state": "running"})
 
     def ends(self, what: str) -> dict[str, Any]:
         """The outcome, once there is one."""
         self.look_until(lambda: self.coordinator.is_over, what)
         return read_record(self.attempt.outcome) or {}
+
+
+def dial(port: int, hello: dict[str, Any]) -> Connection:
+    """The connection of an agent."""
+    address, wait_s = ("127.0.0.1", port), DEADLINE_S
+    return Connection("h0", address, hello, TOKEN, start_timeout_s=wait_s, may_return=False)
 
 
 @contextmanager
@@ -123,20 +126,20 @@ def table(
         start_timeout_s=wait_s,
         digest=hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
     )
-    identity = Identity("x-1", 1, fleet.digest, VERSIONS, TOKEN)
-    terms = Terms(max_restarts=3, save_timeout_s=60.0, needs_head=True)
     made = Table(run_dir, attempt, fleet, None, None, [])  # type: ignore[arg-type]  # just below
     clock = lambda: time.monotonic() + made.late_s  # noqa: E731
-    rendezvous = made.rendezvous = RendezvousServer(
-        listener, fleet, identity, lambda: {"run": "x-1"}, clock
+    made.server = RendezvousServer(
+        listener, fleet, "x-1", 1, VERSIONS, TOKEN, lambda: {"run": "x-1"}, clock
     )
-    made.coordinator = Coordinator(run_dir, attempt, fleet, terms, rendezvous)
+    made.coordinator = Coordinator(
+        run_dir, attempt, fleet, made.server, max_restarts=3, save_timeout_s=60.0
+    )
     try:
         yield made
     finally:
-        for contact in made.contacts:
-            contact.leave()
-        rendezvous.close()
+        for connection in made.connections:
+            connection.leave()
+        made.server.close()
 
 
 def greet(wire: Wire, hello: dict[str, Any]) -> None:
@@ -159,19 +162,21 @@ def error(rank: int, at: float, what: str, *, is_communication: bool = False) ->
     }
 
 
-def failed(restart: int, culprit: dict[str, Any] | None, *errors: dict[str, Any]) -> dict[str, Any]:
+def failed(
+    restart: int, root_cause: dict[str, Any] | None, *errors: dict[str, Any]
+) -> dict[str, Any]:
     report = {"restart": restart, "state": "failed", "codes": {"0": 3}, "errors": list(errors)}
-    return {**report, "culprit": culprit, "tail": "the end" if culprit else ""}
+    return {**report, "root_cause": root_cause, "tail": "the end" if root_cause else ""}
 
 
 def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_path: Path) -> None:
     with table(tmp_path, 3) as made:
         late, middle, first = (made.join(node) for node in (2, 1, 0))
         made.runs(late, middle, first)
-        assert [c.order["ranks"] for c in (first, middle, late)] == [[0, 1], [1, 2], [3, 3]]
-        assert {c.order["world_size"] for c in (first, middle, late)} == {6}
-        assert late.order["master"][0] == "10.0.0.0", "an address, never a name"
-        NodeRecords(made.attempt, made.fleet, made.rendezvous).write(made.coordinator.places())
+        assert [c.command["ranks"] for c in (first, middle, late)] == [[0, 1], [1, 2], [3, 3]]
+        assert {c.command["world_size"] for c in (first, middle, late)} == {6}
+        assert late.command["master"][0] == "10.0.0.0", "an address, never a name"
+        NodeRecords(made.attempt, made.fleet, made.server).write(made.coordinator.places())
         nodes = (read_record(made.attempt.nodes) or {})["nodes"]
         assert [(n["name"], n["state"], n["first_rank"]) for n in nodes] == [
             ("h0", "there", 0),
@@ -183,10 +188,10 @@ def test_ranks_are_in_the_order_of_the_nodes_whatever_order_they_come_in(tmp_pat
 def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     with table(tmp_path, 3, wait_s=20.0) as made:
         there = made.join(1)
-        made.look_until(lambda: made.rendezvous.there() == [1], "one has come")
+        made.look_until(lambda: made.server.connected() == [1], "one has come")
         made.late_s = 6.0
-        made.look_until(lambda: there.order.get("waiting"), "who waits is told for whom")
-        line = there.order["waiting"]
+        made.look_until(lambda: there.command.get("waiting"), "who waits is told for whom")
+        line = there.command["waiting"]
         missing = "waiting for node 0 (h0, 10.0.0.0), node 2 (h2, 10.0.0.2): 1 of 3 nodes are there"
         assert line.startswith(missing)
         status = read_record(made.run_dir.status) or {}
@@ -195,17 +200,17 @@ def test_who_is_missing_is_named_and_ends_the_wait(tmp_path: Path) -> None:
         outcome = made.ends("the wait has an end")
         assert outcome["exit_code"] == ExitCode.COMMUNICATION
         assert "node 2 (h2, 10.0.0.2) did not come within 20 s" in outcome["reason"]
-        made.look_until(lambda: there.order.get("phase") == "over", "who is there ends too")
+        made.look_until(lambda: there.command.get("phase") == "over", "who is there ends too")
 
 
 def test_with_a_least_number_the_run_begins_with_fewer(tmp_path: Path) -> None:
     with table(tmp_path, 3, least=2, wait_s=20.0) as made:
-        contacts = [made.join(0), made.join(2)]
-        made.look_until(lambda: made.rendezvous.there() == [0, 2], "two have come")
-        assert not contacts[0].order.get("ranks")
+        connections = [made.join(0), made.join(2)]
+        made.look_until(lambda: made.server.connected() == [0, 2], "two have come")
+        assert not connections[0].command.get("ranks")
         made.late_s = 21.0
-        made.runs(*contacts)
-        assert [c.order["ranks"] for c in contacts] == [[0, 1], [1, 3]]
+        made.runs(*connections)
+        assert [c.command["ranks"] for c in connections] == [[0, 1], [1, 3]]
 
 
 @each(
@@ -223,21 +228,22 @@ def test_who_does_not_belong_is_refused_on_both_sides(
 ) -> None:
     with table(tmp_path) as made:
         first = made.join(0)
-        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
+        made.look_until(lambda: made.server.connected() == [0], "one has come")
         unknown = made.join(1, other)
         made.look_until(lambda: unknown.state == "refused", "the other is refused")
         assert words in str(unknown.fault) and "fix: " in str(unknown.fault)
         assert words in capfd.readouterr().err
-        assert first.state == "there" and not made.coordinator.is_over
+        assert first.state == "connected" and not made.coordinator.is_over
 
 
 def test_another_program_on_the_port_is_found_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
         threading.Thread(target=_talk, args=(other,), daemon=True).start()
-        head = Head("h0", "127.0.0.1", other.getsockname()[1])
-        contact = Connection(head, {}, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
-        made.look_until(lambda: contact.state == "refused", "it is found out")
-        assert "is not the coordinator of this run: not a message: b'SSH-2.0" in str(contact.fault)
+        connection = dial(other.getsockname()[1], {})
+        made.look_until(lambda: connection.state == "refused", "it is found out")
+        assert "is not the coordinator of this run: not a message: b'SSH-2.0" in str(
+            connection.fault
+        )
 
 
 def _talk(other: socket.socket) -> None:
@@ -262,7 +268,7 @@ def test_the_earliest_error_is_the_cause_whatever_the_clocks_say(tmp_path: Path)
         wire.send({"report": failed(0, cause, cause), "clock": now + 3600.0})
         made.look_until(lambda: list_restarts(made.attempt), "it is judged")
         (restart,) = list_restarts(made.attempt)
-        assert restart.culprit is not None and restart.culprit["what"] == "first"
+        assert restart.root_cause is not None and restart.root_cause["what"] == "first"
         assert "rank 1 on h1 failed: first" in restart.text
         kept = read_record(made.attempt.rank_error(1)) or {}
         assert abs(kept["at"] - (now - 5.0)) < 3.0, "on record by the head's clock"
@@ -274,15 +280,15 @@ def test_after_a_loss_all_end_their_ranks_before_any_begins_again(tmp_path: Path
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
         second.report(failed(0, error(1, time.time(), "boom")))
-        made.look_until(lambda: first.order["phase"] == "halt", "all are told to end")
+        made.look_until(lambda: first.command["phase"] == "halt", "all are told to end")
         second.report({"restart": 0, "state": "idle"})
-        made.look_until(lambda: made.rendezvous.peers()[1].report["state"] == "idle", "one has")
+        made.look_until(lambda: made.server.peers()[1].report["state"] == "idle", "one has")
         for _ in range(20):
             made.coordinator.look()
-        assert second.order["phase"] == "halt", "the first has not ended its ranks yet"
+        assert second.command["phase"] == "halt", "the first has not ended its ranks yet"
         first.report({"restart": 0, "state": "idle"})
         made.runs(first, second)
-        assert first.order["restart"] == 1
+        assert first.command["restart"] == 1
 
 
 def test_an_agent_that_dies_is_missed_within_seconds(tmp_path: Path) -> None:
@@ -307,10 +313,10 @@ def test_a_node_that_falls_silent_is_named_after_twenty_seconds(tmp_path: Path) 
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
         greet(wire, made.hello(1))
         made.runs(first)
-        peers = made.rendezvous.peers()
+        peers = made.server.peers()
         while not peers[1].lost:
             made.late_s += 1.0
-            peers[0].silence.heard()  # this one gives a sign of life each second
+            peers[0].last_seen.reset()  # this one gives a sign of life each second
             made.coordinator.look()
         assert re.fullmatch(r"it has not been heard of for 2[0-3] s", peers[1].lost)
         outcome = made.ends("the loss ends a run of a fixed number of nodes")
@@ -324,36 +330,40 @@ def test_a_stop_request_is_heard_while_nobody_is_there(
 ) -> None:
     with table(tmp_path) as made:
         only = made.join(0)
-        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
+        made.look_until(lambda: made.server.connected() == [0], "one has come")
         request_stop(made.attempt, kind)
         outcome = made.ends("it is stopped")
         assert (outcome["state"], outcome["exit_code"]) == ("stopped", code)
-        made.look_until(lambda: only.order.get("phase") == "over", "who is there ends")
-        assert only.order["exit_code"] == code
+        made.look_until(lambda: only.command.get("phase") == "over", "who is there ends")
+        assert only.command["exit_code"] == code
 
 
 def test_a_stop_request_of_one_node_is_for_all_and_now_does_not_wait(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
         second.report({"restart": 0, "state": "running", "stop": 2})
-        made.look_until(lambda: first.order.get("signal") == 2, "the other hears of it")
+        made.look_until(lambda: first.command.get("signal") == 2, "the other hears of it")
         request_stop(made.attempt, "now")
-        made.look_until(lambda: first.order["phase"] == "over" and first.order["now"], "at once")
+        made.look_until(
+            lambda: first.command["phase"] == "over" and first.command["now"], "at once"
+        )
         outcome = made.ends("it is over")
-        made.look_until(lambda: second.order["phase"] == "over", "the other hears of it too")
+        made.look_until(lambda: second.command["phase"] == "over", "the other hears of it too")
         assert outcome["state"] == "stopped"
 
 
 def test_a_run_directory_that_is_deleted_ends_all_nodes_at_once(tmp_path: Path) -> None:
     with table(tmp_path) as made:
-        contacts = made.begin(0, 1)
+        connections = made.begin(0, 1)
         shutil.rmtree(made.run_dir.path)
         made.look_until(
-            lambda: all(c.order.get("phase") == "over" for c in contacts), "all are told"
+            lambda: all(c.command.get("phase") == "over" for c in connections), "all are told"
         )
-        for contact in contacts:
-            assert contact.order["now"] and contact.order["exit_code"] == ExitCode.TRAINING
-            assert f"{made.run_dir.path} is not there any more" in contact.order["reason"]
+        for connection in connections:
+            assert (
+                connection.command["now"] and connection.command["exit_code"] == ExitCode.TRAINING
+            )
+            assert f"{made.run_dir.path} is not there any more" in connection.command["reason"]
         assert not made.run_dir.path.exists()
 
 
@@ -377,7 +387,7 @@ def test_who_does_not_know_the_token_gets_nothing_and_is_named(
         for message in ({"fetch": True}, hello):
             with pytest.raises(UserError, match=r"127\.0\.0\.1 does not know the token"):
                 first_word(message, "another secret")
-        assert not made.rendezvous.peers()
+        assert not made.server.peers()
         assert "does not know the token" in capfd.readouterr().err
 
 
@@ -392,17 +402,36 @@ def test_a_coordinator_that_does_not_know_the_token_is_obeyed_by_nobody() -> Non
 
         threading.Thread(target=pretend, daemon=True).start()
         wire = Wire(socket.create_connection(server.getsockname(), timeout=DEADLINE_S))
-        with pytest.raises(NotOurs, match="does not know the token"):
+        with pytest.raises(ProtocolError, match="does not know the token"):
             authenticate(wire, {"hello": {}}, TOKEN, DEADLINE_S)
         wire.close()
 
 
 def test_a_process_that_was_frozen_does_not_take_the_others_for_lost() -> None:
-    silence = Silence(0.0)
-    assert silence.look(1.0) == 1.0
-    assert silence.look(3601.0) < LOST_AFTER_S, "an hour of its own sleep"
+    last_seen = LastSeen(0.0)
+    assert last_seen.look(1.0) == 1.0
+    assert last_seen.look(3601.0) < LOST_AFTER_S, "an hour of its own sleep"
     for second in range(30):
-        silence.look(3602.0 + second)
-    assert silence.seconds > LOST_AFTER_S
-    silence.heard()
-    assert silence.look(3632.0) < 2.0
+        last_seen.look(3602.0 + second)
+    assert last_seen.seconds > LOST_AFTER_S
+    last_seen.reset()
+    assert last_seen.look(3632.0) < 2.0
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_outcome_that_cannot_be_recorded_still_has_its_code_and_cause(
+    tmp_path: Path, is_full: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with table(tmp_path) as made:
+        (only,) = [made.join(0)]
+        made.look_until(lambda: made.server.connected() == [0], "one has come")
+        if is_full:  # as if: a folder stands where the file would be renamed to
+            (made.attempt.outcome / "x").mkdir(parents=True)
+        first = agent_error("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine")
+        made.coordinator.fail(first)
+        made.coordinator.fail(agent_error("and so does the house", "run", id="machine"))
+        made.look_until(lambda: only.command.get("phase") == "over", "who is there ends")
+        assert only.command["exit_code"] == ExitCode.PREFLIGHT
+        assert only.command["reason"] == "the switch burns"
+        assert made.attempt.outcome.is_file() != is_full
+    assert ("could not be put on record" in capfd.readouterr().err) == is_full

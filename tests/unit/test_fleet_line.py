@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from isles import __version__
-from isles.agent.connection import Connection, Head, authenticate
-from isles.agent.failure import judge
-from isles.agent.fetch import fetch_run
+from isles.agent.connection import fetch_run
+from isles.agent.failure import decide
+from isles.agent.protocol import Wire, authenticate, proof
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.run.records import read_record
-from isles.run.wire import Wire, proof
 from tests.deadline import DEADLINE_S
 from tests.each import each
-from tests.unit.test_fleet import TOKEN, Table, error, greet, table
+from tests.unit.test_fleet import TOKEN, Table, dial, error, greet, table
 
 
 def knock(made: Table, said: bytes) -> bytes:
@@ -71,15 +70,15 @@ def test_a_report_that_is_none_costs_the_connection_and_not_the_run(tmp_path: Pa
         wire = Wire(socket.create_connection(("127.0.0.1", made.fleet.port), timeout=DEADLINE_S))
         greet(wire, made.hello(0))
         wire.send({"report": "well"})
-        made.look_until(lambda: made.rendezvous.peers()[0].wire is None, "it is cut")
-        assert made.rendezvous.peers()[0].report == {}
+        made.look_until(lambda: made.server.peers()[0].wire is None, "it is cut")
+        assert made.server.peers()[0].report == {}
 
 
 def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         made.join(0)
-        made.look_until(lambda: made.rendezvous.there() == [0], "one has come")
-        peer = made.rendezvous.peers()[0]
+        made.look_until(lambda: made.server.connected() == [0], "one has come")
+        peer = made.server.peers()[0]
 
         class Parting(dict[str, Any]):
             """Compared with what was sent before, as the other thread takes the line away."""
@@ -90,7 +89,7 @@ def test_a_node_may_go_in_the_very_moment_in_which_it_is_told_something(tmp_path
                 peer.wire = None
                 return False
 
-        made.rendezvous.order(0, Parting(phase="wait"), time.monotonic())
+        made.server.command(0, Parting(phase="wait"), time.monotonic())
         assert peer.wire is None
 
 
@@ -100,7 +99,7 @@ def test_the_first_word_to_a_node_is_a_welcome(tmp_path: Path) -> None:
 
         def order() -> None:
             while not is_over.is_set():
-                made.rendezvous.order(0, {"phase": "wait"}, time.monotonic())
+                made.server.command(0, {"phase": "wait"}, time.monotonic())
 
         busy = threading.Thread(target=order)
         busy.start()
@@ -131,10 +130,9 @@ def test_a_refusal_that_makes_no_sense_is_that_of_another_program(
 
     with socket.create_server(("127.0.0.1", 0)) as other, table(tmp_path) as made:
         threading.Thread(target=answer, daemon=True).start()
-        head = Head("h0", "127.0.0.1", other.getsockname()[1])
-        contact = Connection(head, {}, TOKEN, start_timeout_s=DEADLINE_S, may_return=False)
-        made.look_until(lambda: contact.state == "refused", "it is found out")
-        assert "is not the coordinator of this run" in str(contact.fault)
+        connection = dial(other.getsockname()[1], {})
+        made.look_until(lambda: connection.state == "refused", "it is found out")
+        assert "is not the coordinator of this run" in str(connection.fault)
         port = other.getsockname()[1]
         with pytest.raises(UserError, match="has not answered"):
             fetch_run(f"127.0.0.1:{port}", TOKEN, 1, None, timeout_s=0.1)
@@ -169,8 +167,8 @@ def test_ranks_that_all_ended_well_have_finished_whatever_was_asked_late(tmp_pat
     with table(tmp_path) as made:
         first, second = made.begin(0, 1)
         made.coordinator.ask_to_stop(15)
-        for contact in (first, second):
-            contact.report({"restart": 0, "state": "succeeded", "codes": {"0": 0}})
+        for connection in (first, second):
+            connection.report({"restart": 0, "state": "succeeded", "codes": {"0": 0}})
         assert made.ends("it is over")["state"] == "finished"
 
 
@@ -179,18 +177,18 @@ def test_the_first_rank_of_a_script_has_a_port_before_any_agent_has_said_a_word(
 ) -> None:
     with table(tmp_path, addresses="127.0.1.{}") as made:
         made.runs(*(made.join(node) for node in (1, 0)))
-        host, port = made.contacts[0].order["master"]
+        host, port = made.connections[0].command["master"]
         assert host == "127.0.1.0" and port > 0
 
 
 def test_a_script_elsewhere_that_has_reported_steps_is_started_again(tmp_path: Path) -> None:
     with table(tmp_path) as made:
         made.attempt.last_step.write_text(f"{0:>8} {7:>12}\n")
-        culprit = {**error(1, time.time(), "boom"), "kind": "ScriptFailed", "is_script": True}
-        culprit["will_recur"] = True  # as a host without the head's records sees it
-        found = judge(made.run_dir, made.attempt, 0, culprit, max_restarts=3)
+        root_cause = {**error(1, time.time(), "boom"), "kind": "ScriptFailed", "is_script": True}
+        root_cause["will_recur"] = True  # as a host without the head's records sees it
+        found = decide(made.run_dir, made.attempt, 0, root_cause, max_restarts=3)
         assert found.decision == "restart" and read_record(made.attempt.outcome) is None
         made.attempt.last_step.unlink()
-        found = judge(made.run_dir, made.attempt, 1, culprit, max_restarts=3)
+        found = decide(made.run_dir, made.attempt, 1, root_cause, max_restarts=3)
         assert found.decision == "fail"
         assert (read_record(made.attempt.outcome) or {})["exit_code"] == ExitCode.TRAINING

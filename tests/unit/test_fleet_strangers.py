@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from isles import __version__
-from isles.agent.connection import Connection, Head, authenticate
-from isles.agent.fetch import fetch_run
+from isles.agent.connection import Connection, fetch_run
+from isles.agent.protocol import GREETING_BYTES, ProtocolError, Wire, authenticate
 from isles.errors import PreflightError
-from isles.run.wire import GREETING_BYTES, NotOurs, Wire
 from tests.deadline import DEADLINE_S
 from tests.each import each
 from tests.unit.test_fleet import TOKEN, greet, table
@@ -68,12 +67,12 @@ def test_who_is_known_may_say_more_than_a_stranger(tmp_path: Path) -> None:
         wire = Wire(dial(made.fleet.port))
         greet(wire, made.hello(0))
         wire.send({"report": {"state": "idle", "tail": "x" * 4 * GREETING_BYTES}})
-        made.look_until(lambda: made.rendezvous.peers()[0].report.get("tail"), "it is heard")
+        made.look_until(lambda: made.server.peers()[0].report.get("tail"), "it is heard")
         wire.close()
     here, there = pair()
     with here, there:
         there.sendall(json.dumps({"tail": "x" * 2000}).encode() + b"\n")
-        with pytest.raises(NotOurs):
+        with pytest.raises(ProtocolError):
             Wire(here).receive(DEADLINE_S, longest_bytes=1000)
 
 
@@ -116,7 +115,7 @@ def test_who_knocks_again_and_again_fills_no_log(
             with pytest.raises(PreflightError):
                 authenticate(wire, {"fetch": True}, str(number), DEADLINE_S)
             wire.close()
-        assert "does not know the token" in str(made.rendezvous.refused)
+        assert "does not know the token" in str(made.server.refused)
     assert 5 < len(capfd.readouterr().err.splitlines()) < 60
 
 
@@ -135,15 +134,15 @@ def test_a_head_that_is_frozen_at_the_start_is_no_other_program(
     head = subprocess.Popen([sys.executable, "-c", _FROZEN], stdout=subprocess.PIPE)
     try:
         assert head.stdout is not None
-        place = Head("h0", "127.0.0.1", int(head.stdout.readline()))
+        address = "127.0.0.1", int(head.stdout.readline())
         os.waitid(os.P_PID, head.pid, os.WSTOPPED)
-        contact = Connection(place, {}, TOKEN, start_timeout_s=1.0, may_return=False)
+        connection = Connection("h0", address, {}, TOKEN, start_timeout_s=1.0, may_return=False)
         end = time.monotonic() + DEADLINE_S
         pause = threading.Event()
-        while contact.state == "seeking" and time.monotonic() < end:
+        while connection.state == "seeking" and time.monotonic() < end:
             pause.wait(0.02)
-        assert contact.state == "refused"
-        assert "takes the connection, and says nothing" in str(contact.fault)
+        assert connection.state == "refused"
+        assert "takes the connection, and says nothing" in str(connection.fault)
     finally:
         head.kill()
         head.wait()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isles.agent.node_log import NodeLog
+from isles.agent.agent import NodeLog, Signals
 from isles.errors import UserError
-from isles.launch.remote.passing import remote_script
+from isles.launch.remote.login import remote_script
 from isles.monitor import stream
 from isles.monitor.logs import LogChoice, log_lines
 from isles.monitor.status import RunReport, collect
@@ -22,14 +22,13 @@ from isles.monitor.stream import shown_lines
 from isles.monitor.table import report_lines
 from isles.run.begin import new_attempt, write_launch
 from isles.run.find import find_any, remote_runs, typed_name
-from isles.run.fleet import Fleet, FleetNode, read_fleet
-from isles.run.node_log import latest_node_log
+from isles.run.nodes import Fleet, FleetNode, read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, write_record
 from isles.run.remote import RemoteRun, forget_remote, list_remotes, write_remote
 from isles.run.state import FRESH_S, attempt_state
-from isles.run.stop_request import read_stop_request, request_stop
+from isles.run.stop import read_stop_request, request_stop
 from isles.train.record import Recorder
 from isles.train.stop import NOW, StopBeforeTraining, StopSignals
 from tests.deadline import DEADLINE_S
@@ -196,9 +195,7 @@ def test_runs_that_are_called_the_same_are_kept_apart(tmp_path: Path) -> None:
     """Two users of one host, each with a run of this name in a home of their own."""
     homes = [f"/home/{user}/runs/b-1" for user in ("ann", "bob")]
     ann, bob = (remote("b-1", "x", path=path) for path in homes)
-    old = tmp_path / ".remote" / "b-1@x.json"
-    old.parent.mkdir()
-    write_record(old, {**asdict(ann), "ssh": "ann@x", "of_a_later_version": 1})
+    write_remote(tmp_path, replace(ann, ssh="ann@x"))
     write_remote(tmp_path, bob)
     assert {run.path for run in list_remotes(tmp_path)} == {ann.path, bob.path}
     with pytest.raises(UserError, match="b-1@x may mean 2 runs") as caught:
@@ -207,8 +204,6 @@ def test_runs_that_are_called_the_same_are_kept_apart(tmp_path: Path) -> None:
     assert bob.place in caught.value.fix
     assert find_any(bob.place, tmp_path) == bob
     assert find_any("b-1@ann@x", tmp_path) == replace(ann, ssh="ann@x")
-    write_remote(tmp_path, ann)
-    assert not old.exists(), "its record has a name of its own now"
     forget_remote(tmp_path, ann)
     assert list_remotes(tmp_path) == [bob]
 
@@ -306,15 +301,14 @@ def test_lines_carry_their_node(tmp_path: Path) -> None:
 def test_one_log_of_each_node_has_all_its_lines(tmp_path: Path) -> None:
     run_dir, attempt = fleet_run(tmp_path / "a-1")
     attempt.rank_log(2).write_text("an earlier start\n")
-    ranks: list[int] = []
-    with NodeLog(run_dir, attempt, 1, lambda: ranks, attempt.node_log(1)):
-        ranks.append(2)
+    signals = Signals(attempt)
+    with NodeLog(run_dir, attempt, 1, signals, attempt.node_log(1)):
+        signals.expect(0, [2])
         with attempt.rank_log(2).open("a") as log:
             log.write("one\ntwo")
         with attempt.node_log(1).open("a") as log:
             log.write("ranks are started\n")
-    path = latest_node_log(run_dir, 1)
-    assert path is not None
+    path = run_dir.latest_node_log(1)
     assert path.read_text().splitlines() == [
         "[agent] ranks are started",
         "[rank 2] one",

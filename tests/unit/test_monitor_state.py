@@ -20,8 +20,8 @@ from isles.run.begin import new_attempt, write_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record, write_record
-from isles.run.signals import kill_now, send_signal
 from isles.run.state import FRESH_S
+from isles.run.stop import kill_now, send_signal
 from tests.deadline import DEADLINE_S
 from tests.runs import bare_run, running_agent
 

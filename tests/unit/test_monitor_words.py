@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from isles.cli import main
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record
-from isles.run.remote import RemoteRun, write_remote
-from isles.run.several import ClusterRun, SeveralRun
+from isles.run.remote import ClusterRun, RemoteRun, SeveralRun, write_remote
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_pbs import check_golden

@@ -7,15 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from isles.launch.queue.pbs import Dialect, Pbs, PbsJob, read_attributes
+from isles.launch.queue.reasons import ended_reason, pending_reason
+from isles.launch.queue.script import InRunDir, pbs_job_script, pbs_script, request_lines
 
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import ConfigError, PreflightError
-from isles.launch.pbs.job import Dialect, Pbs, PbsJob, read_attributes
-from isles.launch.pbs.reasons import ended_reason, pending_reason
-from isles.launch.pbs.request import request_lines
-from isles.launch.pbs.script import InRunDir, pbs_job_script, pbs_script
 from isles.run.paths import RunDir
 from tests.each import each
 

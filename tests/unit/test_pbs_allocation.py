@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from isles.launch.queue.pbs import PbsAllocation, dialect_note
 
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, UserError
-from isles.launch.pbs.allocation import PbsAllocation
-from isles.launch.pbs.job import dialect_note
 from isles.run.paths import Attempt
 from isles.run.records import write_record
 from tests.unit.test_pbs import program

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from isles.launch.huggingface import hub_faults
 
 from isles.check import step
 from isles.check.checks.files import files, probe_read, probe_remove, probe_write
@@ -35,8 +36,7 @@ from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
-from isles.launch.hub import hub_faults
-from isles.launch.ssh.addresses import Reach
+from isles.launch.ssh.hosts import Reach
 from tests.deadline import DEADLINE_S
 from tests.each import each
 

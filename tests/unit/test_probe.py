@@ -10,8 +10,8 @@ from torch import nn
 
 from isles.config.load import load_run_file
 from isles.dist.world import join_world, leave_world
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import RankEnv
-from isles.run.manifest import CheckpointInfo
 from isles.train.probe import choose_micro_batch_size
 from tests.each import each
 

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from isles.launch.queue.slurm import SlurmAllocation
 
 from isles.agent.failure import failure_report, oom_kills
 from isles.agent.requeue import QueuedRun
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import ExitCode
-from isles.launch.slurm.allocation import SlurmAllocation
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
 from tests.unit.test_begin import add_checkpoint
@@ -200,7 +200,7 @@ def test_a_rank_that_the_kernel_killed_for_its_memory_is_named_so(job: Job, tmp_
 
     def killed(*, has_no_memory: bool) -> dict[str, object]:
         report = failure_report(job.attempt, 0, [0, 1], 2, {1: -9}, has_no_memory=has_no_memory)
-        found: dict[str, object] = report["culprit"]
+        found: dict[str, object] = report["root_cause"]
         return found
 
     assert killed(has_no_memory=False)["exit_code"] == ExitCode.TRAINING

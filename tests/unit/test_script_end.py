@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from isles.agent.script.end import Ended, failed_record
+from isles.agent.script.run import failed_record
 from isles.run.paths import Attempt
 from tests.each import each
 from tests.ranks import rank_env
@@ -37,8 +37,8 @@ def test_the_error_is_the_one_that_the_script_has_raised(
     attempt = Attempt(tmp_path, 1)
     attempt.rank_log(0).parent.mkdir(parents=True, exist_ok=True)
     attempt.rank_log(0).write_text(log)
-    ended = Ended(code, Path("/shared/mine.py"), log_start=0, took_s=5.0)
-    error = failed_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)
+    script, env = Path("/shared/mine.py"), rank_env(0, 1, tmp_path / "store")
+    error = failed_record(attempt, env, script, code, log_start=0, took_s=5.0)
     assert error["what"] == what
     assert error["will_recur"] == (code > 0 or "failed" in what)
     assert ("mine.py:14" in error["where"]) == ("failed" in what)
@@ -52,6 +52,6 @@ def test_the_errors_that_an_error_came_from_are_shown(tmp_path: Path) -> None:
     cause = "\nDuring handling of the above exception, another exception occurred:\n\n"
     one = TRACEBACK.partition("terminate")[0]
     attempt.rank_log(0).write_text(one + "trying again\n" + one + cause + one)
-    ended = Ended(1, Path("/shared/mine.py"), log_start=0, took_s=5.0)
-    trace = failed_record(attempt, rank_env(0, 1, tmp_path / "store"), ended)["traceback"]
+    script, env = Path("/shared/mine.py"), rank_env(0, 1, tmp_path / "store")
+    trace = failed_record(attempt, env, script, 1, log_start=0, took_s=5.0)["traceback"]
     assert trace.startswith("Traceback") and trace.count("Traceback") == 2

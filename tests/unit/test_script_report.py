@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from isles.launch.worker import run_verb
 
 import isles
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import UserError
-from isles.launch.verbs import run_verb
 from isles.monitor.follow import row_text
 from isles.monitor.table import checkpoint_lines
 from isles.run.begin import Begun, begin_run
@@ -93,9 +93,9 @@ def test_a_script_is_spoken_of_as_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert line == "own-1 runs mine.py, a script of your own, which keeps checkpoints by itself"
     with pytest.raises(UserError, match="isles does not know its model"):
         run_verb("generate", run_dir, {})
-    culprit = {"is_script": True}
+    root_cause = {"is_script": True}
     restart = Restart(
-        1, 0.0, "restart", culprit, "rank 1 was killed", 7, None, 1, 3, is_counted=True
+        1, 0.0, "restart", root_cause, "rank 1 was killed", 7, None, 1, 3, is_counted=True
     )
     assert restart.text == (
         "rank 1 was killed at step 7; starting the script again (restart 1 of 3)"

@@ -9,15 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from isles.agent.ending import Ending
-from isles.agent.hang import ASKED, PRINTED, StallsHere, StallsThere
-from isles.agent.script.stacks import ScriptStacks
-from isles.agent.script.watch import ScriptWatch, Signs, overdue, script_stall
+from isles.agent.hang import ASKED, PRINTED, HangFiles, HangReports
+from isles.agent.script.watch import ScriptStacks, ScriptWatch, Signs, overdue, script_hang
 from isles.config.sections.training import WatchdogConfig
-from isles.errors import ExitCode
-from isles.run.outcome import agent_error
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from tests.deadline import DEADLINE_S
@@ -72,11 +66,11 @@ def test_who_is_frozen_or_does_not_answer_comes_first() -> None:
     waits = {"at": "at x.py:1 f()", "waits_in": "all_reduce", "stacks": "", "frozen": ""}
     busy = {**waits, "waits_in": "", "at": "at my.py:9 read()"}
     hosts = ["a", "b", "c"]
-    assert script_stall({0: waits, 1: waits}, hosts, 5).culprits == (2,)
-    assert "rank 2 on c does not answer" in script_stall({0: waits, 1: waits}, hosts, 5).text
-    frozen = script_stall({0: busy, 1: waits, 2: {**busy, "frozen": "it is frozen"}}, hosts, 5)
+    assert script_hang({0: waits, 1: waits}, hosts, 5).culprits == (2,)
+    assert "rank 2 on c does not answer" in script_hang({0: waits, 1: waits}, hosts, 5).text
+    frozen = script_hang({0: busy, 1: waits, 2: {**busy, "frozen": "it is frozen"}}, hosts, 5)
     assert frozen.culprits == (2,)
-    behind = script_stall({0: waits, 1: busy, 2: waits}, hosts, 5)
+    behind = script_hang({0: waits, 1: busy, 2: waits}, hosts, 5)
     assert behind.text == "rank 1 on b is behind: running, at my.py:9 read()"
 
 
@@ -122,7 +116,7 @@ def test_stacks_are_had_from_outside_and_the_script_notices_nothing(tmp_path: Pa
     _, errors = child.communicate(b"x", timeout=DEADLINE_S)
     text = errors.decode()
     assert child.returncode == 1 and text.endswith("ValueError: odd\n")
-    assert "script_main.py" not in text and f'File "{tmp_path}/my.py", line 19' in text
+    assert "script/main.py" not in text and f'File "{tmp_path}/my.py", line 19' in text
     stacks.close()
 
 
@@ -140,8 +134,8 @@ def test_hosts_without_a_common_disk_carry_questions_and_stacks(tmp_path: Path) 
     there, here = (RunDir(tmp_path / name / "x-1").attempt(1) for name in ("head", "far"))
     for attempt in (there, here):
         attempt.path.mkdir(parents=True)
-    head = StallsThere(RunDir(tmp_path / "head" / "x-1"), there)
-    far = StallsHere(here)
+    head = HangFiles(RunDir(tmp_path / "head" / "x-1"), there)
+    far = HangReports(here)
     far.is_script = True
     there.stalls.mkdir()
     write_record(there.stalls / ASKED, {"number": 7})
@@ -168,30 +162,10 @@ def test_on_the_head_no_report_undoes_what_its_ranks_have_written(tmp_path: Path
     write_record(attempt.nodes, {"nodes": []})  # only the head has it
     decision = attempt.stalls / "step-3.json"
     write_record(decision, {"text": "step 3 has taken long", "went_on_after_s": None})
-    report = StallsHere(attempt).report((0,))
+    report = HangReports(attempt).report((0,))
     write_record(decision, {"text": "step 3 has taken long", "went_on_after_s": 9.0})
-    StallsThere(RunDir(tmp_path / "x-1"), attempt).look({0: report}, 100.0)
+    HangFiles(RunDir(tmp_path / "x-1"), attempt).look({0: report}, 100.0)
     assert (read_record(decision) or {})["went_on_after_s"] == 9.0
-
-
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_an_end_that_cannot_be_put_on_record_is_kept_in_mind(tmp_path: Path, is_gone: bool) -> None:
-    attempt = RunDir(tmp_path / "x-1").attempt(1)
-    attempt.path.mkdir(parents=True)
-    said: list[str] = []
-    ending = Ending(attempt, said.append)
-    assert ending.read()["exit_code"] == ExitCode.TRAINING, "an end without a word is no good end"
-    if is_gone:
-        ending.close()
-        attempt.path.rmdir()
-    ending.fail(
-        agent_error("the switch burns", "call somebody", ExitCode.PREFLIGHT, id="machine"), 3
-    )
-    ending.fail(agent_error("and so does the house", "run", id="machine"), 3)
-    assert ending.read()["exit_code"] == ExitCode.PREFLIGHT
-    assert ending.word()["reason"] == "the switch burns"
-    assert attempt.outcome.exists() == (not is_gone)
-    assert any("cannot be written" in line for line in said) == is_gone
 
 
 def test_a_last_word_while_the_ranks_are_asked_is_seen(tmp_path: Path) -> None:

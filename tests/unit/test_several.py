@@ -33,8 +33,7 @@ from isles.outer.hub.samples import Samples
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.records import write_record
-from isles.run.remote import RemoteRun, write_remote
-from isles.run.several import ClusterRun, SeveralRun, read_several
+from isles.run.remote import ClusterRun, RemoteRun, SeveralRun, read_several, write_remote
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_launch import four_gpus

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isles.launch.queue.reasons import pending_reason
+from isles.launch.queue.script import JobText, job_script, sbatch_script, slurm_time
+from isles.launch.queue.status import read_job, refresh
 
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import SlurmLauncherConfig
-from isles.launch.queue.jobs import read_job, refresh
-from isles.launch.slurm.reasons import pending_reason
-from isles.launch.slurm.script import JobText, job_script, sbatch_script, slurm_time
 from isles.run.begin import write_job_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record

@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.status import refresh, refresh_all
+from isles.launch.queue.submit import LostSubmission, submission, submit_slurm
 
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
-from isles.launch.queue.jobs import refresh, refresh_all
-from isles.launch.queue.start import LostSubmission, submission
-from isles.launch.slurm.job import Slurm
-from isles.launch.slurm.submit import submit_slurm
 from isles.run.begin import Begun
 from isles.run.paths import RunDir
 from tests.unit.test_requeue import queued

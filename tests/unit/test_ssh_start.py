@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isles.launch.ssh.environment import path_elsewhere, quoted, setting_lines
+from isles.launch.ssh.facts import machine_id
 
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig, SyncConfig
 from isles.errors import PreflightError
 from isles.launch.base import Started, StartOptions
-from isles.launch.node.facts import machine_id
-from isles.launch.node.operations import READY
 from isles.launch.remote import setup as launch_setup
-from isles.launch.remote.passing import remember
+from isles.launch.remote.login import remember
 from isles.launch.remote.setup import _make_script
 from isles.launch.remote.sync import rsync_argv
 from isles.launch.ssh import start as launch_ssh
+from isles.launch.ssh.channel import READY
 from isles.launch.ssh.hosts import Host
-from isles.launch.ssh.setting import path_elsewhere, quoted, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 from isles.launch.ssh.start import interruptible
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from isles.run.records import read_record
 from isles.run.remote import RemoteRun, list_remotes
@@ -209,8 +209,8 @@ def test_two_machines_that_cannot_be_told_apart_are_two(
 
 
 _FORGETFUL = """
-import isles.launch.node.start as start
-from isles.launch.node.operations import main
+import isles.launch.ssh.node as start
+from isles.launch.ssh.node import main
 start.FORGOTTEN_AFTER_S = 2.0
 main()
 """

@@ -12,7 +12,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.sections.output import MLflowConfig, WandbConfig, tracker_sections
 from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
-from isles.run.packages import require_packages
+from isles.run.begin import require_packages
 from tests.each import each
 
 RUN = """model: {name_or_path: llama-2m, init: scratch}

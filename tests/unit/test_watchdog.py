@@ -16,8 +16,7 @@ from isles.monitor.status import hang_texts
 from isles.run.hang import Standing, find_stall
 from isles.run.paths import Attempt
 from isles.run.records import write_record
-from isles.train.hang.clock import Frozen, StepClock
-from isles.train.hang.place import Place, place_now
+from isles.train.hang import Frozen, Place, StepClock, place_now
 from tests.deadline import DEADLINE_S
 
 HOSTS = ["a", "a", "b", "b"]

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from isles.train.heartbeat import Beats, Heard
 
 from isles.config.load import load_run_file
-from isles.dist.beat import Beats, Heard
 from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
-from isles.train.hang.clock import StepClock
-from isles.train.hang.watchdog import Watchdog
+from isles.train.hang import StepClock, Watchdog
 from isles.train.record import Recorder
 
 RUN = """\

@@ -1,9 +1,9 @@
 """What runs on every node of a run, without torch: the agent, and the coordinator beside the first.
 
-`__main__.py` is the process that launchers start. `lead.py` makes it the coordinator: it listens
+`__main__.py` is the process that launchers start. `lead.py` makes it the coordinator's: it listens
 (`server.py`), places agents in the job of a queue, and lets `coordinator.py` decide for all nodes,
-with `members.py` (who trains now), `failure.py` (root causes, restarts) and `requeue.py` (jobs). An
-agent (`agent.py`) carries out orders that come over `connection.py`: `workers.py` starts and ends
-the ranks, `rank.py` is the process of one, `script/` of one that runs a user's own script. Reports
-go back every second. Open `coordinator.py` first, then `agent.py`.
+with `members.py` (which nodes train now), `failure.py` (root causes, restarts) and `requeue.py`
+(jobs). An agent (`agent.py`) applies the commands that come over its connection (`connection.py`,
+`protocol.py`) and reports every second: `workers.py` starts, watches and ends the ranks, `script/`
+runs a user's own script as a rank. Open `coordinator.py` first, then `agent.py`.
 """

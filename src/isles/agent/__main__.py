@@ -23,18 +23,16 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from isles.agent.agent import Agent
-from isles.agent.connection import Connection, Head, OwnConnection, versions
-from isles.agent.hang import StallsHere
+from isles.agent.agent import Agent, NodeLog, Signals
+from isles.agent.connection import Connection, ask_token, fetch_run, versions
+from isles.agent.hang import HangReports
 from isles.agent.lead import Lead
-from isles.agent.node_log import NodeLog
-from isles.agent.relay import SignalRelay
-from isles.agent.workers import MeetingPlace, Node, WorkerGroup
+from isles.agent.server import LocalLink
+from isles.agent.workers import RankStore, WorkerGroup, redirect_output
 from isles.errors import UserError
+from isles.launch.manual import interface_of
 from isles.run.env import ATTEMPT, RUN_DIR, job_node, rank_defaults
-from isles.run.fleet import Fleet, FleetNode, known_fleet
+from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
@@ -49,7 +47,9 @@ def main() -> int:
     parser.add_argument("target", help="RUN_DIR, or HOST:PORT of the coordinator")
     parser.add_argument("--attempt", type=int, help="left out: the newest")
     parser.add_argument("--node", type=int, help="left out: the first, or as the job says")
-    parser.add_argument("--fleet", type=Path, help="the nodes, where a job's coordinator has them")
+    parser.add_argument(
+        "--nodes-file", type=Path, help="the nodes, where a job's coordinator has them"
+    )
     parser.add_argument("--log", help="takes what this prints; %%n: the number of the node")
     parser.add_argument("--check", metavar="HOST:PORT", help="only check this node of a job")
     parser.add_argument("--only-check", type=float, metavar="SECONDS", help="and start nothing")
@@ -57,62 +57,78 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if ":" in options.target and not Path(options.target).exists():
-            from isles.agent.fetch import ask_token, fetch_run
-
             token, folder = ask_token(), options.output_dir
             run_dir, attempt = fetch_run(options.target, token, options.node, folder)
         else:
             run_dir = RunDir(Path(options.target).absolute())
             attempt = _attempt(run_dir, options.attempt)
-        if options.fleet is None and options.node is None:
+        if options.nodes_file is None and options.node is None:
             return _lead(run_dir, attempt, options.only_check)
-        fleet = known_fleet(attempt, options.fleet)
-        place = _place(fleet, options.node, attempt)
+        nodes = require_nodes(attempt, options.nodes_file)
+        node = _own_node(nodes, options.node, attempt)
         if options.log:
-            _print_to(options.log.replace("%n", str(place.node)))
+            redirect_output(options.log.replace("%n", str(node.node)))
         if options.check:
-            _become_check(run_dir, attempt, fleet, place, options.check, options.only_check)
-        return _run(run_dir, attempt, fleet, place)
+            # The check of this node takes the place of this process.
+            words = [sys.executable, "-m", "isles.check.step", str(run_dir.path)]
+            words += ["--attempt", str(attempt.number), "--node", str(node.node)]
+            words += ["--hosts", ",".join(each.name for each in nodes), "--master", options.check]
+            limit_s = options.only_check
+            words += ["--timeout", f"{limit_s:.0f}"] if limit_s is not None else []
+            os.execv(sys.executable, words)
+        return _run(run_dir, attempt, nodes, node)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return int(error.exit_code)
 
 
 def _lead(run_dir: RunDir, attempt: Attempt, only_check: float | None) -> int:
-    """Coordinate the run, with the agent of the first node in this process where it has one."""
-    relay = SignalRelay(attempt)
-    relay.install()
-    lead = Lead(run_dir, attempt, relay)
+    # The coordinator, with the agent of the first node in this process where it has one.
+    signals = Signals(attempt)
+    signals.install()
+    lead = Lead(run_dir, attempt, signals)
     code = lead.open(only_check_s=only_check)
     if code is not None:
         return code
-    if lead.fleet.has_own_node:
-        place = lead.fleet.nodes[0]
-        store = None if len(lead.fleet.nodes) == 1 else _store(lead.fleet, place)
-        own = lead.rendezvous.add_own(0, store.port if store else 0)
+    if lead.nodes.has_own_node:
+        node = lead.nodes.head
+        store = None if len(lead.nodes) == 1 else _store(node)
+        link = lead.server.add_own(store.port if store else 0)
         lead.start()
-        _serve(run_dir, attempt, lead.fleet, place, relay, OwnConnection(own), store)
+        _serve(run_dir, attempt, lead.nodes, node, signals, link, store)
     else:
         lead.start()
     return lead.join()
 
 
-def _run(run_dir: RunDir, attempt: Attempt, fleet: Fleet, place: FleetNode) -> int:
-    """The agent of a node whose coordinator is another process."""
-    relay = SignalRelay(attempt)
-    relay.install()
-    store = _store(fleet, place) if fleet.may_be_first(place.node) else None
+def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> int:
+    # The agent of a node whose coordinator is another process.
+    signals = Signals(attempt)
+    signals.install()
+    # Where the coordinator has no node of its own, any node may be the first of those that train.
+    store = _store(node) if node.node == 0 or not nodes.has_own_node else None
+    hello = {
+        "run": run_dir.name,
+        "attempt": attempt.number,
+        "digest": hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
+        "node": node.node,
+        "process": ProcessId.of(os.getpid()).record(),
+        "versions": versions(),
+        "python": sys.executable,
+        "store": store.port if store else 0,
+    }
     # First of all: the others wait for this node, and not for what it must import.
     connection = Connection(
-        Head(fleet.head.name, fleet.head.address, fleet.port),
-        {**_hello(run_dir, attempt, place), "store": store.port if store else 0},
+        nodes.head.name,
+        (nodes.head.address, nodes.port),
+        hello,
         attempt.token.read_text(encoding="utf-8").strip(),
-        start_timeout_s=fleet.start_timeout_s,
-        may_return=fleet.is_elastic,
+        start_timeout_s=nodes.start_timeout_s,
+        may_return=nodes.is_elastic,
     )
-    code = _serve(run_dir, attempt, fleet, place, relay, connection, store)
-    if connection.state == "cut off" and fleet.is_shared and not attempt.outcome.exists():
-        # The coordinator is gone, and cannot say how the run has ended.
+    code = _serve(run_dir, attempt, nodes, node, signals, connection, store)
+    if connection.state == "cut off" and nodes.is_shared and not attempt.outcome.exists():
+        # The coordinator is gone, and cannot record how the run has ended.
         fix = "it was killed, or the machine ran out of memory: see `dmesg | tail` there"
         end_failed(attempt, agent_error(connection.why, fix, id="run.coordinator"))
     return code
@@ -121,40 +137,40 @@ def _run(run_dir: RunDir, attempt: Attempt, fleet: Fleet, place: FleetNode) -> i
 def _serve(
     run_dir: RunDir,
     attempt: Attempt,
-    fleet: Fleet,
-    place: FleetNode,
-    relay: SignalRelay,
-    connection: Connection | OwnConnection,
-    store: MeetingPlace | None,
+    nodes: Fleet,
+    node: FleetNode,
+    signals: Signals,
+    connection: Connection | LocalLink,
+    store: RankStore | None,
 ) -> int:
-    """Do what the coordinator orders, to the end of the run."""
-    interface = place.interface or _interface(place.address)
-    os.environ.update(rank_defaults(device=fleet.device, nproc=place.nproc, interface=interface))
-    is_own = isinstance(connection, OwnConnection)
-    agent_log = attempt.agent_log if is_own else attempt.node_log(place.node)
-    log = NodeLog(run_dir, attempt, place.node, lambda: relay.ranks, agent_log)
-    with log, _ready_to_fork(run_dir, attempt) as scratch:
-        node = Node(run_dir, attempt, place.nproc, scratch, in_job=fleet.in_job)
-        workers = WorkerGroup(node, relay, store)
+    # Apply the commands of the coordinator, to the end of the run.
+    interface = node.interface or interface_of(node.address)
+    os.environ.update(rank_defaults(device=nodes.device, nproc=node.nproc, interface=interface))
+    is_own = isinstance(connection, LocalLink)
+    agent_log = attempt.agent_log if is_own else attempt.node_log(node.node)
+    node_log = NodeLog(run_dir, attempt, node.node, signals, agent_log)
+    hangs = HangReports(attempt, is_shared=is_own or nodes.is_shared)
+    with node_log, _fork_server(run_dir, attempt) as scratch:
+        workers = WorkerGroup(
+            run_dir, attempt, node.nproc, scratch, in_job=nodes.in_job, store=store
+        )
         try:
-            stalls = StallsHere(attempt, is_shared=is_own or fleet.is_shared)
-            return Agent(connection, workers, relay, stalls).run()
+            return Agent(connection, workers, signals, hangs).run()
         finally:
             if store is not None:
                 store.close()
 
 
-def _store(fleet: Fleet, place: FleetNode) -> MeetingPlace | None:
-    """Where the ranks of all nodes meet if this node is the first of those that train."""
+def _store(node: FleetNode) -> RankStore | None:
     try:
-        return MeetingPlace(place.address)
+        return RankStore(node.address)
     except OSError:
-        return None  # this machine has no such address: the coordinator says so
+        return None  # this machine has no such address: the coordinator reports it
 
 
 @contextmanager
-def _ready_to_fork(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
-    """The server from which the ranks are forked; gives a folder for their files."""
+def _fork_server(run_dir: RunDir, attempt: Attempt) -> Iterator[Path]:
+    """Start the server from which the ranks are forked; gives a folder for their files."""
     # multiprocessing's socket goes there: its path must not be longer than the kernel allows.
     is_long = len(tempfile.gettempdir()) > _LONGEST_FOLDER
     with tempfile.TemporaryDirectory(prefix="isles-", dir="/tmp" if is_long else None) as scratch:
@@ -186,62 +202,17 @@ def _attempt(run_dir: RunDir, number: int | None) -> Attempt:
     return attempt
 
 
-def _place(fleet: Fleet, wanted: int | None, attempt: Attempt) -> FleetNode:
-    node = wanted if wanted is not None else job_node([node.name for node in fleet.nodes])
-    if node is None or not 0 <= node < len(fleet.nodes):
+def _own_node(nodes: Fleet, given: int | None, attempt: Attempt) -> FleetNode:
+    number = given if given is not None else job_node([node.name for node in nodes])
+    if number is None or not 0 <= number < len(nodes):
         raise UserError(
-            f"this run has {len(fleet.nodes)} nodes, and none of them is "
-            f"{os.uname().nodename if node is None else node}",
+            f"this run has {len(nodes)} nodes, and none of them is "
+            f"{os.uname().nodename if number is None else number}",
             where=str(attempt.fleet),
-            fix=f"give --node, 0 to {len(fleet.nodes) - 1}",
+            fix=f"give --node, 0 to {len(nodes) - 1}",
             id="start.refused",
         )
-    return fleet.nodes[node]
-
-
-def _print_to(path: str) -> None:
-    """From now on all that this process prints goes to a file."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
-
-
-def _become_check(
-    run_dir: RunDir,
-    attempt: Attempt,
-    fleet: Fleet,
-    place: FleetNode,
-    master: str,
-    timeout_s: float | None,
-) -> None:
-    """Let the check of this node take the place of this process."""
-    words = [sys.executable, "-m", "isles.check.step", str(run_dir.path)]
-    words += ["--attempt", str(attempt.number), "--node", str(place.node)]
-    words += ["--hosts", ",".join(node.name for node in fleet.nodes), "--master", master]
-    words += ["--timeout", f"{timeout_s:.0f}"] if timeout_s is not None else []
-    os.execv(sys.executable, words)
-
-
-def _hello(run_dir: RunDir, attempt: Attempt, place: FleetNode) -> dict[str, Any]:
-    """Who this node is, for the coordinator to compare."""
-    return {
-        "run": run_dir.name,
-        "attempt": attempt.number,
-        "digest": hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest(),
-        "node": place.node,
-        "process": ProcessId.of(os.getpid()).record(),
-        "versions": versions(),
-        "python": sys.executable,
-    }
-
-
-def _interface(address: str) -> str | None:
-    """The network interface that has an address of this machine."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    return None
+    return nodes[number]
 
 
 if __name__ == "__main__":

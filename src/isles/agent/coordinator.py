@@ -1,27 +1,33 @@
-"""Decides for all nodes of a run: when ranks start, restart and end."""
+"""Coordinator of a run: decides for all nodes when ranks start, restart and end."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from isles.agent.ending import Ending
-from isles.agent.failure import judge, keep_errors, own_time
-from isles.agent.hang import StallsThere
-from isles.agent.members import Members, Terms
+from isles.agent.failure import decide, keep_errors
+from isles.agent.hang import HangFiles
+from isles.agent.members import Members
+from isles.agent.protocol import (
+    CLOSING_S,
+    END_GRACE_S,
+    LOST_AFTER_S,
+    WAITING_EVERY_S,
+    log_line,
+)
 from isles.agent.requeue import QueuedRun
-from isles.agent.server import RendezvousServer, say
+from isles.agent.server import RendezvousServer
 from isles.errors import ExitCode
-from isles.run.fleet import Fleet
-from isles.run.outcome import ErrorRecord, agent_error
-from isles.run.pace import CLOSING_S, END_GRACE_S, LOST_AFTER_S, WAITING_EVERY_S
+from isles.run.nodes import Fleet
+from isles.run.outcome import ErrorRecord, agent_error, end, end_failed, end_stopped
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record
-from isles.run.refusals import deleted
+from isles.run.records import deleted, read_record, write_bytes_atomic, write_record
 from isles.run.restarts import (
     Restart,
     checkpoint_to_load,
@@ -30,28 +36,34 @@ from isles.run.restarts import (
     read_restart,
     update_restart,
 )
-from isles.run.stop_request import read_stop_request
-from isles.run.wire import free_port
+from isles.run.stop import read_stop_request
 
-Phase = Literal["wait", "run", "settle", "halt", "over"]
+Phase = Literal["wait", "run", "resolve", "halt", "over"]
+"""wait: for nodes. run: the ranks run. resolve: a rank or node was lost, the root cause is looked
+for. halt: all ranks end, to start again. over: the run has its outcome."""
 
-_SETTLE_S = 0.5
+_RESOLVE_S = 0.5
 """How long the reports of other nodes may take to name an earlier cause."""
 _GRACE_S = 30.0
 """How long ranks may take to end once the run has its outcome."""
 _HALT_S = END_GRACE_S + 45.0
 """A node that has not ended its ranks by then is given up."""
+_DISK_S = 20.0
+"""How long the disk of the run directory may fail before the run is given up."""
+_RESERVE_BYTES = 32 * 1024
+"""Space kept free for the last records of a run whose disk is full."""
 
 
 class Coordinator:
     """Decides, from the reports of the nodes, what each of them is to do.
 
     Args:
-        run_dir: the run, on this host.
-        attempt: this start of it.
-        fleet: its nodes.
-        terms: of the run file.
-        rendezvous: who is there.
+        run_dir, attempt: the run, on this host.
+        nodes: all nodes of the attempt.
+        server: the connections to them.
+        max_restarts: of the run file.
+        save_timeout_s: longest wait for ranks that save before nodes join.
+        is_script: whether the ranks run a user's own script.
         job: the run in the job of a queue; None: it is in none.
     """
 
@@ -59,31 +71,41 @@ class Coordinator:
         self,
         run_dir: RunDir,
         attempt: Attempt,
-        fleet: Fleet,
-        terms: Terms,
-        rendezvous: RendezvousServer,
+        nodes: Fleet,
+        server: RendezvousServer,
+        *,
+        max_restarts: int,
+        save_timeout_s: float,
+        is_script: bool = False,
         job: QueuedRun | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
-        self._fleet = fleet
-        self._terms = terms
-        self._rendezvous = rendezvous
+        self._nodes = nodes
+        self._server = server
+        self._max_restarts = max_restarts
+        self._save_timeout_s = save_timeout_s
+        self._is_script = is_script
         self._job = job
-        self._clock = rendezvous.clock
+        self._clock = server.clock
         self._phase: Phase = "wait"
-        self._since = self._waits_since = self._clock()
-        self._said_at = self._clock()
+        self._since = self._waits_since = self._logged_at = self._clock()
         self._waiting = ""
-        self._members = Members(run_dir, attempt, fleet, rendezvous, terms.max_restarts)
-        self._ending = Ending(attempt, say)
-        self._stalls = StallsThere(run_dir, attempt)
+        self._members = Members(run_dir, attempt, nodes, server, max_restarts)
+        self._hangs = HangFiles(run_dir, attempt)
         self._common: dict[str, Any] = {}
         self._signal = 0
         self._is_now = False
         self._asked_at: float | None = None
         self._outcome_at: float | None = None
-        self._told_stop = 0
+        self._logged_stop = ""
+        self._outcome: dict[str, Any] | None = None
+        """In place of the record: the disk was full, or the run goes on in another job."""
+        self._disk_failed_at: float | None = None
+        self._logged_fault = ""
+        self._reserve = attempt.path / ".reserve"
+        with suppress(OSError):  # a disk that is full already
+            write_bytes_atomic(self._reserve, bytes(_RESERVE_BYTES), durable=False)
 
     @property
     def is_over(self) -> bool:
@@ -91,32 +113,63 @@ class Coordinator:
         return self._phase == "over"
 
     @property
-    def exit_code(self) -> int:
-        """Of the run, once it is over."""
-        return int(self._ending.read()["exit_code"])
+    def outcome(self) -> dict[str, Any]:
+        """The outcome, once the run is over: `exit_code`, `reason`."""
+        record = self._outcome
+        with suppress(OSError):
+            record = read_record(self._attempt.outcome) or record
+        return record or {"exit_code": int(ExitCode.TRAINING), "reason": ""}
 
     def ask_to_stop(self, number: int) -> None:
-        """A signal has come: save and stop; SIGKILL: at once."""
+        """Save and stop, as this signal means; SIGKILL: at once."""
         if number == signal.SIGKILL:
             self._is_now = True
         else:
             self._signal = self._signal or number
 
     def look(self) -> None:
-        """One look at everything; called ten times a second or so."""
-        self._rendezvous.look(self._clock())
+        """Look at everything once, and decide; called ten times a second or so."""
+        self._server.look(self._clock())
         if not self.is_over and (gone := deleted(self._attempt)) is not None:
             self._is_now = True
             self.fail(agent_error(gone.what, gone.fix, gone.exit_code, id=gone.id))
         try:
             self._decide()
-            self._ending.is_well()
+            self._disk_failed_at = None
         except OSError as error:  # of records: every connection takes care of its own
-            if self._ending.is_hopeless(error, self._clock()):
-                what, fix = self._ending.words(error), f"look at {self._attempt.path}"
-                self.fail(agent_error(what, fix, id="files.output"))
-        for node in self._rendezvous.there():
-            self._rendezvous.order(node, self._order(node), self._clock())
+            self._log_disk(error)
+            self._disk_failed_at = self._disk_failed_at or self._clock()
+            if self._clock() - self._disk_failed_at > _DISK_S:
+                what = f"{error.filename or self._attempt.path} cannot be used: {error.strerror}"
+                self.fail(agent_error(what, f"look at {self._attempt.path}", id="files.output"))
+        for node in self._server.connected():
+            self._server.command(node, self._command(node), self._clock())
+
+    def has_ended(self) -> bool:
+        """Whether all nodes have gone, or have had their time to."""
+        peers = self._server.peers().values()
+        is_late = self._clock() - self._since > CLOSING_S
+        return self.is_over and (is_late or all(peer.is_done or peer.lost for peer in peers))
+
+    def fail(self, root_cause: ErrorRecord) -> None:
+        """End the run because of this, unless it has its outcome."""
+        step = read_last_step(self._attempt, self._members.restart)
+        if self._outcome is None and not self._has_outcome():
+            log_line(str(root_cause["what"]))
+        self._end(
+            lambda: end_failed(self._attempt, root_cause, step=step),
+            int(root_cause["exit_code"]),
+            str(root_cause["what"]),
+        )
+
+    def close(self) -> None:
+        """Called once all nodes have gone."""
+        with suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """First rank and number of ranks of each node that trains."""
+        return dict(self._members.ranks)
 
     def _decide(self) -> None:
         if not self.is_over:
@@ -126,33 +179,43 @@ class Coordinator:
                 self._gather()
             case "run":
                 self._watch()
-            case "settle":
-                self._settle()
+            case "resolve":
+                self._resolve()
             case "halt":
                 self._halt()
             case "over":
                 pass
 
-    def has_ended(self) -> bool:
-        """Whether all nodes have gone, or have had their time to."""
-        peers = self._rendezvous.peers().values()
-        is_late = self._clock() - self._since > CLOSING_S
-        return self.is_over and (is_late or all(peer.is_done or peer.lost for peer in peers))
+    # Records, and a disk that is full.
 
-    def fail(self, culprit: ErrorRecord) -> None:
-        """The run ends because of this, unless it has its outcome."""
-        self._ending.fail(culprit, read_last_step(self._attempt, self._members.restart))
+    def _has_outcome(self) -> bool:
+        with suppress(OSError):
+            return self._attempt.outcome.exists()
+        return False
+
+    def _end(self, write: Callable[[], object], code: int, reason: str) -> None:
         self._enter("over")
+        if self._outcome is not None or self._try(write) or self._try(write):
+            return  # the second try is with the reserve given back
+        self._outcome = {"exit_code": code, "reason": reason}
+        log_line(f"the run has ended with {code}, and this could not be put on record: {reason}")
 
-    def close(self) -> None:
-        """All nodes have gone."""
-        self._ending.close()
+    def _try(self, write: Callable[[], object]) -> bool:
+        try:
+            write()
+        except OSError as error:
+            self._log_disk(error)
+            return False
+        return True
 
-    def places(self) -> dict[int, tuple[int, int]]:
-        """First rank and number of ranks of each node that is a part of the run."""
-        return dict(self._members.ranks)
+    def _log_disk(self, error: OSError) -> None:
+        text = f"the run directory {self._attempt.path} cannot be written: {error.strerror}"
+        if text != self._logged_fault:
+            log_line(text)
+        self._logged_fault = text
+        self.close()
 
-    # What the user wants.
+    # Stops.
 
     def _receive_stop_requests(self) -> None:
         request = read_stop_request(self._attempt)
@@ -160,15 +223,16 @@ class Coordinator:
             self._is_now = self._is_now or request.kind == "now"
             asked = signal.SIGINT if request.kind == "interrupt" else signal.SIGTERM
             self._signal = self._signal or asked
-            if self._told_stop != len(request.kind):
-                self._told_stop = len(request.kind)
-                say(f"asked to stop ({request.kind}) by {request.by}")
-        for node, peer in self._rendezvous.peers().items():
+            if self._logged_stop != request.kind:
+                self._logged_stop = request.kind
+                log_line(f"asked to stop ({request.kind}) by {request.by}")
+        for node, peer in self._server.peers().items():
             number = 0 if peer.lost else int(peer.report.get("stop", 0))
             if number == signal.SIGKILL:
                 self._is_now = True
             elif number and not self._signal:
-                say(f"{self._rendezvous.label(node)} was asked to stop: all nodes save and stop")
+                label = self._server.label(node)
+                log_line(f"{label} was asked to stop: all nodes save and stop")
                 self._signal = number
         if self._is_now:
             self._stop("asked to stop at once", ExitCode.INTERRUPTED)
@@ -180,88 +244,93 @@ class Coordinator:
         return ExitCode.INTERRUPTED if self._signal == signal.SIGINT else ExitCode.REQUEUE
 
     def _stop(self, why: str, code: ExitCode) -> None:
-        """No rank is left: the run is stopped, or its job goes on later."""
-        say(why)
-        if self._job is None:
-            self._ending.stop(code, why, self._run_dir)
-            self._enter("over")
-        else:
+        # No rank is left: the run is stopped, or its job goes on later.
+        log_line(why)
+        if self._job is not None:
             self._end_job(self._job)
+            return
+        saved = newest_step(self._run_dir)
+        self._end(lambda: end_stopped(self._attempt, code, saved), int(code), why)
 
     def _end_job(self, job: QueuedRun) -> None:
-        self._ending.tries(job.stopped)
+        self._try(job.stopped)
         if job.is_requeued:
-            self._ending.keep("requeued", ExitCode.REQUEUE, "the job is queued again, to go on")
+            reason = "the job is queued again, to go on"
+            self._outcome = {"exit_code": int(ExitCode.REQUEUE), "reason": reason}
         self._enter("over")
 
     # Before the ranks.
 
     def _gather(self) -> None:
-        """Wait for nodes, and begin with them."""
         if self._stop_code is not None:
             self._stop("asked to stop while no rank was there", self._stop_code)
             return
-        if (refusal := self._rendezvous.fatal) is not None:
+        if (refusal := self._server.fatal) is not None:
             self.fail(agent_error(refusal.what, refusal.fix, ExitCode.PREFLIGHT, id=refusal.id))
             return
-        lost = self._members.lost()
-        if lost and not self._fleet.is_elastic:
-            self.fail(self._members.lost_culprit(lost[0]))
+        members, nodes = self._members, self._nodes
+        if (lost := members.lost()) and not nodes.is_elastic:
+            self.fail(members.lost_error(lost[0]))
             return
-        there = self._rendezvous.there()
-        is_first = not self._members.nodes
-        has_head = 0 in there or not self._terms.needs_head
+        connected = self._server.connected()
         waited_s = self._clock() - self._waits_since
-        is_late = waited_s > self._fleet.start_timeout_s
-        wanted = len(self._fleet.nodes) if is_first and not is_late else self._fleet.min_nodes
-        if len(there) >= wanted and has_head:
-            self._begin(there)
+        is_late = waited_s > nodes.start_timeout_s
+        wanted = len(nodes) if not members.nodes and not is_late else nodes.min_nodes
+        refused = self._server.refused
+        more = f"; refused: {refused.what}" if refused is not None else ""
+        if len(connected) >= wanted and self._has_first_node(connected):
+            self._begin(connected)
         elif is_late:
-            self._give_up_waiting(there)
-        elif self._clock() - self._said_at > WAITING_EVERY_S:
-            self._say_waiting(there, waited_s)
+            present = members.labels(connected) or "none"
+            self.fail(
+                agent_error(
+                    f"{members.missing(connected)} did not come within "
+                    f"{nodes.start_timeout_s:.0f} s; there: {present}{more}",
+                    "are they switched on, and can they reach the first node? try there: "
+                    f"nc -vz {nodes.head.address} {nodes.port}; clusters[0].start_timeout waits "
+                    "longer",
+                    id="start.timeout",
+                )
+            )
+        elif self._clock() - self._logged_at > WAITING_EVERY_S:
+            self._logged_at = self._clock()
+            self._waiting = (
+                f"waiting for {members.missing(connected)}: {len(connected)} of {len(nodes)} nodes "
+                f"are there; {nodes.start_timeout_s - waited_s:.0f} s left{more}"
+            )
+            log_line(self._waiting)
+            status = read_record(self._run_dir.status) or {}
+            status |= {"phase": "waiting for nodes", "detail": self._waiting}
+            status |= {"updated_at": time.time()}
+            self._try(lambda: write_record(self._run_dir.status, status, durable=False))
 
-    def _say_waiting(self, there: list[int], waited_s: float) -> None:
-        self._said_at = self._clock()
-        self._waiting = self._members.waiting_text(there, self._fleet.start_timeout_s - waited_s)
-        say(self._waiting)
-        status = read_record(self._run_dir.status) or {}
-        status |= {"phase": "waiting for nodes", "detail": self._waiting, "updated_at": time.time()}
-        self._ending.tries(lambda: write_record(self._run_dir.status, status, durable=False))
+    def _has_first_node(self, nodes: list[int]) -> bool:
+        # Where the coordinator is on the first node, the run cannot go on without it.
+        return 0 in nodes or not self._nodes.has_own_node
 
-    def _give_up_waiting(self, there: list[int]) -> None:
-        head = self._fleet.head
-        fix = (
-            "are they switched on, and can they reach the first node? try there: "
-            f"nc -vz {head.address} {self._fleet.port}; clusters[0].start_timeout waits longer"
-        )
-        self.fail(agent_error(self._members.late_text(there), fix, id="start.timeout"))
-
-    def _begin(self, there: list[int]) -> None:
-        """Start the ranks on these nodes."""
-        members, fleet = self._members, self._fleet
+    def _begin(self, connected: list[int]) -> None:
+        members, nodes = self._members, self._nodes
         restart: Restart | None = None
         if members.nodes:
             number = members.restart + 1
-            restart = read_restart(self._attempt, number) or self._members.changed(there)
-        elif len(there) < len(fleet.nodes):
-            say(f"beginning without {members.missing(there)}")
-        members.begin(there)
+            restart = read_restart(self._attempt, number) or members.changed(connected)
+        elif len(connected) < len(nodes):
+            log_line(f"beginning without {members.missing(connected)}")
+        members.begin(connected)
         if restart is not None:
             saved, ranks = newest_step(self._run_dir), members.world_size
-            restart = replace(restart, saved=saved, nodes=tuple(there), world_size=ranks)
-            found = restart
-            self._ending.tries(lambda: update_restart(self._attempt, found))
-            say(restart.text)
-        asked = Path(fleet.resume_from) if fleet.resume_from else None
+            found = replace(restart, saved=saved, world_size=ranks)
+            self._try(lambda: update_restart(self._attempt, found))
+            log_line(found.text)
+        asked = Path(nodes.resume_from) if nodes.resume_from else None
         checkpoint = checkpoint_to_load(self._run_dir, self._attempt, asked, members.restart)
-        # On this machine, as is the coordinator.
-        address = fleet.nodes[there[0]].address
+        address = nodes[connected[0]].address
         self._common = {
             "world_size": members.world_size,
-            "script": self._terms.is_script,
-            "store": [address, self._rendezvous.peers()[there[0]].store],
-            "master": [address, free_port(address)],
+            "script": self._is_script,
+            "store": [address, self._server.peers()[connected[0]].store],
+            # Free there as well, where the first of the nodes is this machine.
+            "master": [address, _free_port(address)],
             "resume_from": str(checkpoint) if checkpoint is not None else None,
         }
         self._waiting = ""
@@ -270,39 +339,41 @@ class Coordinator:
     # While the ranks run.
 
     def _watch(self) -> None:
-        """The ranks run: until one is lost, all have ended, or others come."""
-        reports = self._members.reports()
-        self._stalls.look(reports, self._clock())
+        # Until a rank is lost, all have ended, or other nodes come.
+        members, now = self._members, self._clock()
+        reports = members.reports()
+        self._hangs.look(reports, now)
         states = [report["state"] for report in reports.values()]
-        has_all = len(reports) == len(self._members.nodes)
+        has_all = len(reports) == len(members.nodes)
         if self._attempt.outcome.exists():
-            self._outcome_at = self._outcome_at or self._clock()
-            is_late = self._clock() - self._outcome_at > _GRACE_S
-            if is_late or (has_all and "running" not in states) or self._members.lost():
+            self._outcome_at = self._outcome_at or now
+            is_late = now - self._outcome_at > _GRACE_S
+            if is_late or (has_all and "running" not in states) or members.lost():
                 self._enter("over")
-        elif self._members.lost() or "failed" in states:
-            self._enter("settle")
+        elif members.lost() or "failed" in states:
+            self._enter("resolve")
         elif has_all and set(states) == {"succeeded"}:
             self._all_ended(reports)
         elif self._asked_at is not None:
-            if self._clock() - self._asked_at > self._terms.save_timeout_s:
+            if now - self._asked_at > self._save_timeout_s:
                 self._enter("halt")
-        elif self._members.newcomers() and not self._signal and self._has_stepped():
-            names = self._members.labels(self._members.newcomers())
-            say(f"{names} waits to join: the ranks save and restart")
-            self._asked_at = self._clock()
-
-    def _has_stepped(self) -> bool:
-        return read_last_step(self._attempt, self._members.restart) is not None
+        elif (newcomers := members.newcomers()) and not self._signal:
+            has_stepped = read_last_step(self._attempt, members.restart) is not None
+            if has_stepped:  # else the ranks are only starting, and their start would be lost
+                log_line(f"{members.labels(newcomers)} waits to join: the ranks save and restart")
+                self._asked_at = now
 
     def _all_ended(self, reports: dict[int, dict[str, Any]]) -> None:
+        attempt = self._attempt
         codes = {int(code) for report in reports.values() for code in report["codes"].values()}
         if ExitCode.HANDOVER in codes:
             self._enter("wait")
         elif codes <= {ExitCode.OK}:
             # A user's script leaves no outcome; one that a stop request has reached ends not so.
-            self._ending.finish()
-            self._enter("over")
+            step, word = read_last_step(attempt, None), "finished"
+            self._end(
+                lambda: end(attempt, "finished", ExitCode.OK, word, step=step), ExitCode.OK, word
+            )
         elif self._stop_code is not None:
             self._stop("the ranks have stopped as asked, and left no outcome", self._stop_code)
         elif self._job is not None and codes <= {ExitCode.OK, ExitCode.REQUEUE}:
@@ -312,73 +383,71 @@ class Coordinator:
             fix = "their logs may say why: `isles logs`"
             self.fail(agent_error(what, fix, ExitCode.TRAINING, id="rank.died"))
 
-    def _settle(self) -> None:
-        """A rank or a node was lost: find out what came first, then judge."""
+    def _resolve(self) -> None:
+        # A rank or a node was lost: find out what came first, then decide.
+        members = self._members
         waited_s = self._clock() - self._since
-        settle_s = _SETTLE_S if len(self._members.nodes) > 1 else 0.0
-        reports = self._members.reports()
-        culprits = [own_time(r["culprit"], s) for r, s in self._members.said() if r.get("culprit")]
-        if self._members.lost():
+        resolve_s = _RESOLVE_S if len(members.nodes) > 1 else 0.0
+        reports = members.reports()
+        causes = [report["root_cause"] for report in reports.values() if report.get("root_cause")]
+        if members.lost():
             # Its death is the cause of what the others say of their connections.
-            if waited_s >= settle_s:
-                self._judge_lost(culprits)
+            if waited_s >= resolve_s:
+                self._decide_lost(causes)
             return
         codes = {c for r in reports.values() if r["state"] == "failed" for c in r["codes"].values()}
         if self._stop_code is not None and codes <= {ExitCode.REQUEUE, ExitCode.INTERRUPTED}:
             self._stop("stopped while ranks were stuck before the first step", self._stop_code)
             return
-        if culprits and waited_s >= settle_s:
-            self._judge(min(culprits, key=lambda error: float(error["at"])))
+        if causes and waited_s >= resolve_s:
+            self._decide_failure(min(causes, key=lambda error: float(error["at"])))
             return
-        has_all = len(reports) == len(self._members.nodes)
+        has_all = len(reports) == len(members.nodes)
         if has_all and all(report["state"] == "succeeded" for report in reports.values()):
             self._enter("run")
             return
-        # Each says only that it has lost another one: who is silent will be missed soon.
+        # Each reports only that it has lost another one: one that sends nothing is lost soon.
         are_done = has_all and all(report["state"] != "running" for report in reports.values())
-        if waited_s > LOST_AFTER_S + 5.0 or (are_done and not self._members.is_anybody_quiet()):
-            errors = [own_time(e, s) for r, s in self._members.said() for e in r.get("errors", ())]
+        if waited_s > LOST_AFTER_S + 5.0 or (are_done and not members.is_anybody_quiet()):
+            errors = [error for report in reports.values() for error in report.get("errors", ())]
             fix = "look at the logs of the ranks that are missing: `isles logs`"
             unknown = agent_error("the ranks have lost one another", fix, id="rank.others")
-            self._judge(min(errors, key=lambda error: float(error["at"]), default=unknown))
+            first = min(errors, key=lambda error: float(error["at"]), default=unknown)
+            self._decide_failure(first)
 
-    def _judge_lost(self, culprits: list[dict[str, Any]]) -> None:
+    def _decide_lost(self, causes: list[ErrorRecord]) -> None:
         lost = self._members.lost()
         remaining = [node for node in self._members.nodes if node not in lost]
-        has_head = 0 in remaining or not self._terms.needs_head
-        if self._fleet.is_elastic and has_head:
-            if culprits:
-                say(f"meanwhile: {culprits[0]['what']}")
+        if self._nodes.is_elastic and self._has_first_node(remaining):
+            if causes:
+                log_line(f"meanwhile: {causes[0]['what']}")
             self._members.changed(remaining)
             self._enter("halt")
             return
-        culprit = self._members.lost_culprit(lost[0])
-        if self._job is not None and self._job.lost(str(culprit["what"])):
-            say(f"{culprit['what']}: the job is queued again, to go on with other nodes")
+        error = self._members.lost_error(lost[0])
+        if self._job is not None and self._job.lost(str(error["what"])):
+            log_line(f"{error['what']}: the job is queued again, to go on with other nodes")
             self._end_job(self._job)
         else:
-            self._judge({**culprit, "will_recur": True})
+            self._decide_failure({**error, "will_recur": True})
 
-    def _judge(self, culprit: ErrorRecord) -> None:
-        attempt, restart, terms = self._attempt, self._members.restart, self._terms
+    def _decide_failure(self, root_cause: ErrorRecord) -> None:
+        attempt, restart = self._attempt, self._members.restart
         with suppress(OSError):  # the reserve is kept for the decision
-            keep_errors(attempt, restart, self._members.said())
-        decision = lambda: judge(  # noqa: E731
-            self._run_dir,
-            attempt,
-            restart,
-            culprit,
-            max_restarts=terms.max_restarts,
-            stop=self._stop_code,
-        )
-        if self._ending.tries(decision):
+            keep_errors(attempt, restart, self._members.reports().values())
+        limit, stop = self._max_restarts, self._stop_code
+        if self._try(
+            lambda: decide(
+                self._run_dir, attempt, restart, root_cause, max_restarts=limit, stop=stop
+            )
+        ):
             self._enter("halt")
         else:
-            # Where nothing can be put on record, nothing could be saved: no reason to go on.
-            self.fail(culprit)
+            # Where nothing can be recorded, nothing could be saved: no reason to go on.
+            self.fail(root_cause)
 
     def _halt(self) -> None:
-        """Until all members have ended their ranks."""
+        # Until all members have ended their ranks.
         busy = self._members.busy()
         if self._attempt.outcome.exists():
             self._enter("over")
@@ -386,9 +455,7 @@ class Coordinator:
             self._enter("wait")
         elif self._clock() - self._since > _HALT_S:
             for peer in busy:
-                self._rendezvous.drop(peer, f"it has not ended its ranks within {_HALT_S:.0f} s")
-
-    # What the nodes are told.
+                self._server.drop(peer, f"it has not ended its ranks within {_HALT_S:.0f} s")
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -396,25 +463,36 @@ class Coordinator:
         if phase in ("wait", "halt", "over"):
             self._asked_at = None
         if phase == "wait":
-            self._waits_since = self._said_at = self._clock()
+            self._waits_since = self._logged_at = self._clock()
 
-    def _order(self, node: int) -> dict[str, Any]:
-        """What a node is to do now."""
-        order: dict[str, Any] = {
-            "phase": {"settle": "run"}.get(self._phase, self._phase),
-            "restart": self._members.restart,
-            "waiting": self._waiting,
-        }
-        if self.is_over:
-            return {**order, **self._ending.word(), "now": self._is_now}
-        if node not in self._members.nodes or self._phase not in ("run", "settle"):
-            return {**order, "phase": "wait" if node not in self._members.nodes else order["phase"]}
+    def _command(self, node: int) -> dict[str, Any]:
+        members, phase = self._members, self._phase
+        command: dict[str, Any] = {"restart": members.restart, "waiting": self._waiting}
+        if phase == "over":
+            outcome = self.outcome
+            reason = str((outcome.get("error") or {}).get("what") or outcome["reason"] or "")
+            code = int(outcome["exit_code"])
+            last = {"phase": "over", "exit_code": code, "reason": reason, "now": self._is_now}
+            return {**command, **last}
+        if node not in members.nodes or phase not in ("run", "resolve"):
+            return {**command, "phase": "wait" if node not in members.nodes else phase}
         return {
-            **order,
+            **command,
             **self._common,
-            "ranks": list(self._members.ranks[node]),
-            "group": [self._members.nodes.index(node), len(self._members.nodes)],
+            "phase": "run",
+            "ranks": list(members.ranks[node]),
+            "group": [members.nodes.index(node), len(members.nodes)],
             "signal": self._signal,
-            "stacks": self._stalls.asked,
+            "stacks": self._hangs.asked,
             "handover": self._asked_at is not None,
         }
+
+
+def _free_port(address: str) -> int:
+    # A port at this address on which nobody listens now; 0 where this machine has no such address.
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return 0
+        return int(probe.getsockname()[1])

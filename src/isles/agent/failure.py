@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from isles.agent.server import NodeConnection
 from isles.errors import ExitCode
 from isles.run.outcome import AGAIN, ErrorRecord, end_failed, end_stopped, error_record
 from isles.run.paths import Attempt, RunDir
@@ -18,6 +17,7 @@ from isles.run.restarts import (
     Decision,
     Restart,
     list_restarts,
+    new_restart,
     newest_step,
     read_last_step,
     write_restart,
@@ -26,65 +26,63 @@ from isles.run.restarts import (
 _TAIL_BYTES = 16_384
 
 
-def find_culprit(
+def find_root_cause(
     errors: list[dict[str, Any]],
     failures: Mapping[int, int],
     ranks: Sequence[int],
     *,
     are_all: bool = True,
 ) -> dict[str, Any] | None:
-    """The error that the others are consequences of.
+    """Find the error that the others are consequences of.
 
     Args:
         errors: the error records that these ranks have left.
         failures: exit codes of the ranks that the agent saw end first.
         ranks: the ranks of this node.
-        are_all: whether there are no others: then one of these is to blame.
+        are_all: whether there are no other ranks: then the cause is among these.
 
     Returns:
-        An error record: a rank's own earliest error that is not the loss of another rank; else the
-        rank that died without a word; else the earliest error there is. None where the ranks of
-        this node have only lost one of another node.
+        An error record: the earliest error that is not the loss of another rank; else that of a
+        rank that died without leaving one; else the earliest error there is. None where the ranks
+        of this node have only lost one of another node.
     """
     own = [error for error in errors if not error["is_communication"]]
     if own:
         return min(own, key=lambda error: float(error["at"]))
-    silent = {rank: code for rank, code in failures.items() if code < 0}
-    left_word = {int(error["rank"]) for error in errors}
-    if not silent and are_all:
-        gone = [rank for rank in ranks if rank not in left_word]
-        silent = dict.fromkeys(gone[:1], 0) if errors else {}
-    if silent:
-        rank, exit_code = min(silent.items())
+    killed = {rank: code for rank, code in failures.items() if code < 0}
+    if not killed and are_all and errors:
+        with_error = {int(error["rank"]) for error in errors}
+        killed = dict.fromkeys([rank for rank in ranks if rank not in with_error][:1], 0)
+    if killed:
+        rank, exit_code = min(killed.items())
         return _death(rank, exit_code)
     if errors:
         return min(errors, key=lambda error: float(error["at"])) if are_all else None
     if not failures:
         return _death(ranks[0], 0)
-    # Who has lost another one ends with a code of its own; a full disk may hold no record of it.
+    # A rank that has lost another ends with a code of its own; a full disk may hold no error of it.
     causes = {rank: code for rank, code in failures.items() if code != ExitCode.COMMUNICATION}
     if not causes and not are_all:
         return None
     return _death(*next(iter((causes or failures).items())))
 
 
-def judge(
+def decide(
     run_dir: RunDir,
     attempt: Attempt,
     restart: int,
-    culprit: dict[str, Any],
+    root_cause: dict[str, Any],
     *,
     max_restarts: int,
     stop: ExitCode | None = None,
 ) -> Restart:
-    """Decide what follows from a death, and put it on record; the first of several nodes decides.
+    """Decide what follows from the loss of a rank, and record it, with the outcome at an end.
 
     Args:
-        run_dir: the run.
-        attempt: this start of it.
+        run_dir, attempt: the run.
         restart: how often its ranks were started again before.
-        culprit: the error of whoever caused it.
-        max_restarts: how often that may be.
+        root_cause: the error that caused it.
+        max_restarts: how often ranks may be started again.
         stop: the exit code of a stop that was asked for meanwhile.
     """
     before = [entry for entry in list_restarts(attempt) if entry.is_counted]
@@ -93,13 +91,13 @@ def judge(
     note = ""
     decision: Decision = "restart" if stop is None else "stop"
     # A script on another host cannot see there that it has reported steps.
-    is_new = culprit.get("kind") == "ScriptFailed" and reached is not None
-    if culprit.get("will_recur") and not is_new:
+    is_new = root_cause.get("kind") == "ScriptFailed" and reached is not None
+    if root_cause.get("will_recur") and not is_new:
         decision = "fail"  # a wrong run file, a loss that is not finite: it would come again
     elif (
         last is not None
         and _furthest(reached, saved) <= _furthest(last.reached, last.saved)
-        and not (culprit.get("is_script") and reached is None)  # it tells nobody how far it is
+        and not (root_cause.get("is_script") and reached is None)  # it tells nobody how far it is
     ):
         decision = "fail"
         note = (
@@ -109,25 +107,23 @@ def judge(
     elif decision == "restart" and len(before) >= max_restarts:
         decision = "fail"
         note = f"all {max_restarts} restarts of this start are used up" if max_restarts else ""
-    found = Restart(
-        number=restart + 1,
-        at=time.time(),
-        decision=decision,
-        culprit={**culprit, "note": note},
-        why=_why(culprit),
-        reached=reached,
-        saved=saved,
-        count=len(before) + 1,
+    found = new_restart(
+        run_dir,
+        attempt,
+        restart + 1,
+        _why(root_cause),
         max_restarts=max_restarts,
+        decision=decision,
+        root_cause={**root_cause, "note": note},
         is_counted=True,
     )
-    settled = write_restart(attempt, found)
-    if settled.decision == "fail" and settled.culprit is not None:
-        end_failed(attempt, settled.culprit, step=reached)
-    elif settled.decision == "stop" and stop is not None:
-        lost = f"; {settled.why} before it could save" if settled.reached != saved else ""
+    recorded = write_restart(attempt, found)
+    if recorded.decision == "fail" and recorded.root_cause is not None:
+        end_failed(attempt, recorded.root_cause, step=reached)
+    elif recorded.decision == "stop" and stop is not None:
+        lost = f"; {recorded.why} before it could save" if recorded.reached != saved else ""
         end_stopped(attempt, stop, saved, lost)
-    return settled
+    return recorded
 
 
 def failure_report(
@@ -139,7 +135,7 @@ def failure_report(
     *,
     has_no_memory: bool = False,
 ) -> dict[str, Any]:
-    """The part of a report that says why ranks have failed.
+    """The part of an agent's report that says why ranks have failed.
 
     Args:
         attempt: this start, as this host sees it.
@@ -151,26 +147,29 @@ def failure_report(
             `oom_kills`.
 
     Returns:
-        errors: the records that these ranks have left. culprit: the one that the others may be
+        errors: the records that these ranks have left. root_cause: the one that the others may be
         consequences of; None where these ranks have only lost one of another node. tail: the end
         of its log.
     """
-    paths = [attempt.rank_error(rank, restart) for rank in ranks]
+    paths = (attempt.rank_error(rank, restart) for rank in ranks)
     errors = [error for path in paths if (error := read_record(path))]
-    culprit = find_culprit(errors, failures, ranks, are_all=len(ranks) == world_size)
-    if has_no_memory and culprit is not None and culprit.get("id") == "memory.killed":
-        culprit |= {
+    root_cause = find_root_cause(errors, failures, ranks, are_all=len(ranks) == world_size)
+    if has_no_memory and root_cause is not None and root_cause.get("id") == "memory.killed":
+        root_cause |= {
             "kind": "OutOfMemoryError",
-            "what": f"{culprit['what']}: this host, or the job's share of it, has no memory left",
+            "what": f"{root_cause['what']}: this host, or the job's share of it, has no memory "
+            "left",
             "fix": "lower training.micro_batch_size or data.workers, or give it more memory: "
             "clusters[0].launcher.memory_per_node where a queue has set the limit",
             "exit_code": int(ExitCode.OUT_OF_MEMORY),
             "will_recur": True,
         }
     tail = ""
-    if culprit is not None and culprit.get("rank") is not None:
-        tail = _end_of(attempt, int(culprit["rank"]))
-    return {"errors": errors, "culprit": culprit, "tail": tail}
+    if root_cause is not None and root_cause.get("rank") is not None:
+        with suppress(OSError), attempt.rank_log(int(root_cause["rank"])).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            tail = log.read().decode(errors="replace")
+    return {"errors": errors, "root_cause": root_cause, "tail": tail}
 
 
 def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -196,38 +195,21 @@ def oom_kills(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     return 0
 
 
-def own_time(error: dict[str, Any], peer: NodeConnection) -> dict[str, Any]:
-    """An error of another host by the clock of this one."""
-    return {**error, "at": float(error["at"]) + peer.skew_s}
-
-
-def keep_errors(
-    attempt: Attempt, restart: int, said: list[tuple[dict[str, Any], NodeConnection]]
-) -> None:
-    """Put on record here what ranks of other hosts have left there."""
-    for report, peer in said:
+def keep_errors(attempt: Attempt, restart: int, reports: Iterable[dict[str, Any]]) -> None:
+    """Record here the errors, and the end of the log, of ranks of other hosts."""
+    for report in reports:
         for error in report.get("errors", ()):
             path = attempt.rank_error(int(error["rank"]), restart)
             if not path.exists():
-                write_record(path, own_time(error, peer))
-        culprit = report.get("culprit") or {}
-        if culprit.get("rank") is None or not report.get("tail"):
+                write_record(path, error)
+        root_cause = report.get("root_cause") or {}
+        if root_cause.get("rank") is None or not report.get("tail"):
             continue
-        log = attempt.rank_log(int(culprit["rank"]))
+        log = attempt.rank_log(int(root_cause["rank"]))
         if not log.exists():
-            head = f"---- the end of this log on {culprit['host']} ----\n"
+            first = f"---- the end of this log on {root_cause['host']} ----\n"
             with suppress(OSError):
-                write_text_atomic(log, head + report["tail"], durable=False)
-
-
-def _end_of(attempt: Attempt, rank: int) -> str:
-    try:
-        with attempt.rank_log(rank).open("rb") as log:
-            log.seek(0, 2)
-            log.seek(max(0, log.tell() - _TAIL_BYTES))
-            return log.read().decode(errors="replace")
-    except OSError:
-        return ""
+                write_text_atomic(log, first + report["tail"], durable=False)
 
 
 def _furthest(*steps: int | None) -> int:
@@ -238,18 +220,18 @@ def _at(step: int | None) -> str:
     return "before the first step" if step is None else f"at step {step}"
 
 
-def _why(culprit: dict[str, Any]) -> str:
-    rank, what = culprit["rank"], str(culprit["what"]).splitlines()[0]
+def _why(root_cause: dict[str, Any]) -> str:
+    rank, what = root_cause["rank"], str(root_cause["what"]).splitlines()[0]
     who = f"rank {rank}"
     if rank is None:
-        return f"{culprit['host']}: {what}"
+        return f"{root_cause['host']}: {what}"
     if what.startswith(f"{who} "):
-        return what.replace(who, f"{who} on {culprit['host']}", 1)
-    return f"{who} on {culprit['host']} failed: {what}"
+        return what.replace(who, f"{who} on {root_cause['host']}", 1)
+    return f"{who} on {root_cause['host']} failed: {what}"
 
 
 def _death(rank: int, exit_code: int) -> ErrorRecord:
-    """A record for a rank that could not write one."""
+    # The error record of a rank that could not write one.
     how, fix, id = (
         "died without a word",
         "the end of its log may say why: `isles logs`",

@@ -1,8 +1,9 @@
-"""The process that coordinates a run: listens, places agents, decides, and says how it ended."""
+"""The process of the coordinator: finds out the nodes, listens, places agents, and coordinates."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import socket
@@ -11,6 +12,8 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 from typing import Any
@@ -18,31 +21,30 @@ from typing import Any
 import psutil
 
 from isles import __version__
+from isles.agent.agent import Signals
 from isles.agent.connection import versions
 from isles.agent.coordinator import Coordinator
-from isles.agent.members import Terms
-from isles.agent.relay import SignalRelay
+from isles.agent.protocol import log_line
 from isles.agent.requeue import QueuedRun
-from isles.agent.server import Identity, NodeRecords, RendezvousServer, say
+from isles.agent.server import NodeRecords, RendezvousServer
 from isles.config.resolve import load_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.local import place_here
 from isles.launch.manual import node_environ
-from isles.launch.pbs.allocation import PbsAllocation
-from isles.launch.queue.allocation import Allocation
-from isles.launch.slurm.allocation import SlurmAllocation
+from isles.launch.queue.job import Allocation
+from isles.launch.queue.pbs import PbsAllocation
+from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.begin import write_launch
 from isles.run.env import inherited
 from isles.run.find import typed_name
-from isles.run.fleet import Fleet, FleetNode, known_fleet
+from isles.run.nodes import Fleet, FleetNode, require_nodes
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 from isles.run.state import attempt_state
-from isles.run.turns import one_after_another
 
 _LOOK_S = 0.05
 _END_S = 10.0
@@ -54,16 +56,16 @@ class Lead:
 
     Args:
         run_dir, attempt: the run.
-        relay: signals to this process.
+        signals: to this process.
     """
 
-    fleet: Fleet
-    rendezvous: RendezvousServer
+    nodes: Fleet
+    server: RendezvousServer
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, relay: SignalRelay) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, signals: Signals) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
-        self._relay = relay
+        self._signals = signals
         self._config: RunConfig = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
         self._allocation: Allocation | None = None
         self._job: QueuedRun | None = None
@@ -84,48 +86,104 @@ class Lead:
             UserError: the nodes of the run are not known.
         """
         if not isinstance(self._config.clusters[0].launcher, QueueSection):
-            self.fleet = known_fleet(self._attempt)
-            if self.fleet.launcher == "manual":
+            self.nodes = require_nodes(self._attempt)
+            if self.nodes.launcher == "manual":
                 self._claim()
-                os.environ.update(node_environ(self._run_dir, self.fleet, 0))
+                os.environ.update(node_environ(self._run_dir, self.nodes, 0))
         try:
             code = self._open_job(only_check_s)
             if code is not None:
                 return code
             listener = self._listen()
         except UserError as error:  # nobody is at this process' terminal
-            say(error.what)
+            log_line(error.what)
             found = agent_error(error.what, error.fix, error.exit_code, id=error.id)
             end_failed(self._attempt, found)
             return int(error.exit_code)
-        self._coordinate(listener)
+        run_dir, attempt, config = self._run_dir, self._attempt, self._config
+        self.server = RendezvousServer(
+            listener,
+            replace(self.nodes, digest=_digest(run_dir)),
+            run_dir.name,
+            attempt.number,
+            versions(),
+            attempt.token.read_text(encoding="utf-8").strip(),
+            self._files,
+        )
+        self._coordinator = Coordinator(
+            run_dir,
+            attempt,
+            self.nodes,
+            self.server,
+            max_restarts=config.clusters[0].max_restarts,
+            save_timeout_s=config.checkpoint.timeout,
+            is_script=config.training.script is not None,
+            job=self._job,
+        )
+        self._records = NodeRecords(attempt, self.nodes, self.server)
         return None
 
     def start(self) -> None:
-        """Begin to coordinate; place the agents that this process has to place."""
-        self._place_agents()
+        """Place the agents that this process has to place, and begin to coordinate."""
+        if self._allocation is not None:
+            words, log = ["--nodes-file", str(self._nodes_file)], self._attempt.path / "node-%n.log"
+            for command in self._allocation.on_all_nodes(words, log):
+                name = Path(command[0]).name
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+                self._placed[f"{name} {len(self._placed)}" if self._placed else name] = process
+        elif not self.nodes.has_own_node:
+            for node in self.nodes:
+                self._placed[f"the agent of node {node.node}"] = place_here(
+                    self._run_dir, self._attempt, self.nodes, node.node
+                )
         self._thread.start()
 
     def join(self) -> int:
         """Wait for the end of the run on all nodes; returns the exit code of this process."""
         self._thread.join()
-        self.rendezvous.close()
+        self.server.close()
         deadline = time.monotonic() + _END_S
         for name, process in self._placed.items():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                say(f"{name} ({process.pid}) has not ended; it is killed")
+                log_line(f"{name} ({process.pid}) has not ended; it is killed")
                 process.kill()
         self._coordinator.close()
         if self._allocation is not None:
-            self._fleet_file.unlink(missing_ok=True)
+            self._nodes_file.unlink(missing_ok=True)
         if self._job is not None and self._job.is_requeued:
             return self._job.queue_again()
-        return self._coordinator.exit_code
+        return int(self._coordinator.outcome["exit_code"])
+
+    def _claim(self) -> None:
+        # Where a person types the command: of two that are typed at once, the second is refused.
+        with self._attempt.agent_log.open("ab") as log:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(log, fcntl.LOCK_EX)
+            is_over = self._attempt.outcome.exists()
+            if is_over or attempt_state(self._run_dir, self._attempt).is_alive:
+                name = self._run_dir.name
+                raise UserError(
+                    f"{name} {'has ended' if is_over else 'is on its way already'}",
+                    where=str(self._attempt.path),
+                    fix="`isles train run.yaml` makes it ready once more"
+                    if is_over
+                    else f"isles status {typed_name(self._run_dir)}",
+                )
+            asked = self.nodes.resume_from
+            write_launch(
+                self._attempt,
+                ProcessId.of(os.getpid()),
+                world_size=self.nodes.world_size,
+                device=self.nodes.device,
+                command=tuple(sys.argv),
+                resumed_from=Path(asked) if asked else None,
+            )
+
+    # In the job of a queue.
 
     def _open_job(self, only_check_s: float | None) -> int | None:
-        """Where this is the script of a job: its nodes."""
         match self._config.clusters[0].launcher:
             case SlurmLauncherConfig() as launcher:
                 allocation: Allocation = SlurmAllocation(launcher, self._attempt, inherited())
@@ -138,22 +196,22 @@ class Lead:
         self._job = QueuedRun(self._run_dir, self._attempt, self._config, allocation)
         if only_check_s is None and (code := self._job.begin()) is not None:
             return code
-        self.fleet = self._fleet_of(allocation)
-        names = ", ".join(node.name for node in self.fleet.nodes)
-        say(f"{allocation.job} on {names}: {self.fleet.world_size} ranks")
-        self.fleet.write(self._attempt)
-        self.fleet.write(self._attempt, self._fleet_file)
+        self.nodes = self._nodes_of(allocation)
+        names = ", ".join(node.name for node in self.nodes)
+        log_line(f"{allocation.job} on {names}: {self.nodes.world_size} ranks")
+        self.nodes.write(self._attempt)
+        self.nodes.write(self._attempt, self._nodes_file)
         if only_check_s is not None or launcher.check:
             return self._check(allocation, only_check_s)
         return None
 
     @property
-    def _fleet_file(self) -> Path:
-        """The nodes of this job. A name that no node has looked for before: NFS keeps old ones."""
+    def _nodes_file(self) -> Path:
+        # A name that no node has looked for before: NFS keeps old ones.
         assert self._allocation is not None
         return self._attempt.path / f"fleet-{self._allocation.key}.json"
 
-    def _fleet_of(self, allocation: Allocation) -> Fleet:
+    def _nodes_of(self, allocation: Allocation) -> Fleet:
         launch = read_record(self._attempt.launch) or {}
         cluster, nodes = self._config.clusters[0], allocation.nodes
         nproc = cluster.gpus_per_node
@@ -165,7 +223,7 @@ class Lead:
         interface = cluster.network.interface
         if interface is not None and len(nodes) > 1:
             own = _address_on(interface)
-            places[0] = FleetNode(0, nodes[0].name, None, own, nproc, interface)
+            places[0] = replace(places[0], address=own, interface=interface)
         return Fleet(
             launcher=cluster.launcher.kind,
             nodes=tuple(places),
@@ -173,20 +231,15 @@ class Lead:
             min_nodes=cluster.min_nodes,
             device="cpu" if cluster.device == "cpu" else "cuda",
             start_timeout_s=cluster.start_timeout,
-            digest=hashlib.sha256(self._run_dir.resolved.read_bytes()).hexdigest(),
+            digest=_digest(self._run_dir),
             resume_from=launch.get("resumed_from"),
         )
 
     def _check(self, allocation: Allocation, only_check_s: float | None) -> int | None:
-        """Step 0 of a job: are its nodes, and the links between them, fit? The code if not."""
-        head = self.fleet.head
-        port = _free_port(head.address, self.fleet.port)
-        words = [
-            "--fleet",
-            str(self._fleet_file),
-            "--check",
-            f"{head.address}:{port}",
-        ]
+        # Before the ranks: are the nodes, and the links between them, fit? The exit code if not.
+        head = self.nodes.head
+        at = f"{head.address}:{_free_port(head.address, self.nodes.port)}"
+        words = ["--nodes-file", str(self._nodes_file), "--check", at]
         words += ["--only-check", str(only_check_s)] if only_check_s is not None else []
         self._attempt.findings.unlink(missing_ok=True)
         log = self._attempt.path / "check-node-%n.log"
@@ -195,7 +248,7 @@ class Lead:
             for command in allocation.on_all_nodes(words, log)
         ]
         while any(check.poll() is None for check in checks):
-            if self._relay.stop_signal:
+            if self._signals.received:
                 for check in checks:
                     check.terminate()
             time.sleep(_LOOK_S)
@@ -218,88 +271,31 @@ class Lead:
         end_failed(self._attempt, error)
         return int(ExitCode.PREFLIGHT)
 
-    def _claim(self) -> None:
-        """Where a person types this: it is on record, and the second that is typed is refused."""
-        with self._attempt.agent_log.open("ab") as log, one_after_another(log):
-            is_over = self._attempt.outcome.exists()
-            if is_over or attempt_state(self._run_dir, self._attempt).is_alive:
-                name = self._run_dir.name
-                raise UserError(
-                    f"{name} {'has ended' if is_over else 'is on its way already'}",
-                    where=str(self._attempt.path),
-                    fix="`isles train run.yaml` makes it ready once more"
-                    if is_over
-                    else f"isles status {typed_name(self._run_dir)}",
-                )
-            asked = self.fleet.resume_from
-            write_launch(
-                self._attempt,
-                ProcessId.of(os.getpid()),
-                world_size=self.fleet.world_size,
-                device=self.fleet.device,
-                command=tuple(sys.argv),
-                resumed_from=Path(asked) if asked else None,
-            )
-
     def _listen(self) -> socket.socket | None:
-        """The socket at which the agents find this process; None where there are no others.
-
-        Raises:
-            UserError: this host does not have the address, or the port is taken.
-        """
-        fleet, head = self.fleet, self.fleet.head
-        if len(fleet.nodes) == 1 and fleet.has_own_node:
+        # The socket at which the agents find this process; None where there are no others.
+        nodes, head = self.nodes, self.nodes.head
+        if len(nodes) == 1 and nodes.has_own_node:
             return None
-        port = fleet.port if self._job is None else _free_port(head.address, fleet.port)
+        port = nodes.port if self._job is None else _free_port(head.address, nodes.port)
         try:
             listener = socket.create_server((head.address, port))
         except OSError as error:
-            raise _cannot_listen(fleet, port, error) from error
+            raise _cannot_listen(nodes, port, error) from error
         port = int(listener.getsockname()[1])
-        if port != fleet.port:
-            self.fleet = fleet.at_port(port)
-            self.fleet.write(self._attempt)
+        if port != nodes.port:
+            self.nodes = replace(nodes, port=port)
+            self.nodes.write(self._attempt)
             if self._allocation is not None:
-                self.fleet.write(self._attempt, self._fleet_file)
+                self.nodes.write(self._attempt, self._nodes_file)
         return listener
 
-    def _coordinate(self, listener: socket.socket | None) -> None:
-        token = self._attempt.token.read_text(encoding="utf-8").strip()
-        digest = hashlib.sha256(self._run_dir.resolved.read_bytes()).hexdigest()
-        identity = Identity(self._run_dir.name, self._attempt.number, digest, versions(), token)
-        self.rendezvous = RendezvousServer(listener, self.fleet, identity, self._files)
-        config = self._config
-        terms = Terms(
-            max_restarts=config.clusters[0].max_restarts,
-            save_timeout_s=config.checkpoint.timeout,
-            needs_head=self.fleet.has_own_node,
-            is_script=config.training.script is not None,
-        )
-        self._coordinator = Coordinator(
-            self._run_dir, self._attempt, self.fleet, terms, self.rendezvous, self._job
-        )
-        self._records = NodeRecords(self._attempt, self.fleet, self.rendezvous)
-
-    def _place_agents(self) -> None:
-        if self._allocation is not None:
-            words = ["--fleet", str(self._fleet_file)]
-            log = self._attempt.path / "node-%n.log"
-            for command in self._allocation.on_all_nodes(words, log):
-                name = Path(command[0]).name
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-                self._placed[f"{name} {len(self._placed)}" if self._placed else name] = process
-        elif not self.fleet.has_own_node:
-            for node in self.fleet.nodes:
-                self._placed[f"the agent of node {node.node}"] = place_here(
-                    self._run_dir, self._attempt, self.fleet, node.node
-                )
+    # The coordinator's thread.
 
     def _run(self) -> None:
-        """The coordinator's thread."""
         pause = threading.Event()
         try:
             while not self._coordinator.has_ended():
-                if not self.fleet.has_own_node:
+                if not self.nodes.has_own_node:
                     self._take_signal()
                 self._coordinator.look()
                 self._records.write(self._coordinator.places())
@@ -312,12 +308,14 @@ class Lead:
             os._exit(ExitCode.TRAINING)
 
     def _take_signal(self) -> None:
-        """What a signal, or the clock, means to a process without ranks of its own."""
-        number, job = self._relay.stop_signal, self._job
-        if job is not None and (number == SIGUSR1 or self._is_late()):
-            self._relay.stop_signal = 0 if number == SIGUSR1 else number
+        # What a signal, or the clock, means to a process without ranks of its own.
+        number, job = self._signals.received, self._job
+        save_at = self._allocation.save_at() if self._allocation is not None else None
+        is_late = save_at is not None and not self._is_limit_known and time.monotonic() > save_at
+        if job is not None and (number == SIGUSR1 or is_late):
+            self._signals.received = 0 if number == SIGUSR1 else number
             if not self._coordinator.is_over and not self._is_limit_known:
-                say("the time limit is near: asking the ranks to save")
+                log_line("the time limit is near: asking the ranks to save")
                 job.limit_is_near()
             self._is_limit_known = True
         elif number:
@@ -325,60 +323,54 @@ class Lead:
                 job.is_terminated = True
             self._coordinator.ask_to_stop(number)
 
-    def _is_late(self) -> bool:
-        """Whether the run is to save now, where the queue sends no signal before its time limit."""
-        save_at = self._allocation.save_at() if self._allocation is not None else None
-        return save_at is not None and not self._is_limit_known and time.monotonic() > save_at
-
     def _miss_placed(self) -> None:
-        """Agents that were placed from here and have ended before they came will not come."""
-        peers = self.rendezvous.peers()
+        # Agents that were placed from here and have ended before they came will not come.
+        peers = self.server.peers()
         if self._coordinator.is_over:
             return
         codes = {name: process.poll() for name, process in self._placed.items()}
         ended = {name: code for name, code in codes.items() if code is not None}
-        if (
-            self._allocation is None
-        ):  # a process for each node: those that have come are the others'
-            ended = {
-                name: ended[name]
-                for n, name in enumerate(codes)
-                if name in ended and n not in peers
-            }
+        if self._allocation is None:  # one process for each node
+            come = {name for n, name in enumerate(codes) if n in peers}
+            ended = {name: code for name, code in ended.items() if name not in come}
         elif peers:
             return
-        is_enough = len(ended) == len(codes) or not self.fleet.is_elastic
+        is_enough = len(ended) == len(codes) or not self.nodes.is_elastic
         if not ended or not is_enough:
             return
         words = ", ".join(f"{name} ended with {code}" for name, code in ended.items())
-        logs = sorted(self._attempt.path.glob("node-*.log"))
-        last = [line for log in logs for line in _last_words(log)]
-        what = f"agents have ended before the run began: {words}"
-        what += f": {last[-1]}" if last else ""
+        last = ""
+        for log in sorted(self._attempt.path.glob("node-*.log")):
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+            last = next((ln.strip() for ln in reversed(lines) if "error" in ln.lower()), last)
+        what = f"agents have ended before the run began: {words}" + (f": {last}" if last else "")
         fix = f"their last words are in {self._attempt.path}/node-*.log"
         error = agent_error(what, fix, ExitCode.TRAINING, id="start.failed", will_recur=True)
         self._coordinator.fail(error)
 
     def _files(self) -> dict[str, Any]:
-        """What a node that does not share the run directory gets from here."""
+        # What a node that does not share the run directory gets from here.
         launch = read_record(self._attempt.launch) or {}
         attempts = self._run_dir.attempts()
         first = read_record(attempts[0].launch) or {} if attempts else {}
         return {
             "isles": __version__,
             "run": self._run_dir.name,
-            "run_dir": str(self._run_dir.path),
             "attempt": self._attempt.number,
             "resolved": self._run_dir.resolved.read_text(encoding="utf-8"),
             "text": self._run_dir.run_file.read_text(encoding="utf-8"),
-            "fleet": self.fleet.record(),
+            "fleet": self.nodes.record(),
             "begun_at": launch.get("begun_at"),
             "born_at": first.get("begun_at"),
         }
 
 
+def _digest(run_dir: RunDir) -> str:
+    return hashlib.sha256(run_dir.resolved.read_bytes()).hexdigest()
+
+
 def _free_port(address: str, first: int) -> int:
-    """A port that nobody listens on; two jobs that share a node begin at different ones."""
+    # Two jobs that share a node begin at different ports.
     for port in range(first, first + _PORTS):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -399,7 +391,6 @@ def _free_port(address: str, first: int) -> int:
 
 
 def _address_on(interface: str) -> str:
-    """The IPv4 address of an interface of this host."""
     for entry in psutil.net_if_addrs().get(interface, ()):
         if entry.family == socket.AF_INET:
             return str(entry.address)
@@ -411,8 +402,8 @@ def _address_on(interface: str) -> str:
     )
 
 
-def _cannot_listen(fleet: Fleet, port: int, error: OSError) -> UserError:
-    head = fleet.head
+def _cannot_listen(nodes: Fleet, port: int, error: OSError) -> UserError:
+    head = nodes.head
     if error.errno == errno.EADDRINUSE:
         what = f"the port {port} of {head.name} ({head.address}) is taken"
         fix = f"`ss -ltnp | grep {port}` there says by whom; set clusters[0].network.port"
@@ -425,8 +416,3 @@ def _cannot_listen(fleet: Fleet, port: int, error: OSError) -> UserError:
     found = PreflightError(what, where=f"host {head.name}", fix=fix, id="port.taken")
     found.exit_code = ExitCode.COMMUNICATION
     return found
-
-
-def _last_words(log: Path) -> list[str]:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.strip() for line in lines[-20:] if "error" in line.lower()]

@@ -1,4 +1,4 @@
-"""The job of a run in a queue: what its end means, and whether it is queued again."""
+"""The job of a run in a queue: what the end of its ranks means, and whether it is queued again."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from isles.config.sections.cluster import QueueSection
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
-from isles.launch.queue.allocation import Allocation
+from isles.launch.queue.job import Allocation
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 from isles.run.restarts import (
-    Restart,
     current_restart,
     list_restarts,
+    new_restart,
     newest_step,
     read_last_step,
     write_restart,
 )
-from isles.run.stop_request import read_stop_request
+from isles.run.stop import read_stop_request
 
 _LIMIT, _TAKEN, _SCRIPT = 1, 10, 20
 """How often in a row a job may be queued again without coming further: after its time limit, after
@@ -29,7 +29,7 @@ its nodes were taken from it, and where a script of the user's own does not say 
 
 
 class QueuedRun:
-    """The run as its job sees it; only the coordinator has one.
+    """A run in the job of a queue; only the coordinator has one.
 
     Args:
         run_dir, attempt: the run, on a disk that all nodes share.
@@ -54,10 +54,10 @@ class QueuedRun:
         """Whether the job is to be queued again once all agents have ended."""
 
     def begin(self) -> int | None:
-        """Whether ranks are started as the job begins, perhaps not for the first time.
+        """Called as the job begins, perhaps not for the first time.
 
         Returns:
-            The exit code where they are not.
+            The exit code where no ranks are to be started.
         """
         attempt = self._attempt
         outcome = read_record(attempt.outcome)
@@ -74,7 +74,7 @@ class QueuedRun:
         return None
 
     def limit_is_near(self) -> None:
-        """Ask the ranks to save: rank 0 finds the request, as it finds one of `isles stop`."""
+        """Ask the ranks to save, by a request such as `isles stop` leaves."""
         if self._attempt.stop_request.exists():
             return
         by = f"{self._allocation.job}, before its time limit"
@@ -82,7 +82,7 @@ class QueuedRun:
         write_record(self._attempt.stop_request, request)
 
     def stopped(self) -> None:
-        """The ranks have saved and ended, or there were none: the job goes on later, or is over."""
+        """All ranks have ended: decide whether the job goes on later, or is over."""
         if self.is_requeued:
             return
         if (why := self._reason_to_go_on()) is None:
@@ -95,11 +95,11 @@ class QueuedRun:
         return self._may_requeue and not self.is_terminated and self._go_on(why, _TAKEN)
 
     def stop(self) -> None:
-        """Put the stop on record. The run goes on if the queue itself starts this job again."""
+        """Record the stop. The run goes on if the queue itself starts this job again."""
         attempt = self._attempt
         record = read_record(attempt.stopped) or {}
         saved = newest_step(self._run_dir)
-        if self._is_script:  # which saves by itself, and has said how it ended
+        if self._is_script:  # it saves by itself, and has recorded how it ended
             kept = str(record.get("reason") or "").removeprefix("asked to stop; ")
         else:
             kept = (
@@ -128,14 +128,14 @@ class QueuedRun:
         return 0
 
     def _user_stop(self) -> int | None:
-        """Exit code of a stop that a user has asked for; None: nobody has."""
+        # Exit code of a stop that a user has asked for.
         request = read_stop_request(self._attempt)
         if request is None or (read_record(self._attempt.stop_request) or {}).get("requeue"):
             return None
         return int(ExitCode.REQUEUE if request.kind == "save" else ExitCode.INTERRUPTED)
 
     def _reason_to_go_on(self) -> tuple[str, int] | None:
-        """Why the job is to be queued again, and how often that may be in vain; None: it is not."""
+        # Why the job is to be queued again, and how often that may be in vain.
         job, request = self._allocation.job, read_record(self._attempt.stop_request) or {}
         if self.is_terminated or not self._may_requeue:
             return None
@@ -151,31 +151,23 @@ class QueuedRun:
         return None
 
     def _go_on(self, why: str, most: int) -> bool:
-        """Put on record that the ranks go on later; False, with the outcome, if it is in vain."""
-        attempt, restart, saved = (
-            self._attempt,
-            current_restart(self._attempt),
-            newest_step(self._run_dir),
-        )
+        # Record that the ranks go on later; False, with the outcome, where that is in vain.
+        attempt, restart = self._attempt, current_restart(self._attempt)
         is_limit, most = most == _LIMIT, _SCRIPT if self._is_script else most
         if (times := self._times_in_vain(restart)) >= most:
             attempt.outcome.unlink(missing_ok=True)
-            end_failed(attempt, self._in_vain(why, times, is_limit=is_limit), step=saved)
+            error = self._in_vain(why, times, is_limit=is_limit)
+            end_failed(attempt, error, step=newest_step(self._run_dir))
             attempt.stopped.unlink(missing_ok=True)
             return False
         launch = read_record(attempt.launch) or {}
-        entry = Restart(
-            number=restart + 1,
-            at=time.time(),
-            decision="restart",
-            culprit=None,
-            why=why,
-            reached=read_last_step(attempt, restart),
-            saved=saved,
-            count=sum(entry.is_counted for entry in list_restarts(attempt)),
-            max_restarts=self._config.clusters[0].max_restarts,
-            is_counted=False,
-            nodes=tuple(range(self._config.clusters[0].max_nodes)),
+        cluster = self._config.clusters[0]
+        entry = new_restart(
+            self._run_dir,
+            attempt,
+            restart + 1,
+            why,
+            max_restarts=cluster.max_restarts,
             world_size=int(launch.get("world_size", 1)),
         )
         write_restart(attempt, entry)
@@ -188,10 +180,8 @@ class QueuedRun:
         return True
 
     def _times_in_vain(self, restart: int) -> int:
-        """How often in a row, until now, the job was queued again and then came no further.
-
-        A trainer comes further when it saves, a script of the user's own when it reports a step.
-        """
+        # How often in a row, until now, the job was queued again and then came no further. A
+        # trainer comes further when it saves, a script of the user's own when it reports a step.
         if self._is_script:
             now, marks = read_last_step(self._attempt, restart), "reached"
         else:

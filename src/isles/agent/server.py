@@ -1,13 +1,12 @@
-"""Rendezvous server of the coordinator: authenticates agents, receives reports, sends orders.
+"""Server of the coordinator: authenticates agents, receives reports, sends commands.
 
-The coordinator's own node, if it has one, is here as well, by a `DirectLink` in place of a socket.
+The agent in the coordinator's own process, if there is one, has a `LocalLink` in place of a socket.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,44 +14,75 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from isles.agent.protocol import (
+    GONE_AFTER_S,
+    GREETING_BYTES,
+    HEARTBEAT_EVERY_S,
+    HELLO_S,
+    LOST_AFTER_S,
+    LastSeen,
+    ProtocolError,
+    Wire,
+    is_proof,
+    log_line,
+    new_challenge,
+    proof,
+)
 from isles.errors import ExitCode
+from isles.facts.text import printable
 from isles.facts.units import printable
-from isles.run.fleet import Fleet, FleetNode
-from isles.run.pace import GONE_AFTER_S, HELLO_S, LOST_AFTER_S, SIGN_EVERY_S, Silence
+from isles.run.nodes import Fleet
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import write_record
-from isles.run.wire import GREETING_BYTES, NotOurs, Wire, is_proof, new_challenge, proof
 
 _SHOWN = 8
-"""So many of them are told to who has another."""
+"""Digits of a digest in messages."""
 
 _LONGEST_WHY = 300
+_LONGEST_LINE = 400
 _PAUSE_S = 0.2
 
 _AT_ONCE = 64
-"""So many connections may be unauthenticated; an agent proves itself within milliseconds."""
+"""Limit of unauthenticated connections; an agent proves itself within milliseconds."""
 
 _LINES, _LINE_EVERY_S = 20, 10.0
 """So many lines about unknown connections are logged at once, and one more after so long."""
 
-_LONGEST_LINE = 400
 _RECORD_EVERY_S = 5.0
 
 
-class DirectLink:
-    """Connection of the coordinator to an agent in its own process, in place of a `Wire`."""
+class LocalLink:
+    """Connection of the coordinator to the agent in its own process, for both of them.
+
+    To the coordinator it is a `Wire`, to the agent a `Connection` that never breaks.
+    """
+
+    state = "connected"
+    why = ""
+    may_return = False
+    fault = None
 
     def __init__(self) -> None:
-        self.order: dict[str, Any] = {}
-        """The coordinator's last order; empty before the first."""
+        self.command: dict[str, Any] = {}
+        self.peer: NodeConnection | None = None
 
     def send(self, message: dict[str, Any]) -> None:
-        """See Wire."""
-        self.order = message["order"]
+        self.command = message["command"]
+
+    def report(self, report: dict[str, Any]) -> None:
+        assert self.peer is not None
+        self.peer.report = report
+
+    def leave(self) -> None:
+        assert self.peer is not None
+        self.peer.is_done = True
+
+    def reconnect(self) -> None:
+        """As of `Connection`; never called."""
 
     def close(self) -> None:
-        """See Wire."""
+        """As of `Wire`."""
 
 
 @dataclass(slots=True)
@@ -63,31 +93,31 @@ class NodeConnection:
         node: its number.
         agent: random id that this agent has chosen: another agent of the same node has another.
         process: of the agent.
-        silence: since the last message.
+        last_seen: seconds since its last message.
         wire: the connection; None while it is broken.
         store: port of the agent's store, at which ranks can meet; 0: it has none.
-        report: the last one about its ranks.
+        report: its last report.
     """
 
     node: int
     agent: str
     process: ProcessId
-    silence: Silence
-    wire: Wire | DirectLink | None
+    last_seen: LastSeen
+    wire: Wire | LocalLink | None
     store: int = 0
     report: dict[str, Any] = field(default_factory=dict)
     skew_s: float = 0.0
-    """How far its clock is behind the head's."""
+    """How far its clock is behind the coordinator's."""
     lost: str = ""
-    """Why it is taken for lost; empty while it is there."""
+    """Why it is taken for lost; empty while it is not."""
     is_done: bool = False
-    """Whether it has said goodbye."""
+    """Whether its agent has ended in good order."""
     sent: dict[str, Any] = field(default_factory=dict)
     sent_at: float = 0.0
 
 
 class Refusal(Exception):
-    """A newcomer that cannot be taken in, and why."""
+    """Why an agent cannot be taken in; `ends_run`: the run cannot begin without it."""
 
     def __init__(
         self, what: str, fix: str, *, ends_run: bool = False, id: str = "start.refused"
@@ -99,32 +129,15 @@ class Refusal(Exception):
         self.ends_run = ends_run
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What all nodes of an attempt must have in common.
-
-    Args:
-        run: the run's name.
-        attempt: which start of it.
-        digest: of resolved.yaml.
-        versions: of isles and torch, on the first node.
-        token: the secret of the attempt, by which agents prove themselves.
-    """
-
-    run: str
-    attempt: int
-    digest: str
-    versions: dict[str, str]
-    token: str = field(repr=False)
-
-
 class RendezvousServer:
-    """Takes in the nodes of one attempt and receives their reports.
+    """Takes in the agents of one attempt and receives their reports.
 
     Args:
         listener: a socket that listens; None: all nodes are in this process.
-        fleet: the nodes that are to come.
-        identity: of this attempt.
+        nodes: all nodes of the attempt; an agent must have the same digest of resolved.yaml.
+        run, attempt: name of the run, and number of this start of it.
+        versions: of isles and torch here, which must be the same on all nodes.
+        token: the secret of the attempt.
         files: the run's files by name, for a node that does not share the run directory.
         clock: seconds that only ever grow, for the coordinator as well.
     """
@@ -132,57 +145,58 @@ class RendezvousServer:
     def __init__(
         self,
         listener: socket.socket | None,
-        fleet: Fleet,
-        identity: Identity,
+        nodes: Fleet,
+        run: str,
+        attempt: int,
+        versions: dict[str, str],
+        token: str,
         files: Callable[[], dict[str, Any]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
+        self.refused: Refusal | None = None
+        """The last one."""
+        self.fatal: Refusal | None = None
+        """That of a node without which the run cannot begin."""
         self._listener = listener
-        self._fleet = fleet
-        self._identity = identity
+        self._nodes = nodes
+        self._run, self._attempt, self._versions, self._token = run, attempt, versions, token
         self._files = files
         self._lock = threading.Lock()
         self._peers: dict[int, NodeConnection] = {}
         self._dropped: set[str] = set()
-        self.refused: Refusal | None = None
-        """The last one."""
-        self.fatal: Refusal | None = None
-        """One of a node without which the run cannot begin."""
         self._unknown = _UnknownConnections()
         self._is_closed = threading.Event()
         if listener is not None:
             threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
-    def add_own(self, node: int, store: int) -> NodeConnection:
-        """The agent in this process; its link is a `DirectLink`."""
-        process = ProcessId.of(os.getpid())
-        own = NodeConnection(node, "own", process, Silence(self.clock()), DirectLink(), store)
+    def add_own(self, store: int) -> LocalLink:
+        link, process = LocalLink(), ProcessId.of(os.getpid())
+        link.peer = NodeConnection(0, "own", process, LastSeen(self.clock()), link, store)
         with self._lock:
-            self._peers[node] = own
-        return own
+            self._peers[0] = link.peer
+        return link
 
     def peers(self) -> dict[int, NodeConnection]:
-        """Who has come, by node; also those that are lost."""
+        """All agents that have ever come, by node; also those that are lost."""
         with self._lock:
             return dict(self._peers)
 
-    def there(self) -> list[int]:
-        """The nodes that are here now."""
+    def connected(self) -> list[int]:
+        """Numbers of the nodes that have come and are not lost."""
         return sorted(node for node, peer in self.peers().items() if not peer.lost)
 
     def label(self, node: int) -> str:
-        """A node as messages call it."""
         peer = self.peers().get(node)
-        if self._fleet.launcher == "local" and peer is not None:
+        if self._nodes.launcher == "local" and peer is not None:
             return f"node {node} ({peer.process.host}, agent {peer.process.pid})"
-        return self._node(node).label
+        return self._nodes[node].label
 
     def look(self, now_s: float) -> None:
-        """Take for lost whoever has been silent for too long."""
+        """Take for lost whoever has sent nothing for too long."""
         for peer in self.peers().values():
-            silent_s = peer.silence.look(now_s)
-            if peer.lost or peer.is_done or isinstance(peer.wire, DirectLink):
+            silent_s = peer.last_seen.look(now_s)
+            if peer.lost or peer.is_done or isinstance(peer.wire, LocalLink):
                 continue
             if peer.wire is None and silent_s > GONE_AFTER_S:
                 self.drop(peer, "its agent has ended without a word")
@@ -190,41 +204,38 @@ class RendezvousServer:
                 self.drop(peer, f"it has not been heard of for {silent_s:.0f} s")
 
     def drop(self, peer: NodeConnection, why: str) -> None:
-        """This node is lost; its agent is told so, should it still be there."""
+        """Take a node for lost; its agent finds out where it still runs, and ends."""
         with self._lock:
             peer.lost = why
             self._dropped.add(peer.agent)
-        say(f"{self.label(peer.node)} is lost: {why}")
-        self._part(peer, peer.wire)
+        log_line(f"{self.label(peer.node)} is lost: {why}")
+        self._disconnect(peer, peer.wire)
 
-    def order(self, node: int, order: dict[str, Any], now_s: float) -> None:
-        """Tell a node what it is to do; said again every second, as a sign of life."""
+    def command(self, node: int, command: dict[str, Any], now_s: float) -> None:
+        """Send a node its command where it is new, and again as a heartbeat."""
         peer = self.peers().get(node)
-        # Once: the thread that hears this node may take it away at any time.
+        # Read once: the thread that receives from this node may take it away at any time.
         wire = peer.wire if peer is not None else None
         if peer is None or wire is None:
             return
-        if order == peer.sent and now_s - peer.sent_at < SIGN_EVERY_S:
+        if command == peer.sent and now_s - peer.sent_at < HEARTBEAT_EVERY_S:
             return
         try:
-            wire.send({"order": order})
+            wire.send({"command": command})
         except OSError:
-            self._part(peer, wire)
+            self._disconnect(peer, wire)
             return
-        peer.sent, peer.sent_at = order, now_s
+        peer.sent, peer.sent_at = command, now_s
 
     def close(self) -> None:
-        """Take in nobody more, and end all connections."""
+        """Stop to listen, and end all connections."""
         self._is_closed.set()
         if self._listener is not None:
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         for peer in self.peers().values():
-            self._part(peer, peer.wire)
-
-    def _node(self, number: int) -> FleetNode:
-        return self._fleet.nodes[number]
+            self._disconnect(peer, peer.wire)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -246,12 +257,12 @@ class RendezvousServer:
             self._unknown.remove(wire)
             if first is None:
                 return
-            if not is_proof(first.get("proof"), self._identity.token, challenge, "agent"):
+            if not is_proof(first.get("proof"), self._token, challenge, "agent"):
                 raise Refusal(
                     f"an agent at {address} does not know the token of this start of the run",
                     "start the agent with the token that `isles train` has printed or placed",
                 )
-            mine = {"proof": proof(self._identity.token, str(first["challenge"]), "coordinator")}
+            mine = {"proof": proof(self._token, str(first["challenge"]), "coordinator")}
             if "fetch" in first:
                 wire.send({"files": self._files(), **mine})
             else:
@@ -260,12 +271,12 @@ class RendezvousServer:
             self._unknown.log(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
+            where = f"{self._nodes.head.name} port {self._nodes.port}"
+            record = {"what": refusal.what, "where": where, "fix": refusal.fix, "id": refusal.id}
             with suppress(OSError):
-                where = f"{self._fleet.head.name} port {self._fleet.port}"
-                told = {"what": refusal.what, "where": where, "fix": refusal.fix, "id": refusal.id}
-                wire.send({"refused": {**told, "exit_code": int(ExitCode.PREFLIGHT)}})
+                wire.send({"refused": {**record, "exit_code": int(ExitCode.PREFLIGHT)}})
         except OSError:
-            pass  # it has gone, or knocks at every port
+            pass  # it has gone, or tries every port
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             found = f"{type(error).__name__}: {error!r:.200}"
             self._unknown.log(f"{address} has sent what no node sends: {found}")
@@ -280,33 +291,34 @@ class RendezvousServer:
                 if peer.wire is not wire:
                     return
                 if message is None:
-                    continue  # how long a silence may last, is for `look` to say
-                peer.silence.heard()
+                    continue  # `look` decides how long a silence may last
+                peer.last_seen.reset()
                 report = message.get("report", peer.report)
                 if not isinstance(report, dict):
-                    raise NotOurs("no report")
+                    raise ProtocolError("no report")
                 peer.report = report
                 peer.skew_s = time.time() - float(message.get("clock", time.time()))
                 if message.get("bye"):
                     peer.is_done = True
                     return
         finally:
-            self._part(peer, wire)
+            self._disconnect(peer, wire)
 
-    def _part(self, peer: NodeConnection, wire: Wire | DirectLink | None) -> None:
-        if wire is not None:
-            wire.close()
+    def _disconnect(self, peer: NodeConnection, wire: Wire | LocalLink | None) -> None:
+        if wire is None:
+            return
+        wire.close()
         with self._lock:
-            if peer.wire is wire and wire is not None:
+            if peer.wire is wire:
                 peer.wire = None
                 # A process that has ended closes its connection: its silence begins here.
-                peer.silence.heard()
+                peer.last_seen.reset()
 
     def _take_in(self, hello: dict[str, Any], wire: Wire, proof: dict[str, str]) -> NodeConnection:
         self._check(hello)
         process = ProcessId.from_record(hello["process"])
         if process is None:
-            raise NotOurs("no process")
+            raise ProtocolError("no process")
         agent, node = str(hello["agent"]), int(hello["node"])
         with self._lock:
             if agent in self._dropped:
@@ -322,46 +334,42 @@ class RendezvousServer:
                 peer.lost = "another agent has taken its place"
             if peer is None or peer.agent != agent:
                 store = int(hello.get("store", 0))
-                peer = NodeConnection(node, agent, process, Silence(self.clock()), None, store)
+                peer = NodeConnection(node, agent, process, LastSeen(self.clock()), None, store)
                 self._peers[node] = peer
-            # Before anybody can send an order here: it is the first word that the agent expects.
-            wire.send({"welcome": {"pid": os.getpid()}, **proof})
+            # Before anybody can send a command here: the agent expects this message first.
+            wire.send({"welcome": True, **proof})
             old, peer.wire, peer.sent = peer.wire, wire, {}
-            peer.silence.heard()
+            peer.last_seen.reset()
         if old is not None and old is not wire:
             old.close()
         return peer
 
     def _check(self, hello: dict[str, Any]) -> None:
-        mine, node = self._identity, int(hello["node"])
-        if (hello["run"], hello["attempt"]) != (mine.run, mine.attempt):
+        nodes, node, digest = self._nodes, int(hello["node"]), str(hello["digest"])
+        if (hello["run"], hello["attempt"]) != (self._run, self._attempt):
             raise Refusal(
-                f"here meets {mine.run}, start {mine.attempt}, and not {hello['run']}, start "
+                f"here meets {self._run}, start {self._attempt}, and not {hello['run']}, start "
                 f"{hello['attempt']}",
                 "another run has this port: stop it, or set clusters[0].network.port",
             )
-        self._check_digest(str(hello["digest"]))
-        if not 0 <= node < len(self._fleet.nodes):
-            last = len(self._fleet.nodes) - 1
-            raise Refusal(f"there is no node {node}", f"the nodes have the numbers 0 to {last}")
-        for package, version in mine.versions.items():
-            other = hello["versions"].get(package, "no version")
-            if other != version:
-                label = self._node(node).label
-                raise Refusal(
-                    f"{label} has {package} {other}, {self._fleet.head.name} has {version}",
-                    f"install {package} {version} there, in "
-                    + printable(str(hello.get("python", "its Python")), longest=_LONGEST_WHY),
-                    ends_run=self._fleet.launcher == "ssh",
-                )
-
-    def _check_digest(self, digest: str) -> None:
-        if digest != self._identity.digest:
+        if digest != nodes.digest:
             raise Refusal(
                 f"another run file: its digest begins with {digest[:_SHOWN]}, here with "
-                f"{self._identity.digest[:_SHOWN]}",
+                f"{nodes.digest[:_SHOWN]}",
                 "start all nodes from the same run",
             )
+        if not 0 <= node < len(nodes):
+            fix = f"the nodes have the numbers 0 to {len(nodes) - 1}"
+            raise Refusal(f"there is no node {node}", fix)
+        for package, version in self._versions.items():
+            other = hello["versions"].get(package, "no version")
+            if other != version:
+                python = printable(str(hello.get("python", "its Python")), longest=_LONGEST_WHY)
+                raise Refusal(
+                    f"{nodes[node].label} has {package} {other}, {nodes.head.name} has {version}",
+                    f"install {package} {version} there, in {python}",
+                    ends_run=nodes.launcher == "ssh",
+                )
 
 
 class _UnknownConnections:
@@ -372,45 +380,40 @@ class _UnknownConnections:
         self._waiting: dict[Wire, None] = {}
         self._lines = float(_LINES)
         self._logged_at = time.monotonic()
-        self._dropped_lines = 0
 
     def add(self, wire: Wire) -> None:
-        """One more; above the limit the oldest is closed."""
+        """Above the limit the oldest is closed."""
         with self._lock:
             self._waiting[wire] = None
             oldest = next(iter(self._waiting)) if len(self._waiting) > _AT_ONCE else None
             if oldest is not None:
                 del self._waiting[oldest]
         if oldest is not None:
-            oldest.hang_up()
+            oldest.close()
 
     def remove(self, wire: Wire) -> None:
-        """This one has proved itself, or has gone."""
         with self._lock:
             self._waiting.pop(wire, None)
 
     def log(self, line: str) -> None:
-        """Log a line that may hold words of theirs; not every one, where they are many."""
+        """Log a line that may hold text of theirs; where lines are many, only some of them."""
         with self._lock:
             now = time.monotonic()
             self._lines = min(_LINES, self._lines + (now - self._logged_at) / _LINE_EVERY_S)
             self._logged_at = now
             if self._lines < 1.0:
-                self._dropped_lines += 1
                 return
             self._lines -= 1.0
-            dropped, self._dropped_lines = self._dropped_lines, 0
-        more = f" (and {dropped} more like it before)" if dropped else ""
-        say(printable(line, keep="", longest=_LONGEST_LINE) + more)
+        log_line(printable(line, keep="", longest=_LONGEST_LINE))
 
 
 class NodeRecords:
-    """nodes.json and node-K.json of an attempt with several nodes: who is there, where."""
+    """nodes.json and node-K.json of an attempt of several nodes: who is connected, and where."""
 
-    def __init__(self, attempt: Attempt, fleet: Fleet, rendezvous: RendezvousServer) -> None:
+    def __init__(self, attempt: Attempt, nodes: Fleet, server: RendezvousServer) -> None:
         self._attempt = attempt
-        self._fleet = fleet
-        self._rendezvous = rendezvous
+        self._nodes = nodes
+        self._server = server
         self._written: list[dict[str, Any]] = []
         self._written_at = 0.0
 
@@ -421,43 +424,30 @@ class NodeRecords:
             places: first rank and number of ranks of the nodes that train.
             now: also if nothing has changed.
         """
-        nodes = [self._node(node, places) for node in range(len(self._fleet.nodes))]
+        peers = self._server.peers()
+        nodes: list[dict[str, Any]] = []
+        for place in self._nodes:
+            first, count = places.get(place.node, (None, place.nproc))
+            node: dict[str, Any] = {
+                "node": place.node,
+                "name": place.name,
+                "address": place.address,
+            }
+            node |= {"ssh": place.ssh, "first_rank": first, "ranks": count}
+            node |= {"state": "missing", "why": ""}
+            if (peer := peers.get(place.node)) is not None:
+                state = "lost" if peer.lost else "ended" if peer.is_done else "there"
+                node |= {**peer.process.record(), "state": state, "why": peer.lost}
+            nodes.append(node)
         is_late = time.monotonic() - self._written_at > _RECORD_EVERY_S
         if len(nodes) == 1 or (nodes == self._written and not is_late and not now):
             return
-        old = {node["node"]: node for node in self._written}
         with suppress(OSError):  # a full disk: the run itself finds that out
             for node in nodes:
-                if node.get("pid") and node != old.get(node["node"]):
+                if node.get("pid") and node not in self._written:
                     write_record(self._attempt.node_record(node["node"]), node, durable=False)
-            peers = self._rendezvous.peers()
-            heard = {node: time.time() - peer.silence.seconds for node, peer in peers.items()}
-            full = [{**node, "heard_at": heard.get(node["node"])} for node in nodes]
-            record = {"at": time.time(), "launcher": self._fleet.launcher, "nodes": full}
+            seen = {node: time.time() - peer.last_seen.seconds for node, peer in peers.items()}
+            full = [{**node, "heard_at": seen.get(node["node"])} for node in nodes]
+            record = {"at": time.time(), "launcher": self._nodes.launcher, "nodes": full}
             write_record(self._attempt.nodes, record, durable=False)
             self._written, self._written_at = nodes, time.monotonic()
-
-    def _node(self, number: int, places: dict[int, tuple[int, int]]) -> dict[str, Any]:
-        place, peer = self._fleet.nodes[number], self._rendezvous.peers().get(number)
-        first, count = places.get(number, (None, place.nproc))
-        node: dict[str, Any] = {
-            "node": number,
-            "name": place.name,
-            "address": place.address,
-            "ssh": place.ssh,
-            "first_rank": first,
-            "ranks": count,
-            "state": "missing",
-            "why": "",
-        }
-        if peer is not None:
-            state = "lost" if peer.lost else "ended" if peer.is_done else "there"
-            node |= {**peer.process.record(), "state": state, "why": peer.lost}
-        return node
-
-
-def say(line: str) -> None:
-    """Write one line to the coordinator's log."""
-    with suppress(OSError):  # its log may be on a disk that is full
-        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} coordinator: {line}\n")
-        sys.stderr.flush()

@@ -1,6 +1,6 @@
 """Ranks of one node: forked from a server that has imported torch, watched, ended.
 
-This process itself never imports torch. What ranks run is named as a string, and imported in the
+The agent's process never imports torch. What ranks run is named as a string, and imported in the
 forked process.
 """
 
@@ -15,68 +15,63 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from isles.agent.failure import failure_report, oom_kills
-from isles.agent.rank import RankStart
-from isles.agent.relay import SignalRelay
+from isles.agent.protocol import END_GRACE_S
 from isles.errors import ExitCode, UserError
-from isles.run.pace import END_GRACE_S
+from isles.run.env import RankEnv, read_rank_env
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import die_with_parent
+from isles.run.records import read_record
 
 _END_OTHERS_S = 30.0
 """How long ranks may take to end after another one of this node has failed."""
 
-_RANK_PROCESS = "isles.agent.rank:rank_process"
+_CAUSE_FIRST_S, _LOOK_S = 2.0, 0.05
+
+_RANK_PROCESS = "isles.agent.workers:rank_process"
+_SCRIPT_PROCESS = "isles.agent.script.run:script_process"
 _SERVE_STORE = "isles.dist.world:serve_store"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What the ranks of one node need at every start of them.
+class WorkerGroup:
+    """Ranks of one node. The coordinator decides which they are, and when they start and end.
 
     Args:
         run_dir, attempt: as this host sees them.
         nproc: ranks here.
         scratch: a folder for files of this attempt on this host.
-        in_job: whether the coordinator may queue the job of the run again after a stop.
+        in_job: see `RankStart`.
+        store: where the ranks of several nodes find one another, if this node is the first of them.
     """
 
-    run_dir: RunDir
-    attempt: Attempt
-    nproc: int
-    scratch: Path
-    in_job: bool = False
-
-
-class WorkerGroup:
-    """Ranks of one node.
-
-    Which ranks they are and with whom, and whether they are started again, the coordinator says.
-
-    Args:
-        node: what they need to start.
-        relay: of signals, which is told whom to hand them to.
-        place: the store where the ranks of several nodes meet, where this node may have it.
-    """
-
-    def __init__(self, node: Node, relay: SignalRelay, place: MeetingPlace | None = None) -> None:
-        self._node = node
-        self._relay = relay
-        self._place = place
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        nproc: int,
+        scratch: Path,
+        *,
+        in_job: bool = False,
+        store: RankStore | None = None,
+    ) -> None:
+        self._run_dir, self._attempt = run_dir, attempt
+        self._nproc = nproc
+        self._scratch = scratch
+        self._in_job = in_job
+        self._store = store
         self._ranks: Ranks | None = None
-        self._order: dict[str, Any] = {}
+        self._command: dict[str, Any] = {}
         self._failed: dict[int, int] = {}
         self._oom_kills = 0
         self._end_by = 0.0
         self._is_handing_over = False
-        self.report: dict[str, Any] = {}
-        self._rest()
+        self.report: dict[str, Any] = {"restart": -1, "state": "idle"}
 
     @property
     def is_running(self) -> bool:
@@ -86,45 +81,41 @@ class WorkerGroup:
     @property
     def restart(self) -> int:
         """The restart to which the ranks belong, running or not; -1 before the first."""
-        return int(self._order.get("restart", -1))
+        return int(self._command.get("restart", -1))
 
-    def begin(self, order: dict[str, Any]) -> None:
+    def begin(self, command: dict[str, Any]) -> None:
         """Start the ranks.
 
         Args:
-            order: of the coordinator: `restart`; `ranks`, the first one here and how many;
+            command: of the coordinator: `restart`; `ranks`, the first one here and how many;
                 `world_size`; `group`, the number of this node among those that train, and how many
                 they are; `master`, host and port for torchrun's variables; `store`, where the ranks
-                of several nodes meet; `script`; `resume_from`.
+                of several nodes find one another; `script`; `resume_from`.
         """
-        node = self._node
-        self._order, self._failed, self._is_handing_over = order, {}, False
+        self._command, self._failed, self._is_handing_over = command, {}, False
         self._oom_kills = oom_kills()
-        restart, is_alone = int(order["restart"]), order["group"][1] == 1
-        if self._place is not None and order["group"][0] == 0 and not order["script"]:
-            self._place.open()
-        host, port = order["store"]
+        restart, is_alone = int(command["restart"]), command["group"][1] == 1
+        if self._store is not None and command["group"][0] == 0 and not command["script"]:
+            self._store.open()
+        host, port = command["store"]
         start = RankStart(
             restart=restart,
-            store=node.scratch / f"store-{restart}" if is_alone else None,  # no port is opened
+            store=self._scratch / f"store-{restart}" if is_alone else None,  # no port is opened
             meeting=None if is_alone else (str(host), int(port)),
-            in_job=node.in_job,
+            in_job=self._in_job,
         )
-        asked = Path(order["resume_from"]) if order["resume_from"] else None
-        args = (node.run_dir.path, node.attempt.number, asked, start)
-        self._relay.expect(restart, self._numbers)
+        asked = Path(command["resume_from"]) if command["resume_from"] else None
+        args = (self._run_dir.path, self._attempt.number, asked, start)
         environs = {rank: self._environ(rank) for rank in self._numbers}
-        what = "isles.agent.script.run:script_process" if order["script"] else _RANK_PROCESS
-        self._ranks = Ranks(what, args, environs)
+        self._ranks = Ranks(_SCRIPT_PROCESS if command["script"] else _RANK_PROCESS, args, environs)
         self.report = {"restart": restart, "state": "running"}
 
     @property
     def _numbers(self) -> range:
-        first, count = self._order["ranks"]
+        first, count = self._command["ranks"]
         return range(first, first + count)
 
     def look(self) -> None:
-        """See whether ranks have ended; `report` says so."""
         if not self.is_running:
             return
         assert self._ranks is not None
@@ -136,24 +127,24 @@ class WorkerGroup:
             self.report = {"restart": self.restart, "state": "succeeded", "codes": codes}
 
     def _fail(self, failed: dict[int, int]) -> None:
-        """Some have failed, and the others cannot go on: report why, as soon as it is known."""
+        # The others cannot go on without them. The cause is reported as soon as it is known.
         assert self._ranks is not None
         now = time.monotonic()
         if not self._failed:
             self._failed, self._end_by = failed, now + _END_OTHERS_S
             self._ranks.signal(signal.SIGTERM)
         found = failure_report(
-            self._node.attempt,
+            self._attempt,
             self.restart,
             list(self._numbers),
-            int(self._order["world_size"]),
+            int(self._command["world_size"]),
             self._failed,
             has_no_memory=oom_kills() > self._oom_kills,
         )
         has_cause = any(not error["is_communication"] for error in found["errors"])
         has_cause = has_cause or any(code < 0 for code in self._failed.values())
         if not has_cause and self._ranks.are_any_left() and now < self._end_by:
-            return  # whom they have lost may be one that takes longer to end
+            return  # the rank that they have lost may be one that takes longer to end
         self.report = {"restart": self.restart, "state": "failed", **found}
         self.report["codes"] = {str(rank): code for rank, code in self._failed.items()}
 
@@ -167,77 +158,36 @@ class WorkerGroup:
         return True
 
     def end(self, *, at_once: bool) -> None:
-        """End the ranks; what is left of them after a moment is killed."""
+        """End the ranks; those that are left after a moment are killed."""
         if self._ranks is not None:
-            if self._failed and not at_once:  # told already: once more may mean at once
+            if self._failed and not at_once:  # asked already: a second time may mean at once
                 self._ranks.end(0, max(END_GRACE_S, self._end_by - time.monotonic()))
             else:
                 self._ranks.end(signal.SIGKILL if at_once else signal.SIGTERM, END_GRACE_S)
             self._ranks = None
-        self._rest()
-
-    def _rest(self) -> None:
-        """No rank is here."""
         self.report = {"restart": self.restart, "state": "idle"}
 
     def _environ(self, rank: int) -> dict[str, str]:
-        """What torchrun sets for a rank."""
-        node, order = self._node, self._order
-        local_rank = rank - self._numbers.start
-        error = node.scratch / f"error-{self.restart}-{local_rank}.json"
+        # The variables that torchrun sets for a rank.
+        command, local_rank = self._command, rank - self._numbers.start
+        error = self._scratch / f"error-{self.restart}-{local_rank}.json"
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(order["group"][0]),
+            "GROUP_RANK": str(command["group"][0]),
             "ROLE_RANK": str(rank),
             "ROLE_NAME": "default",
-            "LOCAL_WORLD_SIZE": str(node.nproc),
-            "WORLD_SIZE": str(order["world_size"]),
-            "GROUP_WORLD_SIZE": str(order["group"][1]),
-            "ROLE_WORLD_SIZE": str(order["world_size"]),
-            "MASTER_ADDR": str(order["master"][0]),
-            "MASTER_PORT": str(order["master"][1]),
+            "LOCAL_WORLD_SIZE": str(self._nproc),
+            "WORLD_SIZE": str(command["world_size"]),
+            "GROUP_WORLD_SIZE": str(command["group"][1]),
+            "ROLE_WORLD_SIZE": str(command["world_size"]),
+            "MASTER_ADDR": str(command["master"][0]),
+            "MASTER_PORT": str(command["master"][1]),
             "TORCHELASTIC_RESTART_COUNT": str(self.restart),
-            "TORCHELASTIC_RUN_ID": f"{node.run_dir.name}.{node.attempt.number}",
+            "TORCHELASTIC_RUN_ID": f"{self._run_dir.name}.{self._attempt.number}",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": str(error),
         }
-
-
-@dataclass(slots=True)
-class _Rank:
-    """One rank.
-
-    Args:
-        process: of it.
-        answer: through which its exit code comes, where its work has come to an end by itself.
-        code: that, once it has come.
-    """
-
-    process: ForkServerProcess
-    answer: Connection
-    code: int | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has come to its own end, and the process is gone.
-
-        One that is asked to stop when it has nothing left to do ends with 0, without an answer.
-        """
-        return self.process.exitcode == 0
-
-    @property
-    def failure(self) -> int | None:
-        """The exit code of one that has not come to its own end; negative: of a signal."""
-        code = self.process.exitcode
-        return None if code is None or self.is_done else code
-
-    def look(self) -> None:
-        """Take the answer, if it is there."""
-        ended = self.process.exitcode is not None  # before: what it has said is complete then
-        if self.code is None and (ended or self.answer.poll()):
-            with suppress(EOFError, OSError):
-                self.code = int(self.answer.recv()) if self.answer.poll() else None
 
 
 class Ranks:
@@ -257,64 +207,69 @@ class Ranks:
         environs: Mapping[int, Mapping[str, str]],
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        self._ranks: dict[int, _Rank] = {}
+        self._processes: dict[int, ForkServerProcess] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._codes: dict[int, int] = {}
         for rank, environ in environs.items():
-            answer, end = context.Pipe(duplex=False)
+            self._pipes[rank], end = context.Pipe(duplex=False)
             process = context.Process(target=_run, args=(what, args, dict(environ), end))
             _start(process)
             end.close()
-            self._ranks[rank] = _Rank(process, answer)
+            self._processes[rank] = process
 
     def look(self) -> tuple[dict[int, int], dict[int, int]]:
-        """See which have ended.
+        """Exit codes of the ranks that have come to their own end, and of those that failed.
 
-        Returns:
-            The codes of those that have come to their own end, and of those that failed, by rank.
+        A negative code is the signal that has ended the process.
         """
-        for rank in self._ranks.values():
-            rank.look()
-        done = {n: int(r.code or 0) for n, r in self._ranks.items() if r.is_done}
-        failed = {n: code for n, r in self._ranks.items() if (code := r.failure) is not None}
+        done, failed = {}, {}
+        for rank, process in self._processes.items():
+            exitcode = process.exitcode  # before the pipe: its answer is complete then
+            with suppress(EOFError, OSError):
+                if rank not in self._codes and self._pipes[rank].poll():
+                    self._codes[rank] = int(self._pipes[rank].recv())
+            if exitcode == 0:
+                # One that is asked to stop when it has nothing left to do ends without an answer.
+                done[rank] = self._codes.get(rank, 0)
+            elif exitcode is not None:
+                failed[rank] = exitcode
         return done, failed
 
     def are_all(self, done: Mapping[int, int]) -> bool:
-        """Whether these are all of them."""
-        return len(done) == len(self._ranks)
+        return len(done) == len(self._processes)
 
     def are_any_left(self) -> bool:
-        """Whether some have not ended."""
-        return any(rank.process.exitcode is None for rank in self._ranks.values())
+        return any(process.exitcode is None for process in self._processes.values())
 
     def signal(self, number: int) -> None:
-        """Send this to all that are alive."""
-        for rank in self._ranks.values():
-            if rank.process.exitcode is None and rank.process.pid is not None:
+        for process in self._processes.values():
+            if process.exitcode is None and process.pid is not None:
                 with suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, number)
+                    os.kill(process.pid, number)
 
     def end(self, number: int, timeout_s: float) -> None:
         """Send this to all, and kill those that have not ended in time."""
         self.signal(number)
         deadline = time.monotonic() + timeout_s
-        for rank in self._ranks.values():
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
-        for rank in self._ranks.values():
-            # Not without end: what hangs in the kernel, as on a lost disk, cannot be killed.
-            rank.process.join(timeout_s)
-            if rank.process.exitcode is None:
+        for rank, process in self._processes.items():
+            # With a limit: what hangs in the kernel, as on a lost disk, cannot be killed.
+            process.join(timeout_s)
+            if process.exitcode is None:
                 sys.stderr.write(
-                    f"process {rank.process.pid} has not ended {timeout_s:.0f} s after SIGKILL: "
+                    f"process {process.pid} has not ended {timeout_s:.0f} s after SIGKILL: "
                     "it hangs in a driver or a file system; see `dmesg | tail`\n"
                 )
-            rank.answer.close()
+            self._pipes[rank].close()
 
 
-class MeetingPlace:
-    """The store at which the ranks of all nodes meet: this node's part, if it is the first.
+class RankStore:
+    """The store at which the ranks of all nodes find one another, on the first of those nodes.
 
-    It listens from the start, so that who comes early waits; the process that answers comes from
-    the fork server, which has torch, and this one does not need it.
+    It listens from the start, so that ranks that are early wait. The process that answers comes
+    from the fork server, which has torch.
 
     Args:
         address: of this node, the only one at which it listens.
@@ -326,7 +281,6 @@ class MeetingPlace:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._listener.getsockname()[1])
 
     def open(self) -> None:
@@ -338,7 +292,6 @@ class MeetingPlace:
         _start(self._process)
 
     def close(self) -> None:
-        """Answer nobody any more."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -357,9 +310,10 @@ def _start(process: ForkServerProcess) -> None:
         ) from error
 
 
+# From here on: in the forked processes.
+
+
 def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Connection) -> None:
-    # Were the fork server killed alone, nobody would know of this process any more.
-    die_with_parent(signal.SIGINT)
     os.environ.update(environ)
     try:
         code = _call(what, args)
@@ -369,7 +323,93 @@ def _run(what: str, args: tuple[Any, ...], environ: dict[str, str], answer: Conn
 
 
 def _call(what: str, args: tuple[Any, ...]) -> int:
-    """Import a function in the forked process, and call it."""
+    # The parent is the fork server, which ends with the agent in the same way.
+    die_with_parent()
     module, _, name = what.partition(":")
     entry: Callable[..., int] = getattr(importlib.import_module(module), name)
     return entry(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """Arguments of one start of the ranks, beside their environment.
+
+    Args:
+        restart: how often all ranks were started again before.
+        store: a fresh file through which the ranks of one node find one another.
+        meeting: host and port of the store through which those of several nodes do.
+        in_job: whether the job of the run may be queued again after a stop: the run goes on then,
+            so that rank 0 leaves no outcome.
+    """
+
+    restart: int
+    store: Path | None
+    meeting: tuple[str, int] | None
+    in_job: bool = False
+
+    def rank_env(self) -> RankEnv:
+        """The place of this process among the ranks."""
+        env = replace(read_rank_env(), restart=self.restart, in_job=self.in_job)
+        return replace(env, store=self.store, meeting=self.meeting)
+
+
+def rank_process(
+    run_path: Path, attempt_number: int, resume_from: Path | None, start: RankStart
+) -> int:
+    """Train as the rank that the environment names, with a log of its own; the exit code."""
+    env = start.rank_env()
+    run_dir = RunDir(run_path)
+    attempt = run_dir.attempt(attempt_number)
+    log_to_file(attempt, env)
+    # By its name: the control wing never imports the worker wing, and this process is a rank now.
+    worker = importlib.import_module("isles.train.worker")
+    code = int(worker.run_rank(run_dir, attempt, env, resume_from))
+    if code not in (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED):
+        let_cause_end_first(attempt, env, code)
+        # Not an exception: the rank's own record holds more than a traceback through torch.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # Done: only rank 0 may still be exporting, and nothing is left to save here.
+        signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    return code
+
+
+def log_to_file(attempt: Attempt, env: RankEnv) -> None:
+    redirect_output(attempt.rank_log(env.rank))
+    if env.restart:
+        sys.stderr.write(f"---- restart {env.restart} ----\n")
+        sys.stderr.flush()
+
+
+def redirect_output(path: Path | str) -> None:
+    """Append all output of this process to a file."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def let_cause_end_first(attempt: Attempt, env: RankEnv, code: int) -> None:
+    """Wait a moment in a rank that has only lost another one.
+
+    The agent ends all ranks at the first end that it sees, which must be that of the cause, unless
+    the cause has left its error on record. One that was killed leaves none.
+
+    Args:
+        attempt: where the ranks leave their errors.
+        env: of this rank.
+        code: with which it ends; it decides where its own error found no room on the disk.
+    """
+    mine = read_record(attempt.rank_error(env.rank, env.restart))
+    has_lost_another = code == ExitCode.COMMUNICATION if mine is None else mine["is_communication"]
+    if not has_lost_another:
+        return
+    end = time.monotonic() + _CAUSE_FIRST_S
+    while time.monotonic() < end:
+        errors = (read_record(path) for path in attempt.rank_errors(env.restart))
+        if any(not error.get("is_communication", True) for error in errors if error is not None):
+            return
+        time.sleep(_LOOK_S)

@@ -13,9 +13,16 @@ from typing import Any
 from torch import nn
 
 from isles.balance.curve import rank_seconds, step_seconds
-from isles.balance.history import Dealt, History, equal_devices
-from isles.balance.meter import ComputeMeter
-from isles.balance.revise import WINDOWS, gain_over_even, judge, windows
+from isles.balance.measure import ComputeMeter
+from isles.balance.revise import (
+    WINDOWS,
+    Dealt,
+    History,
+    equal_devices,
+    gain_over_even,
+    judge,
+    windows,
+)
 from isles.dist.split import RowSplit
 from isles.dist.world import World
 

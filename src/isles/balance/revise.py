@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from isles.balance.curve import Curve, rank_seconds, step_seconds
-from isles.balance.history import Dealt, History, equal_devices
+from isles.balance.revise import Dealt, History, equal_devices
 from isles.balance.solve import are_alike, fastest_split
 from isles.dist.split import RowSplit, even_split, shared_split
 

@@ -18,9 +18,9 @@ from isles.errors import UserError
 from isles.facts.cost import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
-from isles.launch.hub import hub_repos
-from isles.launch.ssh.addresses import Reach
+from isles.launch.huggingface import hub_repos
 from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.hosts import Reach
 from isles.run.env import hub_cache
 
 Say = Callable[[str], object]

@@ -27,8 +27,7 @@ from isles.check.verb import check_hosts
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.launch.node.operations import serve
-from isles.launch.ssh.channel import Channel, open_channel
+from isles.launch.ssh.channel import Channel, open_channel, serve
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record

@@ -13,7 +13,7 @@ from isles.config.sections.data import SourceConfig
 from isles.config.sections.run import RunConfig
 from isles.config.show import show
 from isles.facts.units import format_count, format_duration
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from isles.checkpoint.load import load_tensors
 from isles.errors import TrainingError, UserError
-from isles.run.packages import hidden
-from isles.run.refusals import NO_SPACE, refusal
+from isles.run.env import hidden
+from isles.run.records import NO_SPACE, refusal
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."

@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from isles.dist.files import Disks, Progress, broadcast_folder
-from isles.dist.nodes import raise_first
-from isles.dist.world import World
+from isles.dist.world import World, raise_first
 from isles.errors import TrainingError, UserError
-from isles.run.manifest import (
+from isles.run.checkpoints import (
     MANIFEST,
     MANIFEST_VERSION,
     PARTIAL_PREFIX,

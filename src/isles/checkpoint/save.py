@@ -36,11 +36,10 @@ from torch.futures import Future as TorchFuture
 from isles.checkpoint.load import first_failure, rng_file, root_cause
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks, gather_folder
-from isles.dist.nodes import raise_first
-from isles.dist.world import World
+from isles.dist.world import World, raise_first
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
-from isles.run.manifest import (
+from isles.run.checkpoints import (
     MANIFEST,
     PARTIAL_PREFIX,
     checkpoint_name,

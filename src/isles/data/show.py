@@ -12,7 +12,7 @@ import numpy.typing as npt
 from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
-from isles.data.tokens.store import Ranges, TokenStore
+from isles.data.tokens.store import TokenStore
 from isles.facts.text import printable
 from isles.facts.units import printable
 

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 from isles.errors import CommunicationError, PreflightError, UserError
 from isles.run.env import RankEnv
-from isles.run.process import die_with_agent
 
 T = TypeVar("T")
 
@@ -271,7 +270,6 @@ def serve_store(listener: socket.socket) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # ranks that save still need it
-    die_with_agent()
     address, port = listener.getsockname()[:2]
     store = TCPStore(
         address,

@@ -12,7 +12,7 @@ from isles.config.resolve import Resolved, resolve
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
 from isles.run.env import hub_cache
-from isles.run.fleet import Fleet
+from isles.run.nodes import Fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun

@@ -63,8 +63,8 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     from isles.config.load import load_run_file
     from isles.config.resolve import dump_resolved
     from isles.launch.base import settle_here
-    from isles.launch.hub import hub_faults
-    from isles.launch.verbs import require_train, run_module
+    from isles.launch.huggingface import hub_faults
+    from isles.launch.worker import require_train, run_module
     from isles.run.paths import RunDir
 
     if samples < 1:

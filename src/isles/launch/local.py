@@ -17,10 +17,10 @@ from isles.launch.base import Job
 from isles.launch.detached import start_detached
 from isles.run.begin import write_launch
 from isles.run.env import inherited, rank_defaults, visible_devices
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.refusals import clear_errors
+from isles.run.records import clear_errors
 
 
 def local_job(

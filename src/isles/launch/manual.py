@@ -22,14 +22,12 @@ from isles.config.sections.cluster import ClusterConfig, ManualLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.base import Started, StartOptions
-from isles.launch.node.facts import free_port
-from isles.launch.ssh.network import network_variables
-from isles.launch.ssh.setting import quoted, setting_lines
-from isles.launch.verbs import require_train
-from isles.run.begin import begin_run, choose_run, new_attempt
+from isles.launch.ssh.environment import network_variables, quoted, setting_lines
+from isles.launch.ssh.facts import free_port
+from isles.launch.worker import require_train
+from isles.run.begin import begin_run, choose_run, new_attempt, require_packages
 from isles.run.env import hub_cache, inherited, rank_defaults
-from isles.run.fleet import Fleet, FleetNode
-from isles.run.packages import require_packages
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 
 

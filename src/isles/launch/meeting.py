@@ -22,9 +22,8 @@ from isles.launch.detached import start_detached
 from isles.run.env import inherited
 from isles.run.join_line import JoinLine
 from isles.run.process import ProcessId
-from isles.run.records import read_record, write_record, write_secret
-from isles.run.refusals import clear_errors
-from isles.run.signals import kill_now, send_signal
+from isles.run.records import clear_errors, read_record, write_record, write_secret
+from isles.run.stop import kill_now, send_signal
 
 EVERYWHERE = ("0.0.0.0", "::")
 _OPEN_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from isles.config.clusters import shared_text
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
-from isles.launch.meeting import listen_address, open_rendezvous, rendezvous_process, split_address
+from isles.launch.hub import listen_address, open_rendezvous, rendezvous_process, split_address
 from isles.run.find import numbered_runs
 from isles.run.join_line import JoinLine
 

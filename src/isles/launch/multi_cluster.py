@@ -13,7 +13,7 @@ from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig
 from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
-from isles.launch.meeting import listen_address, own_addresses
+from isles.launch.hub import listen_address, own_addresses
 from isles.run.env import rank_defaults, visible_devices
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -20,17 +20,16 @@ from isles.config.sections.cluster import (
 from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.base import Say, Started, StartOptions, settle_here
-from isles.launch.hub import hub_faults
+from isles.launch.huggingface import hub_faults
 from isles.launch.local import LocalLauncher, local_job, place_here
 from isles.launch.manual import start_manual
 from isles.launch.pbs.start import start_pbs
 from isles.launch.slurm.start import start_slurm
 from isles.launch.ssh.start import start_ssh
-from isles.launch.verbs import require_train
-from isles.run.begin import begin_run, choose_run, new_attempt
+from isles.launch.worker import require_train
+from isles.run.begin import begin_run, choose_run, new_attempt, require_packages
 from isles.run.find import numbered_runs
-from isles.run.fleet import read_fleet
-from isles.run.packages import require_packages
+from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt
 from isles.run.process import ProcessId
 from isles.run.records import read_record

@@ -9,8 +9,7 @@ from pathlib import PurePath, PurePosixPath
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
-from isles.launch.ssh.network import network_variables
-from isles.launch.ssh.setting import python_of, quoted, setting_lines
+from isles.launch.ssh.environment import network_variables, python_of, quoted, setting_lines
 
 MOST_TIMES = 20
 """How often a rendered job with a script of the user's own goes on after its time limit: whether it

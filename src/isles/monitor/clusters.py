@@ -13,15 +13,14 @@ from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
+from isles.launch.hub import end_rendezvous, local_line, rendezvous_process
 from isles.monitor.children import Line, run_all
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import columns, steps_text
-from isles.run.ask import ask_rendezvous
 from isles.run.find import run_of, typed_name
-from isles.run.join_line import JoinLine
-from isles.run.several import ClusterRun, SeveralRun, list_several
+from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.remote import ClusterRun, SeveralRun, list_several
 
 ALIVE = ("running", "queued")
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from isles.errors import ExitCode, UserError, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.launch.queue.jobs import queue_job, refresh
+from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.logs import LineTail
 from isles.monitor.outcome import report_outcome
 from isles.monitor.stop import Signals, Stopping, wait_for_end
@@ -26,8 +26,7 @@ from isles.monitor.table import print_lines, steps_text
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
-from isles.run.refusals import deleted
+from isles.run.records import deleted, read_record
 from isles.run.restarts import read_restart
 from isles.run.state import attempt_state, current_status, number_of, script_of
 
@@ -257,7 +256,7 @@ class _Watch:
         self.status = current_status(self._run_dir, self._begun_at) or self.status
         found = [(str(row["kind"]), row_text(row, self.status)) for row in self._new_rows()]
         while (restart := read_restart(self._attempt, self._num_restarts + 1)) is not None:
-            if restart.decision != "restart" or not restart.nodes:
+            if restart.decision != "restart" or not restart.world_size:
                 break  # the run ends, or the nodes have not met yet
             self._num_restarts += 1
             found.append(("restart", restart.text))

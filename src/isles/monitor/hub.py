@@ -13,13 +13,11 @@ from rich.console import Console
 
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.units import format_bytes, format_duration, printable
-from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
-from isles.launch.meeting_run import Meeting
+from isles.launch.hub import Meeting, end_rendezvous, local_line, rendezvous_process
 from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
 from isles.monitor.table import columns, print_lines
-from isles.run.ask import ask_rendezvous
-from isles.run.join_line import JoinLine
+from isles.run.join_line import JoinLine, ask_rendezvous
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.monitor.status import node_reports
-from isles.run.node_log import latest_node_log
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
@@ -181,8 +180,8 @@ def log_lines(
 def node_lines(attempt: Attempt, run_dir: RunDir, choice: LogChoice) -> list[str]:
     """The last lines of one node, of all its logs together."""
     assert choice.node is not None
-    path = latest_node_log(run_dir, choice.node)
-    if choice.attempt is None and path is not None:
+    path = run_dir.latest_node_log(choice.node)
+    if choice.attempt is None and path.is_file():
         return LineTail(path, last=choice.last).read(final=True)
     lines = list(log_lines(run_dir, attempt, choice))
     return lines[-choice.last :] if choice.last else lines

@@ -25,14 +25,14 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
-from isles.launch.meeting import (
+from isles.launch.hub import (
     end_rendezvous,
     open_rendezvous,
     rendezvous_process,
     reopen_rendezvous,
 )
 from isles.launch.multi_cluster import is_elsewhere, local_environs, meeting_place, refuse_peers
-from isles.launch.remote.passing import STARTED
+from isles.launch.remote.login import STARTED
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
 from isles.monitor.clusters import ALIVE, cluster_reports, hub_line, outcome_lines, place_of
@@ -42,9 +42,8 @@ from isles.monitor.stop import WORDS
 from isles.monitor.table import print_lines
 from isles.run.find import numbered_runs, typed_name
 from isles.run.join_line import JoinLine
-from isles.run.records import read_record, write_secret, write_text_atomic
-from isles.run.refusals import clear_errors
-from isles.run.several import ClusterRun, SeveralRun, is_several, read_several
+from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
+from isles.run.remote import ClusterRun, SeveralRun, is_several, read_several
 
 _HUB_POLL_S = 1.0
 _QUIET_NEWS = ("started", "round")

@@ -15,8 +15,8 @@ from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.logs import LineTail
 from isles.monitor.status import generate_command
 from isles.monitor.table import print_lines
+from isles.run.checkpoints import list_checkpoints
 from isles.run.find import typed_command, typed_name
-from isles.run.manifest import list_checkpoints
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record

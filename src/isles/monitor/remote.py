@@ -19,8 +19,8 @@ from rich.console import Console
 from isles import __version__
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
-from isles.launch.queue.jobs import refresh_all
-from isles.launch.remote.passing import SSH_FAILED, ask_isles, lost_python, pass_on, remote_isles
+from isles.launch.queue.status import refresh_all
+from isles.launch.remote.login import SSH_FAILED, ask_isles, lost_python, pass_on, remote_isles
 from isles.launch.ssh.shell import on_all
 from isles.monitor.follow import Follower
 from isles.monitor.status import RunReport, collect

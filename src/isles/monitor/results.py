@@ -43,7 +43,7 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
 def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RUNS) -> int:
     """Read checkpoints back and compare every byte with its recorded hash."""
     from isles.monitor.table import checkpoint_lines
-    from isles.run.manifest import find_checkpoint, verify_checkpoint
+    from isles.run.checkpoints import find_checkpoint, verify_checkpoint
 
     found = _run_here(run, output_dir, ["checkpoint", "verify"], {"step": step})
     if isinstance(found, int):
@@ -142,7 +142,7 @@ def evaluate(
 def _worker_verb(
     verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
 ) -> int:
-    from isles.launch.verbs import run_verb
+    from isles.launch.worker import run_verb
 
     words = ["checkpoint", verb] if verb == "export" else [verb]
     found = _run_here(run, output_dir, words, options)
@@ -159,12 +159,11 @@ def _run_here(
 
     Where its directory is on another machine, isles there runs the verb: its exit code.
     """
-    from isles.launch.remote.passing import pass_on
-    from isles.launch.verbs import option_words
+    from isles.launch.remote.login import pass_on
+    from isles.launch.worker import option_words
     from isles.monitor.clusters import furthest
     from isles.run.find import find_any, find_cluster
-    from isles.run.remote import RemoteRun
-    from isles.run.several import SeveralRun
+    from isles.run.remote import RemoteRun, SeveralRun
 
     found = find_any(given, output_dir)
     if isinstance(found, SeveralRun):

@@ -15,15 +15,14 @@ import psutil
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.jobs import queue_job, refresh
+from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.status import collect
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.run.signals import kill_now, send_signal
 from isles.run.state import attempt_state, current_status, script_of
-from isles.run.stop_request import StopKind, request_stop
+from isles.run.stop import StopKind, kill_now, request_stop, send_signal
 
 WORDS = {signal.SIGINT: "interrupt", signal.SIGTERM: "requeue"}
 """Lines on the stdin of `isles follow` that stand for signals."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from isles.facts.units import format_bytes, format_count, format_duration
 from isles.monitor.status import NodeReport, RunReport
-from isles.run.manifest import list_checkpoints
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.state import script_of
 

@@ -130,7 +130,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     from isles.monitor.remote import report_of, reports_of_all
     from isles.monitor.table import console, report_lines, runs_table
     from isles.run.find import find_any
-    from isles.run.several import SeveralRun
+    from isles.run.remote import SeveralRun
 
     if (state := find_hub(run, output_dir)) is not None:
         record = hub_record(state)
@@ -242,8 +242,7 @@ def stop(
     from isles.monitor.remote import stop_remote
     from isles.monitor.stop import end_here, stop_run
     from isles.run.find import find_any, find_cluster
-    from isles.run.remote import RemoteRun
-    from isles.run.several import SeveralRun
+    from isles.run.remote import RemoteRun, SeveralRun
 
     try:
         timeout_s = parse_duration_s(timeout)
@@ -325,7 +324,7 @@ def hub(
         detach: Return as soon as it is open.
         new: Begin with an empty state and another line.
     """
-    from isles.launch.meeting_run import start_meeting
+    from isles.launch.hub import start_meeting
     from isles.monitor.hub import HubFollower, opening_lines
     from isles.monitor.stop import caught_signals
     from isles.monitor.table import console
@@ -369,7 +368,7 @@ def join(
         detach: Return as soon as it is started.
     """
     from isles.launch.base import StartOptions
-    from isles.launch.join_cluster import Site, joining_run, read_join_line
+    from isles.launch.join import Site, joining_run, read_join_line
 
     found = read_join_line(line)
     if line in sys.argv and "#" in line:

@@ -1,4 +1,4 @@
-"""Beginning a run: a new run directory, or one to go on in."""
+"""Begin a run, in a new run directory or in one of an earlier start; refuse what cannot run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import errno
 import os
 import secrets
 import shutil
-import socket
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,26 @@ from isles.config.resume import (
     has_more_to_do,
     with_changes,
 )
+from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
-from isles.errors import UserError
-from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command
-from isles.run.manifest import CheckpointInfo, list_checkpoints
+from isles.errors import ConfigError, MissingDependencyError, UserError
+from isles.facts.units import format_duration
+from isles.run.checkpoints import CheckpointInfo, list_checkpoints
+from isles.run.env import has_mlflow_server
+from isles.run.find import find_run, is_run_dir, numbered_runs, typed_command, typed_name
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, write_record, write_secret, write_text_atomic
-from isles.run.refusals import clear_errors
-from isles.run.running import refuse_running
-from isles.run.state import Clock, attempt_state, run_state
+from isles.run.records import (
+    clear_errors,
+    read_record,
+    write_record,
+    write_secret,
+    write_text_atomic,
+)
+from isles.run.state import AttemptState, Clock, attempt_state, run_state
+
+_EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}
+"""Optional dependencies of isles in which the package of a tracker is; both are called the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class Begun:
 
 
 def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun:
-    """What `begin_run` would do, without doing it.
+    """Choose the run directory, and make nothing.
 
     Args:
         resolved: the run file with its derived values.
@@ -60,7 +71,7 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
         now: the clock.
 
     Raises:
-        UserError: the run is running already, cannot be gone on with, or is not there.
+        UserError: the run is running already, cannot be gone on with, or does not exist.
     """
     match resume:
         case "auto":
@@ -74,50 +85,43 @@ def choose_run(resolved: Resolved, resume: str, now: Clock = time.time) -> Begun
 def begin_run(
     resolved: Resolved, run_file_text: str, resume: str, now: Clock = time.time, *, join: str = ""
 ) -> Begun:
-    """Make the run directory, or choose the one to go on in, and write resolved.yaml into it.
+    """Choose the run directory as `choose_run` does, make it, and write resolved.yaml into it.
 
     Only one process of a run calls this: the launcher, or rank 0 where there is none.
 
     Args:
-        resolved: the run file with its derived values.
+        resolved, resume, now: as in `choose_run`.
         run_file_text: the run file, word for word; a new run keeps it as run.yaml.
-        resume: as in `choose_run`.
-        now: the clock.
-        join: how the other clusters are reached, a secret; empty: a resumed run keeps what it has.
+        join: join line of the hub, a secret; empty: a resumed run keeps what it has.
 
     Raises:
         UserError: as in `choose_run`, or the directory cannot be written.
     """
     begun = choose_run(resolved, resume, now)
     with clear_errors(begun.run_dir.path):
-        if begun.resumed:
-            _keep(begun.run_dir, resolved, join)
-            return begun
-        run_dir = _make_run_dir(resolved)
+        run_dir = begun.run_dir if begun.resumed else _make_run_dir(resolved)
         try:
-            write_text_atomic(run_dir.run_file, run_file_text)
-            _keep(run_dir, resolved, join)
+            if not begun.resumed:
+                write_text_atomic(run_dir.run_file, run_file_text)
+            write_text_atomic(run_dir.resolved, dump_resolved(resolved))
+            if join:
+                write_secret(run_dir.join_line, join)
         except BaseException:
-            shutil.rmtree(run_dir.path, ignore_errors=True)
+            if not begun.resumed:
+                shutil.rmtree(run_dir.path, ignore_errors=True)
             raise
+    if begun.resumed:
+        return begun
     note = begun.note.replace(begun.run_dir.name, run_dir.name)
     return Begun(run_dir, resumed=False, note=note)
 
 
-def _keep(run_dir: RunDir, resolved: Resolved, join: str) -> None:
-    write_text_atomic(run_dir.resolved, dump_resolved(resolved))
-    if join:
-        write_secret(run_dir.join_line, join)
-
-
 def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.time) -> None:
-    """Refuse a start of a run that is on its way already; for who has not all its values yet.
+    """Refuse a second start of a run before all its values are known; see `choose_run`.
 
     Args:
-        output_dir: where runs are.
-        name: of the run, as in its run file.
-        resume: as in `choose_run`.
-        now: the clock.
+        output_dir, name: of the run file.
+        resume, now: as in `choose_run`.
 
     Raises:
         UserError: it is running, or its job waits.
@@ -129,7 +133,7 @@ def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.ti
     if resume != "auto":
         runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
     if runs and _other_head(runs[-1]) is None:
-        refuse_running(runs[-1], run_state(runs[-1], now), now)
+        _refuse_running(runs[-1], run_state(runs[-1], now), now)
 
 
 def new_attempt(
@@ -142,7 +146,7 @@ def new_attempt(
     """The folder of the next start of a run, claimed for this process.
 
     Its launch record names this process until `write_launch` puts the agent there, so that of
-    two users who start the same run at once one is told that it is running.
+    two users who start the same run at once one is refused.
 
     Args:
         run_dir: the run.
@@ -160,12 +164,11 @@ def new_attempt(
             # One look decides both, so that nobody can start in between.
             last = run_dir.last_attempt()
             if last:
-                refuse_running(run_dir, attempt_state(run_dir, last, now), now)
+                _refuse_running(run_dir, attempt_state(run_dir, last, now), now)
             attempt = run_dir.attempt(last.number + 1 if last else 1)
             staged = Path(tempfile.mkdtemp(prefix=f".{attempt.path.name}-", dir=folder))
             try:
-                claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now(), "typed": typed}
-                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, claim)
+                _fill_attempt(run_dir, Attempt(staged, attempt.number), run_file_text, now(), typed)
                 staged.rename(attempt.path)
             except OSError as error:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -187,33 +190,16 @@ def write_job_launch(
     bin_path: str | None = None,
     now: Clock = time.time,
 ) -> None:
-    """Record that a queue runs an attempt: there is no process to look for, but a job to ask for.
+    """Record the job of a queue that runs an attempt; see `write_launch`.
 
     Args:
-        attempt: the attempt.
         launcher: slurm or pbs.
         job_id: the job, as the queue's commands take it.
-        world_size: number of ranks.
-        device: cpu or cuda.
         command: the command line that submitted it.
-        resumed_from: the checkpoint that was asked for by name.
         bin_path: the folder of the queue's commands; None: on PATH.
-        now: the clock, for an attempt that `new_attempt` did not make.
     """
-    record: dict[str, Any] = {
-        "attempt": attempt.number,
-        "launcher": launcher,
-        "job_id": job_id,
-        "bin_path": bin_path,
-        "submitted_on": socket.gethostname(),
-        "world_size": world_size,
-        "device": device,
-        "command": list(command),
-        **claim_of(attempt, now),
-        "resumed_from": str(resumed_from) if resumed_from else None,
-    }
-    with clear_errors(attempt.path):
-        write_record(attempt.launch, record)
+    job = {"launcher": launcher, "job_id": job_id, "bin_path": bin_path}
+    _write_launch(attempt, job, world_size, device, command, resumed_from, now)
 
 
 def write_launch(
@@ -232,35 +218,49 @@ def write_launch(
     Args:
         attempt: the attempt.
         process: the process that ends when the attempt does.
-        world_size: number of ranks.
-        device: cpu or cuda.
+        world_size, device: of its ranks.
         command: the command line that started it.
         resumed_from: the checkpoint that was asked for by name.
         agents: under a torchrun typed by hand, the processes that start ranks again.
         now: the clock, for an attempt that `new_attempt` did not make.
     """
-    record: dict[str, Any] = {
+    who = process.record() | ({"agents": agents} if agents else {})
+    _write_launch(attempt, who, world_size, device, command, resumed_from, now)
+
+
+def _write_launch(
+    attempt: Attempt,
+    who: dict[str, Any],
+    world_size: int,
+    device: str,
+    command: tuple[str, ...],
+    resumed_from: Path | None,
+    now: Clock,
+) -> None:
+    record = {
         "attempt": attempt.number,
-        **process.record(),
+        **who,
         "world_size": world_size,
         "device": device,
         "command": list(command),
         **claim_of(attempt, now),
         "resumed_from": str(resumed_from) if resumed_from else None,
-        **({"agents": agents} if agents else {}),
     }
     with clear_errors(attempt.path):
         write_record(attempt.launch, record)
 
 
 def claim_of(attempt: Attempt, now: Clock = time.time) -> dict[str, Any]:
-    """What the record of a start keeps of the claim that `new_attempt` has made."""
+    """Fields of the launch record that `new_attempt` has written, and later ones keep."""
     claim = read_record(attempt.launch) or {}
     return {"begun_at": claim.get("begun_at", now()), "typed": claim.get("typed", "")}
 
 
-def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, claim: Any) -> None:
+def _fill_attempt(
+    run_dir: RunDir, attempt: Attempt, text: str | None, now_s: float, typed: str
+) -> None:
     attempt.path.chmod(0o755)
+    claim = {**ProcessId.of(os.getpid()).record(), "begun_at": now_s, "typed": typed}
     write_record(attempt.launch, {"attempt": attempt.number, **claim})
     write_secret(attempt.token, secrets.token_hex(16))
     first = run_dir.run_file.read_text(encoding="utf-8") if run_dir.run_file.is_file() else None
@@ -268,19 +268,15 @@ def _fill_attempt(run_dir: RunDir, attempt: Attempt, text: str | None, claim: An
         write_text_atomic(attempt.path / "run.yaml", text)
 
 
-def _output_dir(resolved: Resolved) -> Path:
-    return Path(resolved.config.output_dir).expanduser()
-
-
 def _next_run(resolved: Resolved) -> RunDir:
-    output_dir, name = _output_dir(resolved), resolved.config.name
+    output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     with clear_errors(output_dir):
         taken = numbered_runs(output_dir, name)
     return RunDir(output_dir / f"{name}-{taken[-1][0] + 1 if taken else 1}")
 
 
 def _make_run_dir(resolved: Resolved) -> RunDir:
-    _output_dir(resolved).mkdir(parents=True, exist_ok=True)
+    Path(resolved.config.output_dir).expanduser().mkdir(parents=True, exist_ok=True)
     while True:
         run_dir = _next_run(resolved)
         try:
@@ -291,8 +287,13 @@ def _make_run_dir(resolved: Resolved) -> RunDir:
 
 
 def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
-    output_dir, name = _output_dir(resolved), resolved.config.name
+    output_dir, name = Path(resolved.config.output_dir).expanduser(), resolved.config.name
     fresh = _next_run(resolved)
+
+    def new(why: str, more: str = "") -> Begun:
+        note = f"{run_dir.name} {why}; this is a new run: {fresh.name}{more}"
+        return Begun(fresh, resumed=False, note=note)
+
     with clear_errors(output_dir):
         # A directory without an attempt was never started, or is being made at this instant.
         started = [
@@ -304,25 +305,21 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
         return Begun(fresh, resumed=False, note="")
     run_dir = started[-1]
     if (owner := _other_head(run_dir)) is not None:
-        note = f"{run_dir.name} is kept by {owner}, its first host; this is a new run: {fresh.name}"
-        return Begun(fresh, resumed=False, note=note)
+        return new(f"is kept by {owner}, its first host")
     state = run_state(run_dir, now)
-    refuse_running(run_dir, state, now)
+    _refuse_running(run_dir, state, now)
     if state.state == "finished":
-        note = f"{run_dir.name} is finished; this is a new run: {fresh.name}"
-        if _is_longer(run_dir, resolved):
-            note += f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
-        return Begun(fresh, resumed=False, note=note)
+        more = f" (`--resume {run_dir.path}` trains {run_dir.name} on instead)"
+        return new("is finished", more if _is_longer(run_dir, resolved) else "")
     saved = list_checkpoints(run_dir)
     changes = _changes(run_dir, resolved, saved[-1] if saved else None)
     asked = not all(change.is_free for change in changes)
     is_script = resolved.config.training.script is not None
     if asked and not saved:
-        how = "ended" if is_script else "ended before its first checkpoint,"
-        note = f"{run_dir.name} {how} with other values; this is a new run: {fresh.name}"
         if is_script:
-            note += f" (`--resume {run_dir.path}` goes on with the other)"
-        return Begun(fresh, resumed=False, note=note)
+            more = f" (`--resume {run_dir.path}` goes on with the other)"
+            return new("ended with other values", more)
+        return new("ended before its first checkpoint, with other values")
     if asked:
         raise changed_error(run_dir.path, str(run_dir.path), typed_command(run_dir), changes)
     place = f" from step {saved[-1].step}" if saved else " from the start: it has no checkpoint"
@@ -339,7 +336,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
         if path.parent.name == "checkpoints" and is_run_dir(path.parent.parent):
             run_dir, checkpoint = RunDir(path.parent.parent), path
         else:
-            run_dir = find_run(resume, _output_dir(resolved))
+            run_dir = find_run(resume, Path(resolved.config.output_dir).expanduser())
     if (owner := _other_head(run_dir)) is not None:
         raise UserError(
             f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",
@@ -355,7 +352,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             fix=f"`isles checkpoint list {run_dir.path}` shows those there are",
             id="run.checkpoint",
         )
-    refuse_running(run_dir, run_state(run_dir, now), now)
+    _refuse_running(run_dir, run_state(run_dir, now), now)
     note = f"going on with {run_dir.name}" + (f" from {checkpoint.name}" if checkpoint else "")
     saved = [info for info in list_checkpoints(run_dir) if checkpoint in (None, info.path)]
     try:
@@ -368,20 +365,20 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
 
 
 def _other_head(run_dir: RunDir) -> str | None:
-    """The host that has the checkpoints of a run of which this one was only a node."""
+    # The host that has the checkpoints of a run of which this one was only a node.
     mark = read_record(run_dir.node_of)
     return str(mark.get("head")) if mark is not None else None
 
 
 def _changes(run_dir: RunDir, resolved: Resolved, info: CheckpointInfo | None) -> list[Change]:
-    """What has changed since the last start; `info`: the checkpoint that would be loaded."""
+    # What has changed since the last start; `info`: the checkpoint that would be loaded.
     old = _old_config(run_dir)
     changes = changed_mathematics(old, resolved.config)
     return changes + (changed_length(old, resolved.config, info.manifest) if info else [])
 
 
 def _is_longer(run_dir: RunDir, resolved: Resolved) -> bool:
-    """Whether a run file is that of a finished run, with a greater length."""
+    # Whether a run file is that of a finished run, with a greater length.
     saved = list_checkpoints(run_dir)
     if not saved or not has_more_to_do(resolved.config, saved[-1].manifest):
         return False
@@ -403,3 +400,59 @@ def _old_config(run_dir: RunDir) -> RunConfig:
             where=str(run_dir.resolved),
             fix="`--resume no` starts a new run",
         ) from error
+
+
+def _refuse_running(run_dir: RunDir, state: AttemptState, now: Clock) -> None:
+    if not state.is_alive:
+        return
+    age = f" for {format_duration(now() - state.begun_at)}" if state.begun_at else ""
+    if state.process is not None:
+        doing = "is running" if state.state == "running" else "is just ending"
+        what = f"{doing} on {state.process.host}{age} (pid {state.process.pid})"
+        saves = "lets it save before"
+    else:
+        attempt = run_dir.last_attempt()
+        assert attempt is not None, "only an attempt can be alive"
+        launch, job = read_record(attempt.launch) or {}, read_record(attempt.job) or {}
+        waiting = {"pending": "is queued", "requeued": "is queued again"}
+        queue = {"slurm": "Slurm", "pbs": "PBS"}.get(state.launcher, "a queue")
+        what = f"{waiting.get(str(job.get('state')), 'is running')} as {queue} job "
+        what += f"{job.get('job_id') or launch.get('job_id')}{age}"
+        what += f": {job['reason']}" if job.get("reason") else ""
+        saves = "lets it save before, or takes it out of the queue"
+    raise UserError(
+        f"{run_dir.name} {what}",
+        where=str(run_dir.path),
+        fix=f"`isles stop {typed_name(run_dir)}` stops it, and {saves}; `--resume no` starts a "
+        "second run",
+        id="run.running",
+    )
+
+
+def require_packages(config: RunConfig) -> None:
+    """Refuse a run whose trackers lack a package or a server; imports none of them.
+
+    Raises:
+        MissingDependencyError: a package is missing; the message says how to install it.
+        ConfigError: MLflow has no server.
+    """
+    for tracker in tracker_sections(config.track):
+        extra = _EXTRAS.get(tracker.kind)
+        if extra is not None and find_spec(tracker.kind) is None:
+            raise MissingDependencyError(
+                f"track names {tracker.kind}, and the package {tracker.kind} is not installed",
+                where=sys.executable,
+                fix=f"pip install 'isles[{extra}]', or set track to a list without {tracker.kind}",
+            )
+        if (
+            isinstance(tracker, MLflowConfig)
+            and tracker.tracking_uri is None
+            and not has_mlflow_server()
+        ):
+            raise ConfigError(
+                "mlflow has no tracking_uri, and MLFLOW_TRACKING_URI is not set",
+                where="track",
+                fix="write track: [{kind: mlflow, tracking_uri: http://HOST:5000}], or set "
+                "MLFLOW_TRACKING_URI",
+                id="track.account",
+            )

@@ -1,24 +1,27 @@
-"""The only place that reads environment variables: what launchers and torchrun set."""
+"""Environment of this process. Nothing else reads environment variables."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RUN_DIR = "ISLES_RUN_DIR"
 ATTEMPT = "ISLES_ATTEMPT"
 NAMED = "ISLES_NAMED"
-"""Where another machine shows what isles says here: what is typed there behind a run's name."""
+"""Suffix of a run's name on the machine that shows the output of this one."""
 
 SET_BY_TORCHRUN = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
-"""What torchrun's ranks inherit and an agent of isles has otherwise for itself."""
+"""Variables of torchrun's ranks that no other module here sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """What one process knows of its place: torchrun's variables and ours.
+    """Place of one process among the ranks: torchrun's variables and ours.
 
     Args:
         rank, local_rank, world_size, local_world_size: as torchrun sets them; a process started
@@ -83,7 +86,6 @@ def cache_home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, or None where it is not set."""
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
@@ -110,7 +112,6 @@ def _hub_home(environ: Mapping[str, str]) -> Path:
 
 
 def has_mlflow_server(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether MLflow's own variable says where its server is."""
     return bool(environ.get("MLFLOW_TRACKING_URI"))
 
 
@@ -120,17 +121,11 @@ def pbs_job(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a process that is started from here inherits."""
     return dict(environ)
 
 
 def job_node(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of this node in its job; None: it is not one of them.
-
-    Args:
-        names: the hosts of the job, in their order.
-        environ: Slurm says the number; in a job of PBS it is told by the host's name.
-    """
+    """Number of this node among the hosts of its job, by Slurm or by the host's name; or None."""
     number = environ.get("SLURM_NODEID")
     if number is not None:
         return int(number)
@@ -153,20 +148,32 @@ def rank_defaults(
     added = {}
     if device == "cpu" or nproc > 1:
         # Without it every rank starts a thread per core, and they fight for the cores.
-        added["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
+        is_linux = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+        added["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
     if interface is not None:
         added["GLOO_SOCKET_IFNAME"] = interface
         added["NCCL_SOCKET_IFNAME"] = interface
     return {key: value for key, value in added.items() if key not in environ}
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def named_elsewhere(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What is typed behind a run's name on the machine that shows what this one says; None: it
-    is shown here."""
+    """Suffix of a run's name on the machine that shows the output of this one; None: it is this."""
     return environ.get(NAMED)
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Let a package that is not imported yet look as if it were not installed.
+
+    For libraries that import all of an optional package where it is installed, used or not.
+    """
+    modules: dict[str, Any] = sys.modules
+    if package in modules:
+        yield
+        return
+    modules[package] = None  # Python's own way to say so
+    try:
+        yield
+    finally:
+        del modules[package]

@@ -1,4 +1,4 @@
-"""Finding runs by the names that people type."""
+"""Find runs by the names that users type."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from isles.run.env import named_elsewhere
 from isles.run.paths import RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
-from isles.run.remote import RUNS, RemoteRun, list_remotes
-from isles.run.several import (
+from isles.run.remote import (
+    RUNS,
     ClusterRun,
+    RemoteRun,
     SeveralRun,
     is_several,
+    list_remotes,
     list_several,
     owner_of,
     read_several,
@@ -28,7 +30,6 @@ _LISTED = 8
 
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a folder is a run directory."""
     return RunDir(path).resolved.is_file()
 
 
@@ -41,7 +42,7 @@ def list_runs(output_dir: Path) -> list[RunDir]:
 
 
 def numbered_runs(output_dir: Path, name: str) -> list[tuple[int, RunDir]]:
-    """Every entry NAME-N of a folder with its N, in order; not all of them need be runs."""
+    """Every entry NAME-N of a folder with its N, in order; some may be no runs."""
     if not output_dir.is_dir():
         return []
     found = []
@@ -155,7 +156,7 @@ def run_of(run: SeveralRun, cluster: ClusterRun) -> RunDir | RemoteRun | None:
 
 
 def _find_several(given: str, output_dir: Path) -> SeveralRun | None:
-    """The run on several clusters that is meant, by path, full name, or name in the run file."""
+    # By path, full name, or name in the run file.
     for path in (Path(given).expanduser(), output_dir / given):
         if is_several(path):
             return read_several(path)
@@ -167,7 +168,10 @@ def _find_several(given: str, output_dir: Path) -> SeveralRun | None:
 def _find_one(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
     remotes = remote_runs(output_dir)
     if given is None:
-        return _newest(remotes, output_dir)
+        started = list_runs(output_dir)
+        if remotes and not (started and _started_at(started[-1]) > remotes[-1].started_at):
+            return remotes[-1]
+        return find_run(None, output_dir)
     if is_run_dir(Path(given).expanduser()):
         return RunDir(Path(given).expanduser())
     exact = [run for run in remotes if given in _names(run)]
@@ -184,7 +188,7 @@ def _find_one(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
 
 
 def typed_name(run_dir: RunDir | SeveralRun) -> str:
-    """What is typed after a verb to mean a run that is seen here."""
+    """What a user types after a verb to mean a run of this machine."""
     if (behind := named_elsewhere()) is not None:
         return f"{run_dir.name}{behind}"
     if run_dir.path.absolute().parent == RUNS.absolute():
@@ -193,26 +197,18 @@ def typed_name(run_dir: RunDir | SeveralRun) -> str:
 
 
 def typed_command(run_dir: RunDir) -> str:
-    """The command that goes on with a run, with all that was typed at its last start; empty where
-    that is not on record."""
+    """The command of the last start of a run, which goes on with it; empty: not recorded."""
     attempt = run_dir.last_attempt()
     return str((read_record(attempt.launch) or {}).get("typed") or "") if attempt else ""
 
 
 def _names(run: RemoteRun) -> tuple[str, ...]:
-    """What means exactly this run, or others that are called the same."""
+    # All but the last two may mean other runs of the same name as well.
     return run.name, run.label, f"{run.name}@{run.ssh}", run.place, run.path
 
 
-def _newest(remotes: list[RemoteRun], output_dir: Path) -> RunDir | RemoteRun:
-    here = list_runs(output_dir)
-    if not remotes or (here and _started_at(here[-1]) > remotes[-1].started_at):
-        return find_run(None, output_dir)
-    return remotes[-1]
-
-
 def _by_stem(given: str, output_dir: Path, stems: list[RemoteRun]) -> list[RunDir | RemoteRun]:
-    """The newest run of a name in a run file, at the end."""
+    # The newest run of a name in a run file, at the end.
     try:
         found = find_run(given, output_dir)
     except UserError as error:
@@ -227,15 +223,13 @@ def _by_stem(given: str, output_dir: Path, stems: list[RemoteRun]) -> list[RunDi
 
 
 def remote_runs(output_dir: Path) -> list[RemoteRun]:
-    """Remembered runs that are not among those of the folder itself, the oldest first."""
+    """Remembered runs whose directory is not in the folder itself, the oldest first."""
     return [run for run in list_remotes(output_dir) if not _is_in(output_dir, run)]
 
 
 def _is_in(output_dir: Path, run: RemoteRun) -> bool:
-    """Whether the folder is shared with the run's machine, so that the run is found in it anyhow.
-
-    A run of this machine may have the same path; it was launched here, though.
-    """
+    # Whether the folder is shared with the run's machine, so that the run is found in it anyhow. A
+    # run of this machine may have the same path, but was launched here.
     path = output_dir / run.name
     attempt = RunDir(path).last_attempt() if is_run_dir(path) else None
     launch = read_record(attempt.launch) if attempt else None
@@ -246,7 +240,7 @@ def _is_in(output_dir: Path, run: RemoteRun) -> bool:
 
 
 def _stem(label: str) -> str:
-    """`quickstart` of `quickstart-3`, and `quickstart@a1` of `quickstart-3@a1`."""
+    # `quickstart` of `quickstart-3`, and `quickstart@a1` of `quickstart-3@a1`.
     name, at, host = label.partition("@")
     match = _NUMBERED.fullmatch(name)
     return f"{match['name']}{at}{host}" if match else label

@@ -1,26 +1,43 @@
-"""Which rank is behind, told from where all of them stand."""
+"""Which rank the others wait for, from the position of each; and a position, from a stack.
+
+Used alike by the ranks of the built-in trainer and by the watchdog of a user's own script.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import linecache
+import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 STAGES = ("asking", "data loading", "forward and backward", "optimizer step", "agreeing")
 """The parts of a step, in their order."""
 
 _LISTED = 3
 
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_BACKWARD = "_engine_run_backward"
+_WRAPPERS = frozenset(("wrapper", "_wrapped_call_impl", "_call_impl", "inner", "_fn"))
+_WAITING_LINES = (".wait(", "dist.")
+_GPU_LINES = (".item(", ".tolist(", ".cpu(", "synchronize(")
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a rank stands.
+    """Position of a rank.
 
     Args:
-        step: which it is at.
+        step: of the training.
         stage: a part of the step, or another phase: evaluating, saving.
         at: the place in its code; empty: unknown.
         waits_in: the collective operation that it waits in; empty: in none, as far as is known.
-        silent_s: how long nothing has been heard of it; 0: it lives.
+        silent_s: seconds since its last heartbeat; 0: it lives.
     """
 
     step: int
@@ -37,12 +54,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What holds up a step.
-
-    Args:
-        culprits: the ranks that the others wait for; empty: it cannot be told.
-        text: it in words, each rank with its host.
-    """
+    """The ranks that the others wait for (empty: unknown), and the same as text with hosts."""
 
     culprits: tuple[int, ...]
     text: str
@@ -51,16 +63,23 @@ class Stall:
 def find_stall(
     ranks: Mapping[int, Standing], hosts: Sequence[str], unknown: Sequence[int] = ()
 ) -> Stall:
-    """Who holds up the others.
+    """Find the ranks that the others wait for.
 
     Args:
-        ranks: where each stands.
+        ranks: position of each.
         hosts: of all ranks.
-        unknown: ranks of which nothing was ever heard.
+        unknown: ranks that have never sent a heartbeat.
     """
     silent = [rank for rank, standing in ranks.items() if standing.silent_s]
     if silent or unknown:
-        words = [_silent_words(rank, ranks[rank], hosts) for rank in silent]
+        words = []
+        for rank in silent:
+            standing = ranks[rank]
+            seen = f" (last seen in {standing.stage} of step {standing.step})"
+            words.append(
+                f"{_name(rank, hosts)} has not been heard of for {standing.silent_s:.0f} s"
+                f"{seen if standing.stage else ''}: it is frozen, or its machine or network is down"
+            )
         words += [f"{_name(rank, hosts)} was never heard of" for rank in unknown]
         return _stall((*silent, *unknown), words)
     first = min(standing.order for standing in ranks.values())
@@ -100,9 +119,61 @@ def _doing(standing: Standing) -> str:
     return f"{words}, {standing.at}" if standing.at else words
 
 
-def _silent_words(rank: int, standing: Standing, hosts: Sequence[str]) -> str:
-    last = f" (last seen in {standing.stage} of step {standing.step})" if standing.stage else ""
-    return (
-        f"{_name(rank, hosts)} has not been heard of for {standing.silent_s:.0f} s{last}: it is "
-        "frozen, or its machine or network is down"
-    )
+def collective_in(stack: list[Frame], *, is_gpu: bool) -> str:
+    """Name of the collective operation that a stack waits in; empty where it is in none.
+
+    Args:
+        stack: the innermost frame last.
+        is_gpu: whether it computes on a GPU, whose results a thread may wait for.
+    """
+    if not stack:
+        return ""
+    file, line, function = stack[-1]
+    inner: list[Frame] = []
+    for frame in reversed(stack):
+        if not frame[0].startswith(_TORCH):
+            break
+        inner.append(frame)
+    if function == _BACKWARD:
+        return "the backward pass"
+    names = [name for path, _, name in inner if path.startswith(f"{_TORCH}/distributed/")]
+    names = [name for name in names if name not in _WRAPPERS]
+    if names:
+        return names[-1]  # as it was called from outside of torch
+    text = linecache.getline(file, line)
+    if any(sign in text for sign in _WAITING_LINES):
+        return text.strip()
+    if is_gpu and (any(sign in text for sign in _GPU_LINES) or "/torch/cuda/" in file):
+        return "the GPU"
+    return ""
+
+
+def place_in_words(stack: list[Frame]) -> str:
+    """The innermost frame, and the innermost that is not in a library, as text."""
+    if not stack:
+        return "outside of Python"
+    own = [frame for frame in stack if not _is_library(frame[0])]
+    leaf = stack[-1]
+    if not own or own[-1] == leaf:
+        return f"at {_short(leaf)}"
+    return f"at {_short(own[-1])}, in {_short(leaf)}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_TORCH, _STDLIB, "<")) or "/site-packages/" in file
+
+
+def _short(frame: Frame) -> str:
+    file, line, function = frame
+    return f"{'/'.join(Path(file).parts[-2:])}:{line} {function}()"
+
+
+def _find_torch() -> str:
+    with suppress(ImportError):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin:
+            return str(Path(spec.origin).parent)
+    return "/no/torch"
+
+
+_TORCH = _find_torch()

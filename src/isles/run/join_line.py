@@ -1,14 +1,25 @@
-"""The line that lets a cluster join a run: address of the rendezvous, token, certificate."""
+"""The line that lets a cluster join a run: address of the hub, token, certificate; and a GET there.
+
+The control wing asks a hub here, where no aiohttp is installed.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import hmac
+import http.client
+import json
 import re
+import socket
+import ssl
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from isles.errors import ConfigError
+from isles.errors import CommunicationError, ConfigError, PreflightError
 
 SECRET_BYTES = 32
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -18,12 +29,15 @@ _LINE = re.compile(
     r"isles://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})"
     r"/(?P<run>[^/#?]+)#(?P<token>[A-Za-z0-9_-]{43})\.(?P<fingerprint>[A-Za-z0-9_-]{43})"
 )
+_MOST_BYTES = 64 << 20
+_SLICE = 1 << 16
+_OK, _TOKEN = 200, 401
 _FIX = "paste the whole line that the rendezvous has written (isles://HOST:PORT/RUN#…)"
 
 
 @dataclass(frozen=True, slots=True)
 class JoinLine:
-    """What a cluster needs to know of a rendezvous. Printed, it shows no secret."""
+    """Address and secrets of a hub. Printed, it shows no secret."""
 
     host: str
     port: int
@@ -34,12 +48,7 @@ class JoinLine:
 
     @classmethod
     def parse(cls, text: str, *, where: str = "the join line") -> JoinLine:
-        """Read a pasted line.
-
-        Args:
-            text: the line; spaces and line breaks around it and within it (a mail has broken it)
-                are dropped.
-            where: names the file or key that holds it, for the error.
+        """Read a pasted line; a mail may have broken it into several.
 
         Raises:
             ConfigError: it is none. The text stands in no error: it may hold half a token.
@@ -63,11 +72,7 @@ class JoinLine:
 
     @classmethod
     def read(cls, path: Path) -> JoinLine:
-        """The line that a file holds.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds no join line.
-        """
+        """Read the line from a file; errors as of `parse`."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -78,13 +83,11 @@ class JoinLine:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """Where the server answers."""
         return f"https://{self.address}"
 
     def secret_text(self) -> str:
@@ -105,3 +108,105 @@ def _decode(text: str) -> bytes:
     if len(secret) != SECRET_BYTES or encode(secret) != text:
         raise ValueError("not 32 bytes")
     return secret
+
+
+def ask_rendezvous(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
+    """GET a JSON object from a hub.
+
+    Args:
+        line: its join line. The token is sent only to the server that has its certificate.
+        path: such as `/v1/status`.
+        timeout_s: longest wait for the whole answer.
+
+    Raises:
+        CommunicationError: it cannot be reached, or does not answer in time.
+        PreflightError: another server answers, or the hub refuses the token or the question.
+    """
+    end = time.monotonic() + timeout_s
+    connection = _Pinned(line, timeout_s)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {line.token}"})
+        answer = connection.getresponse()
+        body = bytearray()
+        while part := answer.read1(_SLICE):
+            body += part
+            if len(body) > _MOST_BYTES or time.monotonic() > end:
+                raise TimeoutError(f"its answer has no end after {len(body)} bytes")
+    except ssl.SSLError as error:
+        raise PreflightError(
+            f"what listens there is no rendezvous: {error.reason or error}",
+            where=line.address,
+            fix="see that the join line's address is the rendezvous's own",
+            id="rendezvous.silent",
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _unreached(line, error, timeout_s) from None
+    finally:
+        connection.close()
+    return _content(line, answer.status, bytes(body))
+
+
+class _Pinned(http.client.HTTPSConnection):
+    """HTTPS connection to the one server that has the certificate of a join line."""
+
+    def __init__(self, line: JoinLine, timeout_s: float) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # its fingerprint is compared instead
+        super().__init__(line.host, line.port, timeout=timeout_s, context=context)
+        self._line = line
+
+    def connect(self) -> None:
+        """Connect, and compare the certificate before anything is sent."""
+        super().connect()
+        assert isinstance(self.sock, ssl.SSLSocket)
+        shown = hashlib.sha256(self.sock.getpeercert(binary_form=True) or b"").digest()
+        if not hmac.compare_digest(shown, self._line.fingerprint):
+            raise PreflightError(
+                f"the server there has a certificate with sha256 {shown.hex()[:16]}…, the join "
+                f"line names {self._line.fingerprint.hex()[:16]}…",
+                where=str(self._line),
+                fix="use the present join line of the rendezvous; if it is, somebody stands "
+                "between it and this machine",
+                id="join.line",
+            )
+
+
+def _content(line: JoinLine, status: int, body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if status == _OK and isinstance(found, dict):
+        return found
+    answer = found if isinstance(found, dict) else {}
+    if status == _TOKEN:
+        raise PreflightError(
+            "the rendezvous does not take the token of this join line",
+            where=str(line),
+            fix="use the join line that it has written at last",
+            id="join.line",
+        )
+    raise PreflightError(
+        f"the rendezvous says {str(answer.get('what') or f'HTTP status {status}')[:500]!r}",
+        where=str(line),
+        fix=str(answer.get("fix") or "install the same version of isles there and here")[:500],
+    )
+
+
+def _unreached(line: JoinLine, error: Exception, timeout_s: float) -> CommunicationError:
+    fix = f"see that it runs, and that its port is open to here: nc -vz {line.host} {line.port}"
+    match error:
+        case socket.gaierror():
+            what = f"there is no host {line.host} as this machine knows it"
+            fix = "see whether a VPN is up; or let the rendezvous be started with another --public"
+        case TimeoutError():
+            what = f"the rendezvous has not answered within {timeout_s:g} s"
+        case ConnectionRefusedError():
+            what = "no rendezvous listens there"
+        case http.client.HTTPException():
+            what = f"what answers there is no rendezvous: {error!r}"
+        case _:
+            what = f"the rendezvous cannot be reached: {error}"
+    return CommunicationError(what, where=line.address, fix=fix, id="rendezvous.silent")

@@ -1,7 +1,7 @@
 """Outcome of an attempt, and the error records that explain it.
 
 Both are dictionaries, since they travel between hosts and lie in files as JSON. An outcome is
-written once: whoever ends an attempt first says how it ended.
+written once; the first writer wins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def error_record(
     rank: int | None = None,
     **more: Any,
 ) -> ErrorRecord:
-    """What went wrong on this host, as `isles status` and `isles logs` show it.
+    """Describe an error of this host, as `isles status` and `isles logs` show it.
 
     Args:
         what: one sentence, with the measured value.
@@ -46,14 +46,13 @@ def error_record(
             `will_recur`: starting again would change nothing; `is_script`; `restart`.
     """
     host = os.uname().nodename
-    place = f"host {host}" if rank is None else f"rank {rank} on {host}"
     return {
         "rank": rank,
         "host": host,
         "at": time.time(),
         "kind": kind,
         "what": what,
-        "where": where or place,
+        "where": where or (f"host {host}" if rank is None else f"rank {rank} on {host}"),
         "fix": fix,
         "id": id,
         "exit_code": int(code),
@@ -81,7 +80,7 @@ def end(
     error: ErrorRecord | None = None,
     may_go_on: bool = False,
 ) -> None:
-    """Put the outcome of an attempt on record, unless it has one.
+    """Write the outcome of an attempt, unless it has one.
 
     Args:
         attempt: that has ended.
@@ -93,39 +92,34 @@ def end(
     Raises:
         OSError: the run directory cannot be written.
     """
-    if read_record(attempt.outcome) is None:
-        record: dict[str, Any] = {
-            "state": state,
-            "exit_code": int(code),
-            "step": step,
-            "reason": reason,
-        }
-        record |= {"at": time.time(), "error": error}
-        write_record(attempt.outcome, record | ({"may_go_on": True} if may_go_on else {}))
+    if read_record(attempt.outcome) is not None:
+        return
+    record: dict[str, Any] = {"state": state, "exit_code": int(code), "step": step}
+    record |= {"reason": reason, "at": time.time(), "error": error}
+    write_record(attempt.outcome, record | ({"may_go_on": True} if may_go_on else {}))
 
 
 def end_failed(attempt: Attempt, error: ErrorRecord, *, step: int | None = None) -> None:
-    """The run has failed because of this; see `end`."""
+    """Write that the attempt has failed because of an error; see `end`."""
     code = int(error["exit_code"])
     end(attempt, "failed", code, str(error["what"]), step=step, error=error)
 
 
 def end_without_agent(attempt: Attempt, error: ErrorRecord) -> None:
-    """The outcome where no agent looks for the root cause: the first error that is one.
+    """Write the outcome where no agent looks for the root cause: under a torchrun typed by hand.
 
-    An error that is only the consequence of another takes no outcome's place, and leaves its own to
-    whoever says more.
+    An error that is a consequence of another rank's loss gives way to one that is a cause.
     """
-    there = read_record(attempt.outcome)
-    if there is not None and not (there.get("error") or {}).get("is_communication"):
+    present = read_record(attempt.outcome)
+    if present is not None and not (present.get("error") or {}).get("is_communication"):
         return
-    if there is None or not error["is_communication"]:
+    if present is None or not error["is_communication"]:
         attempt.outcome.unlink(missing_ok=True)
         end_failed(attempt, error)
 
 
 def end_stopped(attempt: Attempt, code: ExitCode, saved: int | None, lost: str = "") -> None:
-    """The run was stopped while no rank could say so; see `end`.
+    """Write that the attempt was stopped, where no rank is left that could; see `end`.
 
     Args:
         attempt: that has ended.
@@ -136,6 +130,6 @@ def end_stopped(attempt: Attempt, code: ExitCode, saved: int | None, lost: str =
     kept = "nothing" if saved is None else f"everything up to step {saved}"
     is_script = script_of(RunDir(attempt.path.parent.parent)) is not None
     reason = f"asked to stop{lost}" + ("" if is_script else f"; {kept} is saved")
-    # A user's own script saves by itself; its starter says how it took the stop.
+    # A user's own script saves by itself; its starter has recorded how it took the stop.
     reason = str((read_record(attempt.rank_record(0)) or {}).get("stop_reason") or reason)
     end(attempt, "stopped", code, reason, step=saved)

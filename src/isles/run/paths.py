@@ -1,9 +1,19 @@
-"""Where everything lies inside a run directory."""
+"""Names of the files in a run directory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+
+class _Entry:
+    """A file or folder at a fixed place below the folder of its owner."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, owner: Attempt | RunDir, kind: object = None) -> Path:
+        return owner.path.joinpath(*self._parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,23 +23,32 @@ class Attempt:
     path: Path
     number: int
 
-    @property
-    def launch(self) -> Path:
-        """Who started what: written by whoever starts the ranks."""
-        return self.path / "launch.json"
-
-    @property
-    def outcome(self) -> Path:
-        """How it ended: written last; absent while it runs or after a kill."""
-        return self.path / "outcome.json"
-
-    @property
-    def agent_log(self) -> Path:
-        """Output of the agent."""
-        return self.path / "agent.log"
+    launch = _Entry("launch.json")
+    """Who started what; written by whoever starts the ranks."""
+    outcome = _Entry("outcome.json")
+    """How it ended; absent while it runs and after a kill."""
+    agent_log = _Entry("agent.log")
+    last_step = _Entry("last-step")
+    """The restart and the step that rank 0 has done last: two numbers."""
+    token = _Entry("token")
+    """Secret by which agents and coordinator authenticate each other; mode 0600."""
+    fleet = _Entry("fleet.json")
+    """The nodes of this start; see `isles.run.nodes`."""
+    nodes = _Entry("nodes.json")
+    """Which nodes are connected, and when each was last seen; written by the coordinator."""
+    stop_request = _Entry("stop-request.json")
+    script = _Entry("job.sh")
+    """The job script that was submitted."""
+    job = _Entry("job.json")
+    """State of the job when its queue was last asked."""
+    stopped = _Entry("stopped.json")
+    """That the ranks of a job have saved and ended, until the coordinator decides what follows."""
+    findings = _Entry("check.json")
+    """What `isles check` found before this start."""
+    stalls = _Entry("stalls")
+    """Stacks of the ranks at steps that took far too long."""
 
     def rank_log(self, rank: int) -> Path:
-        """All that one rank printed."""
         return self.path / f"rank-{rank}.log"
 
     def rank_record(self, rank: int) -> Path:
@@ -51,62 +70,11 @@ class Attempt:
         """Why all ranks were started again; the first restart has number 1."""
         return self.path / f"restart-{number:03d}.json"
 
-    @property
-    def last_step(self) -> Path:
-        """The restart and the step that rank 0 has done last: two numbers."""
-        return self.path / "last-step"
-
-    @property
-    def token(self) -> Path:
-        """The secret by which agents and coordinator know one another, for this user only."""
-        return self.path / "token"
-
-    @property
-    def fleet(self) -> Path:
-        """The nodes of this start, as its launcher or its job has settled them."""
-        return self.path / "fleet.json"
-
-    @property
-    def stop_request(self) -> Path:
-        """A stop request, from whoever can see this directory."""
-        return self.path / "stop-request.json"
-
-    @property
-    def script(self) -> Path:
-        """The job script that was submitted, word for word."""
-        return self.path / "job.sh"
-
-    @property
-    def job(self) -> Path:
-        """How a queue says that its job stands, when it was last asked."""
-        return self.path / "job.json"
-
-    @property
-    def stopped(self) -> Path:
-        """That the ranks of a job have saved and stopped, until its script decides what follows."""
-        return self.path / "stopped.json"
-
-    @property
-    def findings(self) -> Path:
-        """What was found wrong with the machines before this start."""
-        return self.path / "check.json"
-
-    @property
-    def stalls(self) -> Path:
-        """Stacks of all ranks at steps that took far too long."""
-        return self.path / "stalls"
-
-    @property
-    def nodes(self) -> Path:
-        """All nodes of a start on several: who is there, and when it was last heard of."""
-        return self.path / "nodes.json"
-
     def node_record(self, node: int) -> Path:
-        """The agent of one node: host, pid and start time."""
+        """Host, pid and start time of one node's agent."""
         return self.path / f"node-{node}.json"
 
     def node_log(self, node: int) -> Path:
-        """Output of one node's agent."""
         return self.path / f"node-{node}.log"
 
 
@@ -116,88 +84,48 @@ class RunDir:
 
     path: Path
 
+    run_file = _Entry("run.yaml")
+    """The run file as it was given, word for word."""
+    resolved = _Entry("resolved.yaml")
+    """What the ranks read: every value, and where it came from."""
+    node_of = _Entry("node-of.json")
+    """On a node that keeps only logs of the run: which first node has the run itself."""
+    status = _Entry("status.json")
+    """What the run is doing now."""
+    metrics = _Entry("metrics.jsonl")
+    """One JSON line per recorded step."""
+    balance = _Entry("balance.json")
+    """How the rows of each step were divided, where that changes from step to step."""
+    join_line = _Entry("join")
+    """Join line of the hub; a secret, mode 0600."""
+    outer = _Entry("outer")
+    """Who this cluster is among others, and files on their way to and from them."""
+    summary = _Entry("summary.json")
+    """Final figures."""
+    loss_plot = _Entry("loss.png")
+    tokenizer = _Entry("tokenizer")
+    checkpoints = _Entry("checkpoints")
+    """One folder a checkpoint."""
+    model = _Entry("model")
+    """The exported Hugging Face folder."""
+    tensorboard = _Entry("logs", "runs")
+    node_logs = _Entry("logs", "distributed_training")
+
     @property
     def name(self) -> str:
-        """The run's name, as commands take it."""
         return self.path.name
-
-    @property
-    def run_file(self) -> Path:
-        """The run file as it was given, word for word."""
-        return self.path / "run.yaml"
-
-    @property
-    def node_of(self) -> Path:
-        """On a node other than the head: whose run this is; the node keeps only its own logs."""
-        return self.path / "node-of.json"
-
-    @property
-    def resolved(self) -> Path:
-        """What the ranks read: every value, and where it came from."""
-        return self.path / "resolved.yaml"
-
-    @property
-    def status(self) -> Path:
-        """What the run is doing now."""
-        return self.path / "status.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON line per recorded step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def balance(self) -> Path:
-        """How the rows of each step were dealt, where that is not the same at all steps."""
-        return self.path / "balance.json"
 
     def reference(self, part: str) -> Path:
         """Scores of pairs before training (dpo): of the part training or validation."""
         return self.path / f"reference-{part}.npz"
 
-    @property
-    def join_line(self) -> Path:
-        """How this cluster reaches the others of its run: a secret, for this user only."""
-        return self.path / "join"
-
-    @property
-    def outer(self) -> Path:
-        """Who this cluster is among others, and files on their way to and from them."""
-        return self.path / "outer"
-
-    @property
-    def summary(self) -> Path:
-        """Final figures."""
-        return self.path / "summary.json"
-
-    @property
-    def loss_plot(self) -> Path:
-        """The loss curve as a picture."""
-        return self.path / "loss.png"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer that the run trains with."""
-        return self.path / "tokenizer"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder a checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The exported Hugging Face folder."""
-        return self.path / "model"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "logs" / "runs"
-
     def tracker_record(self, kind: str) -> Path:
         """A tracker's own id of the run, such as wandb's."""
         return self.path / "track" / f"{kind}.json"
+
+    def latest_node_log(self, node: int) -> Path:
+        """Link to the newest log of a node: the lines of its agent and its ranks."""
+        return self.node_logs / f"latest_node{node}.log"
 
     def attempts(self) -> list[Attempt]:
         """Every start of this run, oldest first."""
@@ -212,6 +140,5 @@ class RunDir:
         return Attempt(self.path / "attempts" / f"{number:03d}", number)
 
     def last_attempt(self) -> Attempt | None:
-        """The newest start of this run."""
         attempts = self.attempts()
         return attempts[-1] if attempts else None

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import os
 import signal
 import socket
 import sys
-import threading
 from dataclasses import dataclass
-from multiprocessing import connection
 from typing import Any
 
 import psutil
@@ -48,11 +44,9 @@ class ProcessId:
             return None
 
     def record(self) -> dict[str, Any]:
-        """As a part of a record."""
         return {"host": self.host, "pid": self.pid, "started": self.started}
 
     def is_here(self) -> bool:
-        """Whether this machine can see the process at all."""
         return self.host == socket.gethostname()
 
     def is_alive(self) -> bool:
@@ -75,23 +69,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-
-
-def die_with_agent() -> None:
-    """A rank whose agent was killed must not go on alone.
-
-    The agent is not the parent process, the fork server is, and that one lives as long as any rank
-    does; so a thread waits for the agent's end.
-    """
-    agent = multiprocessing.parent_process()
-    if agent is None:
-        return
-
-    def watch() -> None:
-        connection.wait([agent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="agent-watch", daemon=True).start()
 
 
 _PR_SET_PDEATHSIG = 1

@@ -1,13 +1,22 @@
-"""Small JSON records, written so that a reader never sees half of one."""
+"""Small JSON records, written so that a reader never sees half of one; errors of writing."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from isles.errors import TrainingError, UserError
+from isles.run.paths import Attempt
+
+NOT_A_FOLDER = "a file stands where a folder is needed"
+NO_SPACE = "there is no space left"
 
 _TRIES = 3
 
@@ -55,29 +64,25 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def write_record(path: Path, record: dict[str, Any], *, durable: bool = True) -> None:
-    """Write one JSON record, atomically. See `write_text_atomic`."""
+    """Write one JSON record, atomically. See `write_bytes_atomic`."""
     text = json.dumps(record, indent=1, allow_nan=False, default=str) + "\n"
     write_text_atomic(path, text, durable=durable)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
     """A JSON record, or None where there is none (or it is not one)."""
-    try:
-        record = json.loads(_read_fresh(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _read_fresh(path: Path) -> str:
-    """NFS says ESTALE where another host has replaced a file that is being read."""
     for _ in range(_TRIES):
         try:
-            return path.read_text(encoding="utf-8")
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-    raise FileNotFoundError(path)
+            # NFS: another host has replaced the file while it was read.
+        else:
+            return record if isinstance(record, dict) else None
+    return None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -94,3 +99,68 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             except ValueError:
                 continue  # a line torn by a full disk or a kill
     return rows
+
+
+@contextmanager
+def clear_errors(path: Path) -> Iterator[None]:
+    """Raise a UserError that says what to do in place of an OSError of a write below `path`."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or path)
+        what = refusal(error)
+        folder = Path(where).absolute()
+        while folder != folder.parent and not os.path.lexists(folder):
+            folder = folder.parent
+        fix = f"{how_to_write(what, str(folder))}set another output_dir"
+        if what not in (NOT_A_FOLDER, NO_SPACE):
+            what = f"cannot be written: {what}"
+        raise UserError(what, where=where, fix=fix, id="files.output") from error
+
+
+def refusal(error: OSError) -> str:
+    """Why something could not be written, in few words."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return NO_SPACE
+        case errno.ENOTDIR | errno.EEXIST:
+            return NOT_A_FOLDER
+        case _:
+            return error.strerror or str(error)
+
+
+def how_to_write(why: str, folder: str) -> str:
+    """What could be done so that a folder can be written, up to the word before an alternative.
+
+    Args:
+        why: a text of `refusal`.
+        folder: the folder, or the nearest above it that exists.
+    """
+    if why == NO_SPACE:
+        return "free some, or "
+    if why == NOT_A_FOLDER:
+        return "move it away, or "
+    if why == os.strerror(errno.EROFS):
+        return f"have it mounted for writing (findmnt -T {folder} shows what is mounted), or "
+    if why in (os.strerror(errno.EACCES), os.strerror(errno.EPERM)):
+        return f"sudo chown $USER {folder}, or "
+    return ""
+
+
+def deleted(attempt: Attempt) -> TrainingError | None:
+    """The error of an attempt whose folder was deleted or moved; None while it exists."""
+    try:
+        attempt.path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        run = attempt.path.parent.parent
+        return TrainingError(
+            f"the run directory {run} is not there any more: it was deleted or moved away while "
+            "the run was training",
+            where=f"host {socket.gethostname()}",
+            fix="`isles train` starts a new run; where it was moved, move it back first, to go on "
+            "with what it has saved",
+            id="run.gone",
+        )
+    except OSError:  # a disk that fails or is slow may come back
+        return None
+    return None

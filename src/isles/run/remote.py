@@ -1,4 +1,8 @@
-"""Runs whose directory lies on another machine: where it is, so that every verb finds it again."""
+"""Runs whose directory is on another machine, and runs of several clusters.
+
+Both are remembered in the output folder from which they were started, so that every verb finds them
+by name.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from isles.run.records import read_record, write_record
-from isles.run.refusals import clear_errors
+from isles.errors import UserError
+from isles.run.records import clear_errors, read_record, write_record
+
+RUNS = Path("runs")
+"""Where runs are looked for by default."""
+
+_CLUSTERS = "clusters.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,6 @@ class RemoteRun:
 
     @property
     def host(self) -> str:
-        """The machine that has the run directory, without the user's name."""
         return self.ssh.rpartition("@")[2]
 
     def path_on(self, host: str) -> str:
@@ -53,64 +61,46 @@ class RemoteRun:
 
     @property
     def label(self) -> str:
-        """Its name for people."""
+        """NAME@HOST, for messages."""
         return f"{self.name}@{self.host}"
 
     @property
     def place(self) -> str:
-        """What means this run and no other of the same label."""
+        """HOST:PATH; unlike the label it means exactly one run."""
         return f"{self.ssh}:{self.path}"
 
     @property
     def behind(self) -> str:
-        """What is typed behind its name, so that a verb finds it from here."""
+        """What a user types after its name, so that a verb finds it from here."""
         if not self.folder or Path(self.folder).absolute() == RUNS.absolute():
             return f"@{self.host}"
         return f"@{self.host} --output-dir {shlex.quote(self.folder)}"
 
     @property
     def typed(self) -> str:
-        """What is typed after a verb to mean it."""
+        """What a user types after a verb to mean it."""
         return f"{self.name}{self.behind}"
-
-
-RUNS = Path("runs")
-"""Where runs are looked for if nothing else is said."""
-
-
-def _folder(output_dir: Path) -> Path:
-    return output_dir / ".remote"
 
 
 def _file(output_dir: Path, run: RemoteRun) -> Path:
     # The users of a host may each have a run of this name, in folders of their own.
     digest = hashlib.sha256(f"{run.host}:{run.path}".encode()).hexdigest()[:8]
-    return _folder(output_dir) / f"{run.label.replace('/', '_')}.{digest}.json"
+    return output_dir / ".remote" / f"{run.label.replace('/', '_')}.{digest}.json"
 
 
-def _old_file(output_dir: Path, run: RemoteRun) -> Path | None:
-    """Where the first versions of isles kept this run; None where they keep another there."""
-    path = _folder(output_dir) / f"{run.label.replace('/', '_')}.json"
-    is_it = (read_record(path) or {}).get("path") == run.path
-    return path if is_it else None
+def _report_file(output_dir: Path, run: RemoteRun) -> Path:
+    file = _file(output_dir, run)
+    return file.parent / "last" / file.name
 
 
 def write_remote(output_dir: Path, run: RemoteRun) -> RemoteRun:
-    """Remember a run; a second start of it replaces the record.
-
-    Returns:
-        The run, as `list_remotes` gives it.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    with clear_errors(_folder(output_dir)):
-        _folder(output_dir).mkdir(parents=True, exist_ok=True)
+    """Remember a run, and return it as `list_remotes` does. UserError: it cannot be written."""
+    path = _file(output_dir, run)
+    with clear_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
         record = asdict(run)
         del record["folder"]
-        write_record(_file(output_dir, run), record)
-        if (old := _old_file(output_dir, run)) is not None:
-            old.unlink(missing_ok=True)
+        write_record(path, record)
     return replace(run, folder=str(output_dir))
 
 
@@ -118,39 +108,157 @@ def list_remotes(output_dir: Path) -> list[RemoteRun]:
     """Every remembered run, the oldest first."""
     found = []
     known = {each.name for each in fields(RemoteRun)}
-    for path in _folder(output_dir).glob("*.json"):
+    for path in (output_dir / ".remote").glob("*.json"):
         record = {key: value for key, value in (read_record(path) or {}).items() if key in known}
         try:
             lines, hosts = tuple(record.pop("lines")), tuple(record.pop("hosts"))
             run = RemoteRun(**{**record, "lines": lines, "hosts": hosts, "folder": str(output_dir)})
         except (KeyError, TypeError):
-            continue  # of another version, which has not said enough
+            continue  # of another version of isles, which has fewer fields
         found.append(run)
     return sorted(found, key=lambda run: run.started_at)
 
 
 def forget_remote(output_dir: Path, run: RemoteRun) -> None:
     """Remember a run no longer: its directory is gone."""
-    old = _old_file(output_dir, run)
-    for path in (_file(output_dir, run), _last_known(output_dir, run), old):
-        if path is not None:
-            path.unlink(missing_ok=True)
+    _file(output_dir, run).unlink(missing_ok=True)
+    _report_file(output_dir, run).unlink(missing_ok=True)
 
 
 def keep_report(output_dir: Path, run: RemoteRun, report: dict[str, Any]) -> None:
-    """Keep what a run's machine has said of it, for when it cannot be reached."""
-    path = _last_known(output_dir, run)
+    """Keep the status that a run's machine has sent, for when it cannot be reached."""
+    path = _report_file(output_dir, run)
     with suppress(OSError):  # without it one only knows less
         path.parent.mkdir(exist_ok=True)
         write_record(path, {"at": time.time(), "report": report}, durable=False)
 
 
 def last_report(output_dir: Path, run: RemoteRun) -> tuple[float, dict[str, Any]] | None:
-    """When a run's machine was last asked, and what it said; None: never."""
-    record = read_record(_last_known(output_dir, run)) or {}
+    """When a run's machine has last sent its status, and that status; None: never."""
+    record = read_record(_report_file(output_dir, run)) or {}
     at, report = record.get("at"), record.get("report")
     return (at, report) if isinstance(at, float) and isinstance(report, dict) else None
 
 
-def _last_known(output_dir: Path, run: RemoteRun) -> Path:
-    return _folder(output_dir) / "last" / _file(output_dir, run).name
+@dataclass(frozen=True, slots=True)
+class ClusterRun:
+    """One cluster of a run of several; it is a run of its own.
+
+    Args:
+        name: of the cluster.
+        launcher: local, ssh, slurm, pbs or manual.
+        path: its run directory, on the machine that has it; empty: it was never started.
+        ssh: that machine as ssh takes it from here; empty: this one.
+        attempt: the last start of it.
+    """
+
+    name: str
+    launcher: str
+    path: str = ""
+    ssh: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralRun:
+    """A run of several clusters, as the machine that has started it records it.
+
+    Args:
+        path: its folder, OUTPUT_DIR/NAME-N.
+        clusters: in the order of the run file.
+        begun_at: its first start, seconds since the epoch.
+        started_at: its last start.
+        config: every value of the run file at its last start.
+        rendezvous: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
+            there is none (`meets`).
+        typed: the command that goes on with it, as the user types it; empty: not known.
+    """
+
+    path: Path
+    clusters: tuple[ClusterRun, ...]
+    begun_at: float
+    started_at: float
+    config: dict[str, Any]
+    rendezvous: str = ""
+    typed: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / "run.yaml"
+
+    @property
+    def state(self) -> Path:
+        """The state directory of the hub that belongs to it."""
+        return self.path / "rendezvous"
+
+    @property
+    def meets(self) -> bool:
+        """Whether its clusters have a hub; those of engine hivemind find one another."""
+        return dict(self.config.get("outer") or {}).get("engine") != "hivemind"
+
+    @property
+    def join_file(self) -> Path:
+        """The join line: a secret."""
+        return (self.path if self.rendezvous else self.state) / "join"
+
+    def cluster(self, name: str) -> ClusterRun:
+        """The cluster of this name. UserError: there is none."""
+        for cluster in self.clusters:
+            if cluster.name == name:
+                return cluster
+        raise UserError(
+            f"{self.name} has no cluster {name}",
+            where="--cluster",
+            fix=f"it has {', '.join(cluster.name for cluster in self.clusters)}",
+        )
+
+    def having(self, cluster: ClusterRun) -> SeveralRun:
+        """The same, with another record of one cluster."""
+        clusters = tuple(cluster if c.name == cluster.name else c for c in self.clusters)
+        return replace(self, clusters=clusters)
+
+    def write(self) -> None:
+        """Write its record. UserError: it cannot be written."""
+        record = {key: value for key, value in asdict(self).items() if key != "path"}
+        with clear_errors(self.path):
+            write_record(self.path / _CLUSTERS, record)
+
+
+def is_several(path: Path) -> bool:
+    return (path / _CLUSTERS).is_file()
+
+
+def read_several(path: Path) -> SeveralRun | None:
+    """The run of several clusters that a folder holds; None: it holds none."""
+    record = read_record(path / _CLUSTERS)
+    if record is None:
+        return None
+    try:
+        clusters = tuple(ClusterRun(**each) for each in record.pop("clusters"))
+        return SeveralRun(path, clusters, **record)
+    except (KeyError, TypeError):
+        return None  # of another version of isles
+
+
+def list_several(output_dir: Path) -> list[SeveralRun]:
+    """The runs of several clusters in a folder, the one that was started last at the end."""
+    if not output_dir.is_dir():
+        return []
+    found = [read_several(path) for path in output_dir.iterdir() if is_several(path)]
+    return sorted((run for run in found if run is not None), key=lambda run: run.started_at)
+
+
+def owner_of(
+    runs: list[SeveralRun], path: Path | str, ssh: str = ""
+) -> tuple[SeveralRun, ClusterRun] | None:
+    """The run of several clusters that a run belongs to, and as which of them."""
+    for run in reversed(runs):
+        for cluster in run.clusters:
+            # A folder that another machine shares with this one is seen here.
+            if cluster.path == str(path) and ssh in ("", cluster.ssh):
+                return run, cluster
+    return None

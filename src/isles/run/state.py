@@ -1,4 +1,4 @@
-"""What a run is doing: read from its records and from the processes they name."""
+"""State of a run: read from its records and from the processes they name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from isles.run.process import ProcessId
 from isles.run.records import read_record
 
 State = Literal["new", "queued", "running", "finished", "stopped", "failed", "killed", "unknown"]
-"""new: never started. queued: its job waits for its turn, also to go on. killed: no outcome, and
-its process is gone. unknown: it runs on another host, and nothing has been heard from there
-lately."""
+"""new: never started. queued: its job waits, also to go on. killed: no outcome, and its process is
+gone. unknown: it runs on another host, which has sent no sign of life lately."""
 
 FRESH_S = 40.0
-"""A run on another host counts as running while its last sign of life is younger than this. Rank 0
-gives one every 5 s; a network file system may show it half a minute late."""
+"""A run on another host counts as running while its last heartbeat is younger than this. Rank 0
+writes one every 5 s; a network file system may show it half a minute late."""
 
 _FAST_S = 5.0
 """A clock may be ahead by so much and still be right."""
@@ -35,7 +34,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class AttemptState:
-    """How one start of a run stands.
+    """State of one start of a run.
 
     Args:
         state: in one word.
@@ -45,8 +44,8 @@ class AttemptState:
         begun_at: seconds since the epoch; None where it is not recorded.
         outcome: the outcome record, if there is one.
         launcher: local, ssh, manual, slurm or pbs.
-        heard_at: its last sign of life, seconds since the epoch; None: there was none.
-        reason: why it waits, in the queue's words.
+        heard_at: its last heartbeat, seconds since the epoch; None: there was none.
+        reason: why its job waits, in the queue's words.
     """
 
     state: State
@@ -60,12 +59,10 @@ class AttemptState:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process belongs to this host."""
         return self.process is not None and self.process.is_here()
 
     @property
     def is_queue(self) -> bool:
-        """Whether it is a job of a queue."""
         return self.launcher in QUEUES
 
 
@@ -73,14 +70,13 @@ NEVER_STARTED = AttemptState("new", False, None, None, None)
 
 
 def number_of(record: dict[str, Any] | None, key: str) -> float | None:
-    """A number in a record; None where there is none."""
     value = (record or {}).get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else None
 
 
 def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> AttemptState:
-    """How one attempt stands now; right on every machine that sees the directory."""
+    """State of one attempt now; right on every machine that sees the directory."""
     launch = read_record(attempt.launch)
     launcher = str((launch or {}).get("launcher") or "local")
     begun_at = number_of(launch, "begun_at")
@@ -112,7 +108,7 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
 def _job_state(
     run_dir: RunDir, attempt: Attempt, launcher: str, begun_at: float | None, now_s: float
 ) -> AttemptState:
-    """How a job of a queue stands: by its ranks' signs of life, then by the queue's last word."""
+    # By the heartbeats of its ranks, then by the last answer of its queue.
     job = read_record(attempt.job) or {}
     word = job.get("state")
     heard_at = _heard_at(run_dir, attempt, begun_at, now_s)
@@ -146,7 +142,6 @@ def _recorded(outcome: dict[str, Any]) -> State:
 
 
 def run_state(run_dir: RunDir, now: Clock = time.time) -> AttemptState:
-    """How the newest attempt of a run stands now."""
     attempt = run_dir.last_attempt()
     return attempt_state(run_dir, attempt, now) if attempt else NEVER_STARTED
 
@@ -162,11 +157,8 @@ def current_status(run_dir: RunDir, begun_at: float | None) -> dict[str, Any]:
 def _heard_at(
     run_dir: RunDir, attempt: Attempt, begun_at: float | None, now_s: float
 ) -> float | None:
-    """The last sign of life since an attempt began, by this machine's clock.
-
-    By the record's own time and by that of its file, since one of the clocks may be slow; each is
-    compared with the beginning by the same clock.
-    """
+    # By the record's own time and by that of its file, since one of the clocks may be slow; each is
+    # compared with the beginning by the same clock.
     said_at = number_of(read_record(run_dir.status), "updated_at")
     if said_at is not None and begun_at is not None and said_at < begun_at - 1.0:
         said_at = None
@@ -177,8 +169,7 @@ def _heard_at(
 
 
 def _latest(times: Sequence[float | None], now_s: float) -> float | None:
-    """The latest of some moments; one that is still to come is that of a clock which is fast, and
-    counts only where there is no other, as now."""
+    # A moment in the future is that of a fast clock: it counts, as now, only where it is alone.
     known = [at for at in times if at is not None]
     past = [at for at in known if at <= now_s + _FAST_S]
     return min(max(past), now_s) if past else now_s if known else None
@@ -192,7 +183,7 @@ def _modified_at(path: Path) -> float | None:
 
 
 def script_of(run_dir: RunDir) -> str | None:
-    """The user's own script that a run is of; None where it is one of the built-in trainer."""
+    """The user's own training script; None where the built-in trainer runs."""
     status = read_record(run_dir.status)
     if status is None:  # its ranks have not begun
         with suppress(OSError, UserError, ValueError):

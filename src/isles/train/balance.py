@@ -13,9 +13,7 @@ from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
-from isles.balance.history import Dealt, Device, History, equal_devices
-from isles.balance.revise import choose, pooled
-from isles.balance.shares import rank_shares, rank_sizes
+from isles.balance.revise import Dealt, Device, History, choose, equal_devices, pooled
 from isles.checkpoint.save import disk_fault
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
@@ -23,9 +21,10 @@ from isles.dist.mesh import Mesh
 from isles.dist.split import RowSplit, even_split, shared_split
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.fsdp import find_blocks
+from isles.train.balance import rank_shares, rank_sizes
 from isles.train.probe import (
     CPU_MICRO_BATCH_SIZE,
     choose_micro_batch_size,

@@ -26,17 +26,17 @@ from isles.data.mix import Dataset, build_datasets
 from isles.data.tokens.tokenizer import OTHER_TOKENIZER, check_vocabulary
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
-from isles.dist.nodes import on_every_rank
-from isles.dist.world import World
+from isles.dist.world import World, on_every_rank
 from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import cache_home
-from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
+from isles.train.data import make_tokenizer
 from isles.train.hosts import check_model_folder
 from isles.train.metrics import Speed, StepMeter
 from isles.train.model import (
@@ -50,7 +50,7 @@ from isles.train.optimizer import make_optimizers
 from isles.train.outer.build import Between, join_clusters, make_between
 from isles.train.parts import Parts
 from isles.train.progress import Progress
-from isles.train.record import Recorder
+from isles.train.record import Recorder, make_trackers
 from isles.train.reference import Reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
@@ -59,12 +59,10 @@ from isles.train.strategy import (
     is_sharded,
     make_engine,
     needs_fixed_length,
-    settle_mesh,
-    settle_strategy,
+    resolve_mesh,
+    resolve_strategy,
     use_attention,
 )
-from isles.train.tokenizer import make_tokenizer
-from isles.train.trackers import make_trackers
 
 log = logging.getLogger(__name__)
 
@@ -223,9 +221,9 @@ def _make_engine(
     tokenizer: Any,
     resume_from: CheckpointInfo | None,
 ) -> _Built:
-    strategy, why = settle_strategy(config, world, lambda: empty_model(config, tokenizer))
+    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
     recorder.phase("building model", why)
-    mesh = settle_mesh(strategy, world)
+    mesh = resolve_mesh(strategy, world)
     model = _make_model(config, strategy, mesh, world, tokenizer)
     flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
     balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)

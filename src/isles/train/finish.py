@@ -23,7 +23,7 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.errors import UserError
 from isles.models.build import converts_weights, load_model_config
-from isles.run.manifest import CheckpointInfo, find_checkpoint
+from isles.run.checkpoints import CheckpointInfo, find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows, write_record
 from isles.train.model import base_of, empty_model, whole_model, with_base

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from isles.config.sections.model import ModelConfig
 from isles.dist.files import find_disks
-from isles.dist.nodes import place_of, raise_first
-from isles.dist.world import World
+from isles.dist.world import World, place_of, raise_first
 from isles.errors import UserError
 from isles.facts.models import shape_names
 from isles.run.paths import Attempt, RunDir

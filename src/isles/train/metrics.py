@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from isles.dist.world import World
 from isles.facts.gpus import find_gpu
-from isles.train.hang.clock import StepClock
+from isles.train.hang import StepClock
 
 PHASES = ("data", "forward_backward", "optimizer")
 _STAGE_AFTER = {

@@ -16,7 +16,7 @@ from isles.facts.cost import train_flops_per_token
 from isles.models.adapter import frozen_dtype
 from isles.models.build import build_empty_model, build_model
 from isles.models.fill import base_fingerprint
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 
 Base = dict[str, str]
 """What a checkpoint's manifest says of the frozen model: `name` and `fingerprint`."""

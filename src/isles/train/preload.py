@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from isles.run.packages import hidden
+from isles.run.env import hidden
 from isles.run.process import die_with_parent
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isles.balance.calibrate import Probe, calibrate, curve_file, keep_curve, read_curve
 from isles.balance.curve import Curve
+from isles.balance.measure import Probe, calibrate, curve_file, keep_curve, read_curve
 from isles.config.layout import Strategy
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
@@ -25,8 +25,8 @@ from isles.facts.cost import optimizer_bytes
 from isles.models.adapter import frozen_dtype
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe, set_gradient_checkpointing
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.env import cache_home
-from isles.run.manifest import CheckpointInfo
 from isles.strategies.objective import CausalLM
 from isles.strategies.sequence import whole
 from isles.train.strategy import SCORES_DTYPE

@@ -9,7 +9,7 @@ import warnings
 _NOISY = ("torch", "transformers", "datasets", "httpx", "httpx2", "isles.data")
 
 
-def hush_libraries() -> None:
+def silence_libraries() -> None:
     """Let nothing below an error through from torchao, torch's pytrees and DeepSpeed.
 
     transformers and peft import the three where they are installed, whether a run uses them or
@@ -21,7 +21,7 @@ def hush_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(_is_error)
 
 
-def log_to_stderr(*, level: int = logging.INFO, form: str = "%(message)s") -> None:
+def log_of_verb(*, level: int = logging.INFO, form: str = "%(message)s") -> None:
     """The log of a verb whose result goes to stdout: nothing that a library says on its way."""
     from transformers.utils import logging as transformers_logging
 
@@ -31,7 +31,7 @@ def log_to_stderr(*, level: int = logging.INFO, form: str = "%(message)s") -> No
     logging.basicConfig(level=level, format=form, stream=sys.stderr)
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    hush_libraries()
+    silence_libraries()
 
 
 def _is_error(record: logging.LogRecord) -> bool:

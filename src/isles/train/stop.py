@@ -16,8 +16,8 @@ import torch.distributed as dist
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.run.paths import Attempt
-from isles.run.refusals import deleted
-from isles.run.stop_request import StopKind, read_stop_request
+from isles.run.records import deleted
+from isles.run.stop import StopKind, read_stop_request
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ SCORES_DTYPE = {
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 
 
-def settle_strategy(
+def resolve_strategy(
     config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
 ) -> tuple[Strategy, str]:
     """The run file's strategy; for `auto`, the one that is chosen. All ranks must call this.
@@ -85,7 +85,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
     return chosen, f"{describe(chosen)}, as {why}"
 
 
-def settle_mesh(strategy: Strategy, world: World) -> Mesh:
+def resolve_mesh(strategy: Strategy, world: World) -> Mesh:
     """The grid of a strategy's ranks. All ranks must call this."""
     layout = make_layout(strategy, world.world_size, local_world_size=_ranks_per_node(world))
     return make_mesh(layout, world, is_sharded=is_sharded(strategy))
@@ -173,7 +173,7 @@ def make_engine(
     precision = config.training.precision
     match strategy:
         case AutoStrategy():
-            raise AssertionError("settle_strategy has chosen another")
+            raise AssertionError("resolve_strategy has chosen another")
         case DeepSpeedStrategyConfig():
             from isles.strategies.deepspeed.engine import DeepSpeedEngine
 

@@ -21,8 +21,8 @@ from isles.config.sections.output import (
 )
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.run.manifest import list_checkpoints
-from isles.run.packages import require_packages
+from isles.run.begin import require_packages
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.track.base import Background, RemoteTracker, RunFacts, Tracker, Trackers
 from isles.track.local import JsonlTracker, TensorBoardTracker

@@ -25,24 +25,22 @@ from isles.errors import (
     TrainingError,
     UserError,
 )
+from isles.run.checkpoints import CheckpointInfo, read_checkpoint, verify_checkpoint
 from isles.run.env import RankEnv
-from isles.run.manifest import CheckpointInfo, read_checkpoint, verify_checkpoint
 from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import write_record
-from isles.run.refusals import deleted
+from isles.run.records import deleted, write_record
 from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
-from isles.train.hang.watchdog import watching
+from isles.train.hang import watching
+from isles.train.logs import silence_libraries
 from isles.train.loop import train
 from isles.train.outer.step import go_on_ending
 from isles.train.parts import Parts
-from isles.train.quiet import hush_libraries
-from isles.train.record import Recorder
+from isles.train.record import Recorder, check_outside
 from isles.train.stop import StopBeforeTraining, StopSignals
-from isles.train.trackers import check_outside
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +214,7 @@ def _start_logging(env: RankEnv) -> None:
         "matplotlib",
     ):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    hush_libraries()
+    silence_libraries()
     transformers_logging.disable_progress_bar()
 
 

@@ -1,4 +1,4 @@
-"""Runs a user's own script as Python itself would, and lets its stacks be asked for.
+"""Runs a user's own script as Python itself would; its stacks can be asked for by a signal.
 
     python -u main.py FD GATE SCRIPT ARGUMENTS…
 
@@ -31,7 +31,10 @@ def _run(fd: int, gate: int, script: str, arguments: list[str]) -> None:
     os.close(gate)
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = _folder(path)
+        target = path  # Python takes the folder of what a link points to, by one step
+        if os.path.islink(path):  # noqa: PTH114
+            target = os.path.join(os.path.dirname(path), os.readlink(path))  # noqa: PTH115, PTH118, PTH120
+        sys.path[0] = os.path.dirname(os.path.abspath(target))  # noqa: PTH100, PTH120
     show = sys.__excepthook__
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -57,13 +60,6 @@ def _run(fd: int, gate: int, script: str, arguments: list[str]) -> None:
     namespace.clear()
     namespace.update(fresh)
     exec(compile(source, path, "exec", dont_inherit=True), namespace)
-
-
-def _folder(path: str) -> str:
-    """That of a script; of what it points to, where it is a link."""
-    if os.path.islink(path):  # noqa: PTH114
-        path = os.path.join(os.path.dirname(path), os.readlink(path))  # noqa: PTH115, PTH118, PTH120
-    return os.path.dirname(os.path.abspath(path))  # noqa: PTH100, PTH120
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of a user's own script: starts it, hands it signals, and records how it ended.
+"""One rank of a user's own script: starts it, forwards stops, and records how it ended.
 
 The agent calls `script_process` in place of the built-in trainer. No torch is needed here.
 """
@@ -6,102 +6,70 @@ The agent calls `script_process` in place of the built-in trainer. No torch is n
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from isles.agent.rank import (
-    RankStart,
-    let_cause_end_first,
-    log_to_file,
-    rank_env,
-)
-from isles.agent.script.end import Ended, failed_record, missing_record
-from isles.agent.script.stacks import ScriptStacks
-from isles.agent.script.status import ScriptStatus
-from isles.agent.script.watch import ScriptWatch, print_note
+from isles.agent.script.report import ScriptStatus
+from isles.agent.script.watch import ScriptStacks, ScriptWatch
+from isles.agent.workers import RankStart, let_cause_end_first, log_to_file
 from isles.config.resolve import load_resolved
-from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode
 from isles.run.env import ATTEMPT, RUN_DIR, SET_BY_TORCHRUN, RankEnv
-from isles.run.outcome import ErrorRecord, end
+from isles.run.outcome import ErrorRecord, end, error_record
 from isles.run.paths import Attempt, RunDir
-from isles.run.process import ProcessId, die_with_agent, die_with_parent
+from isles.run.process import ProcessId, die_with_parent
 from isles.run.records import write_record
 from isles.run.restarts import read_last_step
-from isles.run.stop_request import read_stop_request
 
 _LOOK_S = 0.2
+_TAIL_BYTES = 1 << 16
+_TAIL_LINES = 30
 
-GRACE_S = 60.0
+_GRACE_S = 60.0
 """How long a script may take to end after SIGTERM, where checkpoint.timeout does not say."""
+
+AT_ONCE_S = 20.0
+"""An error of the script so soon after its start would only come again."""
 
 _GOOD_ENDS = (ExitCode.OK, ExitCode.HANDOVER, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
+_LOST_OTHERS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/transport",
+    "NCCL",
+    "TCPStore",
+    "DistNetworkError",
+    "DistBackendError",
+    "DistStoreError",
+)
+"""Signs that an error is only the consequence of the loss of another rank."""
 
-@dataclass(frozen=True, slots=True)
-class ScriptRank:
-    """What the starter of one rank works with.
-
-    Args:
-        run_dir, attempt: where its records lie.
-        env: its place among the ranks, with the number of this restart.
-        config: the run file.
-    """
-
-    run_dir: RunDir
-    attempt: Attempt
-    env: RankEnv
-    config: RunConfig
-
-    @property
-    def script(self) -> str:
-        """The script, as the run file names it."""
-        assert self.config.training.script is not None
-        return self.config.training.script
-
-    @property
-    def arguments(self) -> list[str]:
-        """What follows the script in its command line."""
-        return [str(argument) for argument in self.config.training.script_args]
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The variables that torchrun sets, and those that say where the records lie."""
-        return {
-            **os.environ,
-            **SET_BY_TORCHRUN,
-            RUN_DIR: str(self.run_dir.path.absolute()),
-            ATTEMPT: str(self.attempt.number),
-            "TORCHELASTIC_RESTART_COUNT": str(self.env.restart),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.config.clusters[0].max_restarts),
-        }
-
-    @property
-    def grace_s(self) -> float:
-        """How long it may take to end after SIGTERM."""
-        checkpoint = self.config.checkpoint
-        return checkpoint.timeout if "timeout" in checkpoint.model_fields_set else GRACE_S
+_CHAINED = (
+    "another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+"""What Python writes between two tracebacks of one error."""
 
 
 def script_process(
     run_path: Path, attempt_number: int, _resume_from: Path | None, start: RankStart
 ) -> int:
     """Run the script as the rank that the environment names; the exit code."""
-    die_with_agent()
-    run_dir, env = RunDir(run_path), rank_env(start)
-    config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
-    rank = ScriptRank(run_dir, run_dir.attempt(attempt_number), env, config)
-    code = run_script(rank)
+    run_dir, env = RunDir(run_path), start.rank_env()
+    attempt = run_dir.attempt(attempt_number)
+    code = _run_script(run_dir, attempt, env)
     # Where another rank has failed, it was the agent that ended this one, and not a user.
-    was_ended = code != ExitCode.OK and rank.attempt.rank_errors(env.restart)
+    was_ended = code != ExitCode.OK and attempt.rank_errors(env.restart)
     if was_ended or code not in _GOOD_ENDS:
-        # Not an exception: the record says more than a traceback through torch.
+        # Not an exception: the record holds more than a traceback through torch.
         sys.stderr.flush()
         os._exit(code)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -109,25 +77,31 @@ def script_process(
     return code
 
 
-def run_script(rank: ScriptRank) -> int:
-    """Run the script to its end, and leave the records that say how it ended.
-
-    Returns:
-        OK; REQUEUE or INTERRUPTED after a stop; the code of an error otherwise.
-    """
-    attempt, env = rank.attempt, rank.env
+def _run_script(run_dir: RunDir, attempt: Attempt, env: RankEnv) -> int:
+    # To its end; returns OK, REQUEUE or INTERRUPTED after a stop, or the code of an error.
+    config = load_resolved(run_dir.resolved.read_text(encoding="utf-8")).config
+    script, checkpoint = str(config.training.script), config.checkpoint
     log_to_file(attempt, env)
-    stop = _Stop(rank)
-    status = ScriptStatus(rank.run_dir, attempt, env, rank.script)
-    path = Path(rank.script)
-    if not path.is_file():
-        return _failed(rank, missing_record(env, path))
+    has_timeout = "timeout" in checkpoint.model_fields_set
+    stop = _Stop(checkpoint.timeout if has_timeout else _GRACE_S)
+    status = ScriptStatus(run_dir, attempt, env, script)
+    if not Path(script).is_file():
+        return _failed(attempt, env, _missing(env, script))
     log_start = attempt.rank_log(env.rank).stat().st_size
     began = time.monotonic()
     stacks = ScriptStacks()
+    arguments = [str(argument) for argument in config.training.script_args]
+    environ = {
+        **os.environ,
+        **SET_BY_TORCHRUN,
+        RUN_DIR: str(run_dir.path.absolute()),
+        ATTEMPT: str(attempt.number),
+        "TORCHELASTIC_RESTART_COUNT": str(env.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.clusters[0].max_restarts),
+    }
     child = subprocess.Popen(
-        stacks.command(rank.script, rank.arguments),
-        env=rank.environ,
+        stacks.command(script, arguments),
+        env=environ,
         pass_fds=[stacks.fd, stacks.gate],
         process_group=0,
         preexec_fn=die_with_parent,  # noqa: PLW1509  # it makes one call to the kernel, no more
@@ -137,8 +111,8 @@ def run_script(rank: ScriptRank) -> int:
     place |= ProcessId.of(os.getpid()).record()
     write_record(attempt.rank_record(env.rank), place)  # its readers send signals: handlers first
     stacks.open_gate()  # only now the script runs: the guard ends whatever it starts
-    watch = _watch(rank, child.pid, stacks, status)
-    with status.beating():
+    watch = ScriptWatch(run_dir, attempt, env, config.watchdog, child.pid, stacks, status.note)
+    with status.heartbeat():
         code = stop.wait(child, watch)
     watch.close()
     stacks.close()
@@ -148,43 +122,34 @@ def run_script(rank: ScriptRank) -> int:
     if asked or code or watch.error:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # what it has started and left behind
-    if asked is ExitCode.HANDOVER:
-        return int(asked)
-    if asked:
-        reason = stop.reason(code)
-        write_record(attempt.rank_record(env.rank), {**place, "stop_reason": reason})
-        # A stop that the agent has handed on is the coordinator's to judge: it also ends others so.
-        step = read_last_step(attempt, env.restart)
-        if env.rank == 0 and env.in_job and asked == ExitCode.REQUEUE:
-            write_record(attempt.stopped, {"exit_code": int(asked), "step": step, "reason": reason})
-        elif env.rank == 0 and (stop.code is None or env.in_job):
-            end(attempt, "stopped", asked, reason, step=step)
+    if asked is not None:
+        if asked is not ExitCode.HANDOVER:
+            _record_stop(attempt, env, place, stop, asked, code)
         return int(asked)
     if watch.error is not None:
-        return _failed(rank, watch.error)
+        return _failed(attempt, env, watch.error)
     if code:
-        ended = Ended(code, path, log_start, time.monotonic() - began)
-        return _failed(rank, failed_record(attempt, env, ended))
-    status.phase("finished")
+        took_s = time.monotonic() - began
+        error = failed_record(attempt, env, Path(script), code, log_start=log_start, took_s=took_s)
+        return _failed(attempt, env, error)
+    status.finished()
     write_record(attempt.rank_record(env.rank), {**place, "exit_code": 0})
     return int(ExitCode.OK)
 
 
 class _Stop:
-    """Hands a stop request to the script: SIGTERM, and SIGKILL when it has had time enough."""
+    """Forwards a stop to the script: SIGTERM, and SIGKILL when it has had time enough."""
 
-    def __init__(self, rank: ScriptRank) -> None:
+    def __init__(self, grace_s: float) -> None:
         """Take over the signals. Main thread only."""
         self.code: ExitCode | None = None
-        self._attempt = rank.attempt
-        self._grace_s = rank.grace_s
-        self._is_now = False
-        self._told_at: float | None = None
+        self._grace_s = grace_s
+        self._sent_at: float | None = None
         self._killed = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
         # From the agent: the ranks are to begin again with other nodes.
-        signal.signal(signal.SIGUSR2, self._hand_over)
+        signal.signal(signal.SIGUSR2, self._handle)
 
     def wait(self, child: subprocess.Popen[bytes], watch: ScriptWatch) -> int:
         """Until the script has ended; its exit code, negative where a signal has ended it."""
@@ -192,77 +157,67 @@ class _Stop:
             try:
                 return child.wait(timeout=_LOOK_S)
             except subprocess.TimeoutExpired:
-                self._look(child)
                 if watch.error is not None:
                     child.kill()
+            if self.code is None:
+                continue
+            now = time.monotonic()
+            if self._sent_at is None:
+                self._sent_at = now
+                child.terminate()
+            if not self._killed and now - self._sent_at > self._grace_s:
+                self._killed = True
+                child.kill()
 
     def reason(self, code: int) -> str:
-        """How it came to stop."""
         if self.code is None:
             return "the script asked to be started again (exit code 85)"
-        if self._killed and not self._is_now:
+        if self._killed:
             return (
                 f"asked to stop; the script had not ended {self._grace_s:.0f} s after SIGTERM, and "
                 "was killed"
             )
-        if self._is_now:
-            return "stopped at once"
         if code == -signal.SIGTERM:
             return "asked to stop; the script does not handle SIGTERM, and saved nothing for it"
         return f"asked to stop; the script ended with exit code {code}"
 
-    def _look(self, child: subprocess.Popen[bytes]) -> None:
-        request = read_stop_request(self._attempt)
-        if request is not None:
-            is_requeue = request.kind == "save"
-            self._ask(ExitCode.REQUEUE if is_requeue else ExitCode.INTERRUPTED)
-            self._is_now = request.kind == "now"
-        if self.code is None:
-            return
-        now = time.monotonic()
-        if self._told_at is None:
-            self._told_at = now
-            child.terminate()
-        if not self._killed and (self._is_now or now - self._told_at > self._grace_s):
-            self._killed = True
-            child.kill()
-
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        interrupted = number == signal.SIGINT
-        self._ask(ExitCode.INTERRUPTED if interrupted else ExitCode.REQUEUE)
-
-    def _hand_over(self, _number: int, _frame: FrameType | None) -> None:
-        self._ask(ExitCode.HANDOVER)
-
-    def _ask(self, code: ExitCode) -> None:
-        """The first request counts, unless it was only to begin again."""
+        # The first request counts, unless it was only to begin again.
         if self.code in (None, ExitCode.HANDOVER):
-            self.code = code
+            codes = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR2: ExitCode.HANDOVER}
+            self.code = codes.get(signal.Signals(number), ExitCode.REQUEUE)
 
 
-def _watch(rank: ScriptRank, pid: int, stacks: ScriptStacks, status: ScriptStatus) -> ScriptWatch:
-    def note(text: str) -> None:
-        print_note(text)
-        status.note(text)
+def _record_stop(
+    attempt: Attempt,
+    env: RankEnv,
+    place: dict[str, Any],
+    stop: _Stop,
+    asked: ExitCode,
+    code: int,
+) -> None:
+    reason = stop.reason(code)
+    write_record(attempt.rank_record(env.rank), {**place, "stop_reason": reason})
+    # A stop that the agent has forwarded is the coordinator's to judge: it also ends others so.
+    step = read_last_step(attempt, env.restart)
+    if env.rank == 0 and env.in_job and asked == ExitCode.REQUEUE:
+        write_record(attempt.stopped, {"exit_code": int(asked), "step": step, "reason": reason})
+    elif env.rank == 0 and (stop.code is None or env.in_job):
+        end(attempt, "stopped", asked, reason, step=step)
 
-    watchdog = rank.config.watchdog
-    return ScriptWatch(rank.run_dir, rank.attempt, rank.env, watchdog, pid, stacks, note)
 
-
-def _failed(rank: ScriptRank, error: ErrorRecord) -> int:
+def _failed(attempt: Attempt, env: RankEnv, error: ErrorRecord) -> int:
     code = int(error["exit_code"])
-    with suppress(OSError):  # a full disk: the log still says it
-        write_record(rank.attempt.rank_error(rank.env.rank, rank.env.restart), error)
-    let_cause_end_first(rank.attempt, rank.env, code)
+    with suppress(OSError):  # a full disk: the log still has it
+        write_record(attempt.rank_error(env.rank, env.restart), error)
+    let_cause_end_first(attempt, env, code)
     return code
 
 
 def _guard(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills this group when the present process is killed.
-
-    The script itself ends then by `_die_with_parent`, what it has started would not. The guard is
-    in a session of its own, so that it outlives whoever kills the agent's group.
-    """
+    # A process that kills this group when the present process is killed: the script itself ends by
+    # `die_with_parent`, what it has started would not. The guard is in a session of its own, so
+    # that it outlives whoever kills the agent's group.
     return subprocess.Popen(
         ["/bin/sh", "-c", 'read line; kill -9 "-$1"', "sh", str(group)],
         stdin=subprocess.PIPE,  # never written to: it closes with this process
@@ -270,3 +225,90 @@ def _guard(group: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def failed_record(
+    attempt: Attempt, env: RankEnv, script: Path, code: int, *, log_start: int, took_s: float
+) -> ErrorRecord:
+    """The error record of a rank whose script has failed, from its exit code and its log.
+
+    Args:
+        attempt, env: of the rank.
+        script: its file.
+        code: exit code; negative where a signal has ended it.
+        log_start: where in the rank's log this process has begun.
+        took_s: how long it ran.
+    """
+    tail: list[str] = []
+    with suppress(OSError), attempt.rank_log(env.rank).open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(log_start, size - _TAIL_BYTES))
+        tail = stream.read().decode("utf-8", errors="replace").splitlines()
+    raised = _raised(tail)
+    what, fix, where = f"{script.name} ended with exit code {code}", "", ""
+    if code < 0:
+        name = signal.Signals(-code).name
+        what, fix = f"rank {env.rank} was killed by {name}", "the end of its log may say why: "
+        fix += "`isles logs`"
+        if name == "SIGKILL":
+            fix = "somebody killed it, or the machine ran out of memory: see `dmesg | tail`"
+    is_communication = False
+    # torch may abort as Python ends after an error, with a process group that is still there.
+    has_failed = code > 0 or (raised is not None and code == -signal.SIGABRT)
+    if raised is not None and has_failed:
+        message, where, tail = raised
+        what = f"{script.name} failed: {message}"
+        is_communication = any(sign in message for sign in _LOST_OTHERS)
+    step = read_last_step(attempt, env.restart)
+    is_at_once = has_failed and took_s < AT_ONCE_S and step is None
+    place = f"rank {env.rank} on {os.uname().nodename}"
+    return error_record(
+        what,
+        id="script.failed",
+        kind="ScriptFailed",
+        code=ExitCode.TRAINING,
+        fix=fix,
+        where=f"{where}, {place}" if where else place,
+        rank=env.rank,
+        restart=env.restart,
+        is_script=True,
+        is_communication=is_communication,
+        will_recur=is_at_once and not is_communication,
+        traceback="\n".join(tail[-_TAIL_LINES:]),
+    )
+
+
+def _missing(env: RankEnv, script: str) -> ErrorRecord:
+    return error_record(
+        f"there is no such script: {Path(script).absolute()}",
+        id="files.script",
+        kind="ConfigError",
+        code=ExitCode.USER,
+        fix="copy it to every host (clusters.sync does), or set training.script and workdir",
+        where=f"training.script, rank {env.rank} on {os.uname().nodename}",
+        rank=env.rank,
+        restart=env.restart,
+        is_script=True,
+        will_recur=True,
+    )
+
+
+def _raised(tail: list[str]) -> tuple[str, str, list[str]] | None:
+    """The last error that was raised, the line that raised it, and its traceback; None: none."""
+    heads = [i for i, line in enumerate(tail) if "Traceback (most recent call last)" in line]
+    if not heads:
+        return None
+    lines = tail[heads[-1] :]
+    first = heads[-1]
+    for head in reversed(heads[:-1]):  # of the errors that it came from, too
+        if not any(line.rstrip().endswith(_CHAINED) for line in tail[head:first]):
+            break
+        first = head
+    # torch prefixes the lines of a rank with its number; the rest of a traceback is Python's own.
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
+    places = [found for line in lines if (found := re.match(r'\s+File "(.+)", line (\d+)', line))]
+    after = [line for line in lines[1:] if line and not line[0].isspace()]
+    if not after:
+        return None
+    where = f"{places[-1][1]}:{places[-1][2]}" if places else ""
+    return after[0].strip(), where, tail[first:]

@@ -9,7 +9,7 @@ from typing import Any
 from isles.check.finding import Finding, Level
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""By the host's name, of `isles.launch.node.facts`."""
+"""By the host's name, of `isles.launch.ssh.facts`."""
 
 _SETUP = "make the hosts equal: isles setup run.yaml"
 _FURTHER = ("safetensors", "datasets", "peft", "deepspeed")

@@ -27,14 +27,12 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError, cut_more
-from isles.launch.pbs.job import Pbs, PbsJob, dialect_note, last_line
-from isles.launch.pbs.script import InRunDir, pbs_job_script
-from isles.launch.queue.start import in_workdir, settle
-from isles.launch.remote.login import copied_file_script, login_setting, place_there
-from isles.launch.remote.passing import lost_python
-from isles.launch.slurm.job import Slurm
-from isles.launch.slurm.script import JobText, sbatch_options
-from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.queue.pbs import Pbs, PbsJob, dialect_note, last_line
+from isles.launch.queue.script import InRunDir, JobText, pbs_job_script, sbatch_options
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.submit import in_workdir, settle
+from isles.launch.remote.login import copied_file_script, login_setting, lost_python, place_there
+from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell
 from isles.run.env import allocation, pbs_job
 from isles.run.paths import RunDir

@@ -33,10 +33,9 @@ from isles.data.tokens.store import (
     temporary_beside,
 )
 from isles.dist.files import broadcast_folder
-from isles.dist.nodes import Place, place_of, work_together
-from isles.dist.world import World
+from isles.dist.world import Place, World, place_of, work_together
 from isles.errors import CommunicationError, DataError
-from isles.run.manifest import hash_file
+from isles.run.checkpoints import hash_file
 from isles.run.records import read_record
 
 log = logging.getLogger(__name__)

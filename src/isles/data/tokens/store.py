@@ -27,7 +27,7 @@ import numpy.typing as npt
 from isles.data.order import Int64Array
 from isles.data.tokens.encode import Encoded, Encoder
 from isles.errors import DataError
-from isles.run.manifest import sync_folder
+from isles.run.checkpoints import sync_folder
 from isles.run.process import ProcessId
 from isles.run.records import read_record
 

@@ -16,8 +16,8 @@ import psutil
 
 from isles import __version__
 from isles.launch.gpus import find_gpus
-from isles.launch.ssh.fingerprint import PACKAGES, code_digest, version
-from isles.launch.verbs import NEEDED_TO_TRAIN
+from isles.launch.ssh.facts import PACKAGES, code_digest, version
+from isles.launch.worker import NEEDED_TO_TRAIN
 
 
 def node_facts(args: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What runs on a node while somebody starts or checks it: `python -m isles.launch.node.operations`.
+"""What runs on a node while somebody starts or checks it: `python -m isles.launch.ssh.node`.
 
 Answers questions, one JSON object a line on stdin and stdout, each in a thread of its own. It ends
 when its stdin is closed, so that nothing is left behind when the connection is lost; only what
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from isles.errors import UserError
-from isles.launch.node.facts import node_facts
+from isles.launch.ssh.facts import node_facts
 
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -82,7 +82,7 @@ def _answer(
 
 def main() -> int:
     """Serve what the start of a run needs."""
-    from isles.launch.node.start import NodeStart
+    from isles.launch.ssh.node import NodeStart
 
     start = NodeStart()
     try:

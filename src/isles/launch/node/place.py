@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import UserError
-from isles.run.fleet import Fleet
+from isles.run.nodes import Fleet
 from isles.run.paths import Attempt, RunDir
-from isles.run.records import read_record, write_record, write_secret, write_text_atomic
-from isles.run.refusals import clear_errors
+from isles.run.records import (
+    clear_errors,
+    read_record,
+    write_record,
+    write_secret,
+    write_text_atomic,
+)
 
 _TRIES = 20
 

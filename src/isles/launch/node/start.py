@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from isles.errors import ExitCode, UserError
-from isles.launch.node.place import make_place
-from isles.launch.ssh.setting import path_elsewhere
-from isles.run.fleet import Fleet
+from isles.launch.ssh.environment import path_elsewhere
+from isles.launch.ssh.node import make_place
+from isles.run.nodes import Fleet
 from isles.run.outcome import end, error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record, write_record
-from isles.run.refusals import clear_errors
-from isles.run.signals import kill_now
+from isles.run.records import clear_errors, read_record, write_record
+from isles.run.stop import kill_now
 
 FORGOTTEN_AFTER_S = 30.0
 """A start that has not been heard of for so long, and is not kept, is ended by its nodes."""
@@ -50,7 +49,7 @@ class NodeStart:
         self._lock = threading.Lock()
 
     def operations(self) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
-        """By name, for `isles.launch.node.operations.serve`."""
+        """By name, for `isles.launch.ssh.node.serve`."""
         return {
             "faults": faults,
             "second": second,
@@ -278,9 +277,9 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.load import Loaded
     from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
-    from isles.launch.hub import hub_faults
+    from isles.launch.huggingface import hub_faults
+    from isles.run.begin import require_packages
     from isles.run.env import hub_cache
-    from isles.run.packages import require_packages
 
     config = RunConfig.model_validate(args["config"])
     loaded = Loaded(config, args["origins"], args["text"], Path(args["path"]))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, UserError
-from isles.launch.pbs.job import Pbs, read_dialect
-from isles.launch.queue.allocation import JobNode, address_of
+from isles.launch.queue.job import JobNode, address_of
+from isles.launch.queue.pbs import Pbs, read_dialect
 from isles.run.paths import Attempt
 from isles.run.records import write_text_atomic
 
@@ -22,7 +22,7 @@ _SUBMIT_S = 60.0
 
 
 class PbsAllocation:
-    """See `isles.launch.queue.allocation.Allocation`.
+    """See `isles.launch.queue.job.Allocation`.
 
     Args:
         launcher: of the run file.

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.facts.units import format_duration
-from isles.launch.pbs.reasons import ended_reason, pending_reason
 from isles.launch.queue.job import ASK_S, JobReport, JobWord
+from isles.launch.queue.reasons import ended_reason, pending_reason
 from isles.launch.ssh.shell import Result, Shell
 from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import newest_step
-from isles.run.stop_request import request_stop
+from isles.run.stop import request_stop
 
 Dialect = Literal["openpbs", "torque"]
 

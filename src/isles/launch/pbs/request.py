@@ -7,7 +7,7 @@ import shlex
 
 from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig
 from isles.errors import ConfigError
-from isles.launch.pbs.job import Dialect
+from isles.launch.queue.pbs import Dialect
 
 _TORQUE_NAME = 15
 """The longest name of a job that every Torque takes."""

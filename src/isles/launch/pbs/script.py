@@ -9,11 +9,11 @@ from isles import __version__
 from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode
-from isles.launch.pbs.job import Dialect
-from isles.launch.pbs.request import cpus_of, request_lines
+from isles.launch.queue.pbs import Dialect
+from isles.launch.queue.script import cpus_of, request_lines
+from isles.launch.render import MOST_TIMES, node_lines, runs_pattern
 from isles.launch.script_template import fill_template
-from isles.launch.ssh.setting import python_of, quoted
-from isles.launch.torchrun import MOST_TIMES, node_lines, runs_pattern
+from isles.launch.ssh.environment import python_of, quoted
 
 _END_S = 45
 """How long a node may take to end its ranks: torchrun gives them 30 s."""

@@ -12,10 +12,10 @@ from isles.config.resolve import Resolved
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.pbs.job import Dialect, Pbs, dialect_note, last_line
-from isles.launch.pbs.script import InRunDir, pbs_job_script
-from isles.launch.queue.jobs import refresh
-from isles.launch.queue.start import (
+from isles.launch.queue.pbs import Dialect, Pbs, dialect_note, last_line
+from isles.launch.queue.script import InRunDir, pbs_job_script
+from isles.launch.queue.status import refresh
+from isles.launch.queue.submit import (
     SUBMIT_PATIENCE,
     check_packages,
     find_lost,

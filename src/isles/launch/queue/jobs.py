@@ -11,9 +11,9 @@ from pathlib import Path
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.launch.pbs.job import PbsJob
 from isles.launch.queue.job import ASK_S, JobReport, QueueJob
-from isles.launch.slurm.job import SlurmJob
+from isles.launch.queue.pbs import PbsJob
+from isles.launch.queue.slurm import SlurmJob
 from isles.launch.ssh.shell import on_all
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record

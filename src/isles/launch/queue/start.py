@@ -18,14 +18,13 @@ from isles.config.resolve import Resolved, resolve
 from isles.config.sections.cluster import QueueSection
 from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors, ExitCode, PreflightError
-from isles.launch.queue.jobs import refresh
-from isles.launch.ssh.setting import python_of
-from isles.launch.verbs import require_train
-from isles.run.begin import Begun
+from isles.launch.queue.status import refresh
+from isles.launch.ssh.environment import python_of
+from isles.launch.worker import require_train
+from isles.run.begin import Begun, require_packages
 from isles.run.env import hub_cache
 from isles.run.find import numbered_runs
 from isles.run.outcome import end_failed, error_record
-from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
 
 

@@ -17,8 +17,8 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import QueueSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.remote.passing import SSH_FAILED, STARTED, lost_python, remember
-from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.remote.login import SSH_FAILED, STARTED, lost_python, remember
+from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun

@@ -25,10 +25,10 @@ from isles.config.sections.output import tracker_sections
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
-from isles.launch.remote.wheel import wheel_bytes, wheel_name
-from isles.launch.ssh.fingerprint import PACKAGES, fingerprint
+from isles.launch.remote.setup import wheel_bytes, wheel_name
+from isles.launch.ssh.environment import python_of, quoted, setting_lines, tool_lines
+from isles.launch.ssh.facts import PACKAGES, fingerprint
 from isles.launch.ssh.hosts import refuse
-from isles.launch.ssh.setting import python_of, quoted, setting_lines, tool_lines
 from isles.launch.ssh.shell import Shell, on_all
 
 Say = Callable[[str], object]

@@ -14,10 +14,10 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import SyncConfig
 from isles.errors import PreflightError, UserError
 from isles.launch.base import StartOptions
-from isles.launch.node.facts import machine_id
 from isles.launch.ssh.channel import open_channel
+from isles.launch.ssh.environment import python_of, quoted, setting_lines
+from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import refuse
-from isles.launch.ssh.setting import python_of, quoted, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 
 _COPY_S = 3600.0

@@ -9,7 +9,7 @@ import io
 import zipfile
 
 from isles import __version__
-from isles.launch.ssh.fingerprint import code_files
+from isles.launch.ssh.facts import code_files
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: isles\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _THEN = (2020, 1, 1, 0, 0, 0)

@@ -31,7 +31,7 @@ def render(
         force: Replace the file if it is there.
     """
     from isles.config.load import load_run_file
-    from isles.launch.render.scripts import render as rendered_from
+    from isles.launch.render import render as rendered_from
     from isles.run.records import write_text_atomic
 
     rendered = rendered_from(

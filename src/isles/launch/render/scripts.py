@@ -12,12 +12,11 @@ from isles.config.interop.export import deepspeed_json, fsdp_json
 from isles.config.load import Loaded
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
 from isles.errors import ConfigErrors
-from isles.launch.pbs.job import Dialect
-from isles.launch.pbs.script import pbs_script
+from isles.launch.queue.pbs import Dialect
+from isles.launch.queue.script import JobText, pbs_script, sbatch_script
+from isles.launch.render import alone_command
 from isles.launch.render.size import Size, settle_size
 from isles.launch.render.torchrun import torchrun_script
-from isles.launch.slurm.script import JobText, sbatch_script
-from isles.launch.torchrun import alone_command
 
 Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"]
 

@@ -10,9 +10,9 @@ import shlex
 from isles import __version__
 from isles.config.load import Loaded
 from isles.config.sections.cluster import ClusterConfig
+from isles.launch.render import alone_command, node_lines
 from isles.launch.render.size import Size
 from isles.launch.script_template import fill_template
-from isles.launch.torchrun import alone_command, node_lines
 
 
 def torchrun_script(loaded: Loaded, size: Size, overrides: tuple[str, ...]) -> str:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
-from isles.launch.queue.allocation import JobNode, address_of
-from isles.launch.slurm.job import Slurm
+from isles.launch.queue.job import JobNode, address_of
+from isles.launch.queue.slurm import Slurm
 from isles.run.paths import Attempt
 from isles.run.records import write_text_atomic
 
 
 class SlurmAllocation:
-    """See `isles.launch.queue.allocation.Allocation`.
+    """See `isles.launch.queue.job.Allocation`.
 
     Args:
         launcher: of the run file.

@@ -13,13 +13,13 @@ from typing import Any
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
 from isles.launch.queue.job import ASK_S, JobReport, JobWord
-from isles.launch.slurm.reasons import ENDINGS, pending_reason
+from isles.launch.queue.reasons import ENDINGS, pending_reason
 from isles.launch.ssh.shell import Result, Shell
 from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.run.restarts import newest_step
-from isles.run.stop_request import request_stop
+from isles.run.stop import request_stop
 
 _PAUSE_S = 125.0
 """How long Slurm holds a job that was queued again: somewhat more than a credential lives."""

@@ -12,9 +12,9 @@ from isles import __version__
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import ConfigError
+from isles.launch.render import MOST_TIMES, node_lines, runs_pattern
 from isles.launch.script_template import fill_template
-from isles.launch.ssh.setting import python_of, quoted
-from isles.launch.torchrun import MOST_TIMES, node_lines, runs_pattern
+from isles.launch.ssh.environment import python_of, quoted
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from isles.config.resolve import Resolved
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.queue.jobs import refresh
-from isles.launch.queue.start import (
+from isles.launch.queue.script import JobText, job_script
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.status import refresh
+from isles.launch.queue.submit import (
     check_packages,
     in_workdir,
     refresh_last,
@@ -19,10 +21,8 @@ from isles.launch.queue.start import (
     refuse_cut_options,
     settle,
     submission,
+    submit_slurm,
 )
-from isles.launch.slurm.job import Slurm
-from isles.launch.slurm.script import JobText, job_script
-from isles.launch.slurm.submit import submit_slurm
 from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
 from isles.run.env import allocation
 from isles.run.paths import Attempt, RunDir

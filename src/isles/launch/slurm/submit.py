@@ -10,8 +10,8 @@ from dataclasses import replace
 from isles.config.load import Loaded
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import PreflightError, UserError
-from isles.launch.queue.start import SUBMIT_PATIENCE, find_lost
-from isles.launch.slurm.job import Slurm
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.submit import SUBMIT_PATIENCE, find_lost
 from isles.run.paths import Attempt
 
 _REFUSALS: tuple[tuple[str, tuple[str, ...], str], ...] = (

@@ -40,7 +40,7 @@ def choose_addresses(
 
     Args:
         names: of the hosts, for messages.
-        facts: of each, of `isles.launch.node.facts`.
+        facts: of each, of `isles.launch.ssh.facts`.
         given: what the run file says: an address, a name, or None.
         network: the run file's section; an interface that it names decides.
 

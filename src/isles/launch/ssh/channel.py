@@ -1,4 +1,4 @@
-"""Questions to a node over any pair of streams: to `isles.launch.node.operations`, JSON lines."""
+"""Questions to a node over any pair of streams: to `isles.launch.ssh.node`, JSON lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from isles.errors import PreflightError, UserError
-from isles.launch.node.operations import READY
+from isles.launch.ssh.channel import READY
 from isles.launch.ssh.shell import Shell
 
 _SSH_FAILED = 255
@@ -32,7 +32,7 @@ class Channel:
 
     Args:
         name: of the node, for messages.
-        reader: brings what `isles.launch.node.operations.serve` writes there.
+        reader: brings what `isles.launch.ssh.node.serve` writes there.
         writer: takes the questions.
         lost: called once, when the answers end, with whether the node was ever ready: what is
             raised for every question without an answer.
@@ -150,7 +150,7 @@ def open_channel(
     *,
     lines: Sequence[str] = (),
     python: str,
-    module: str = "isles.launch.node.operations",
+    module: str = "isles.launch.ssh.node",
     name: str = "",
 ) -> Channel:
     """Start a process that answers, here or over ssh.

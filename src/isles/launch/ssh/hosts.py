@@ -13,10 +13,10 @@ from typing import Any, Literal
 from isles import __version__
 from isles.config.sections.cluster import ClusterConfig, HostConfig, SshLauncherConfig
 from isles.errors import PreflightError, UserError, ids_of
-from isles.launch.ssh.addresses import Reach, choose_addresses
 from isles.launch.ssh.channel import Channel, open_channel
-from isles.launch.ssh.fingerprint import code_digest
-from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.ssh.environment import python_of, setting_lines
+from isles.launch.ssh.facts import code_digest
+from isles.launch.ssh.hosts import Reach, choose_addresses
 from isles.launch.ssh.shell import Shell, on_all
 
 Warn = Callable[[str], object]
@@ -35,7 +35,7 @@ class Host:
         node: its number.
         given: as in the run file.
         channel: to ask it more.
-        facts: of `isles.launch.node.facts`.
+        facts: of `isles.launch.ssh.facts`.
     """
 
     node: int

@@ -1,6 +1,6 @@
 """The launcher ssh: one run on a list of hosts, started from here by the user's own ssh.
 
-One Python process on each host answers (`isles.launch.node.operations`), all at once: facts, then
+One Python process on each host answers (`isles.launch.ssh.node`), all at once: facts, then
 the run directory on the first host, then the start. Either all hosts have started, or what has
 started is ended again and the host that did not is named. After that nothing needs ssh: the nodes
 hold together by themselves.
@@ -23,16 +23,15 @@ from isles.config.resolve import Resolved, dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.node.facts import machine_id
-from isles.launch.node.start import FORGOTTEN_AFTER_S
-from isles.launch.remote.passing import remember
+from isles.launch.remote.login import remember
 from isles.launch.remote.sync import sync_hosts
+from isles.launch.ssh.environment import network_line, network_variables, python_of, setting_lines
+from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import Host, ask_all, connect, gather, meet, reach, settle_ranks
-from isles.launch.ssh.network import network_line, network_variables
-from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.ssh.node import FORGOTTEN_AFTER_S
 from isles.launch.ssh.text import dry_run_text, fleet_text
-from isles.launch.verbs import NEEDED_TO_TRAIN
-from isles.run.fleet import Fleet, FleetNode
+from isles.launch.worker import NEEDED_TO_TRAIN
+from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun

@@ -8,7 +8,7 @@ from typing import Any
 
 from isles.config.resolve import Resolved
 from isles.config.show import show
-from isles.run.fleet import Fleet, FleetNode
+from isles.run.nodes import Fleet, FleetNode
 
 
 def fleet_text(name: str, fleet: Fleet, run_dir: str) -> str:

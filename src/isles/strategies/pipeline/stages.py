@@ -20,8 +20,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from isles.config.sections.strategy import PipelineSchedule
-from isles.dist.batch import IGNORE_INDEX
-from isles.dist.documents import isolation_inputs
+from isles.dist.batch import IGNORE_INDEX, isolation_inputs
 from isles.errors import UserError
 
 log = logging.getLogger(__name__)

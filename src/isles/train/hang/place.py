@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from isles.run.stack_words import Frame, collective_in, place_in_words
+from isles.run.hang import Frame, collective_in, place_in_words
 
 
 @dataclass(frozen=True, slots=True)

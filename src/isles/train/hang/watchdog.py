@@ -19,7 +19,6 @@ from typing import Any
 
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import WatchdogConfig
-from isles.dist.beat import BEAT_S, Beats, open_beats
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
@@ -28,8 +27,8 @@ from isles.run.hang import Stall, Standing, find_stall
 from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.hang.clock import Frozen, Moment, StepClock
-from isles.train.hang.place import Place, flight_record, place_now
+from isles.train.hang import Frozen, Moment, Place, StepClock, flight_record, place_now
+from isles.train.heartbeat import BEAT_S, Beats, open_beats
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)

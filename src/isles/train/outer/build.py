@@ -16,8 +16,7 @@ from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
-from isles.dist.nodes import raise_first
-from isles.dist.world import World
+from isles.dist.world import World, raise_first
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
 from isles.outer.client.events import HivemindSettings, LinkSettings
@@ -26,7 +25,7 @@ from isles.outer.cluster import Cluster
 from isles.outer.codec.base import parse_codec
 from isles.outer.layout import Layout, make_layout
 from isles.outer.messages import SAMPLE_TOKENS
-from isles.run.manifest import CheckpointInfo
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
 from isles.strategies.base import Engine

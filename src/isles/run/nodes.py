@@ -1,8 +1,9 @@
-"""The nodes of a start of a run, as its launcher has settled them: attempts/N/fleet.json."""
+"""The nodes of an attempt, as its launcher has resolved them: attempts/N/fleet.json."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from isles.run.records import read_record, write_record
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
-    """One node's place.
+    """One node.
 
     Args:
         node: its number; the ranks are in the order of the nodes.
-        name: for messages: the host's name.
+        name: the host's name, for messages.
         ssh: how ssh reaches it from where the run was started; None: not by ssh.
-        address: where the other nodes reach it.
+        address: at which the other nodes reach it.
         nproc: its ranks.
         interface: the network interface that has the address; None: unknown.
     """
@@ -34,20 +35,19 @@ class FleetNode:
 
     @property
     def label(self) -> str:
-        """As messages call it."""
         known = self.name if self.address in (self.name, "") else f"{self.name}, {self.address}"
         return f"node {self.node} ({known})"
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All nodes of one start; the same file on every node, written before anything runs there.
+    """All nodes of an attempt; the same file on every node, written before anything runs there.
 
     Args:
         launcher: of the run file; local: the nodes are processes of one machine.
         nodes: in the order of their numbers; the coordinator is on the host of the first.
-        port: where the coordinator listens; 0: nowhere yet, or at none.
-        min_nodes: the run goes on while so many are there.
+        port: where the coordinator listens; 0: not known yet, or nowhere.
+        min_nodes: the run goes on while so many are connected.
         device: cpu or cuda.
         start_timeout_s: longest wait of the first node for the others.
         digest: SHA-256 of resolved.yaml, which must be the same on all nodes.
@@ -63,9 +63,17 @@ class Fleet:
     digest: str
     resume_from: str | None = None
 
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, number: int) -> FleetNode:
+        return self.nodes[number]
+
+    def __iter__(self) -> Iterator[FleetNode]:
+        return iter(self.nodes)
+
     @property
     def head(self) -> FleetNode:
-        """The node that leads."""
         return self.nodes[0]
 
     @property
@@ -80,12 +88,8 @@ class Fleet:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all nodes see the coordinator's run directory, without having looked."""
+        """Whether all nodes are known to see the coordinator's run directory."""
         return self.in_job or self.launcher == "local"
-
-    def may_be_first(self, node: int) -> bool:
-        """Whether a node may be the first of those that train, at which the ranks meet."""
-        return node == 0 or not self.has_own_node
 
     @property
     def is_elastic(self) -> bool:
@@ -94,66 +98,56 @@ class Fleet:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
         return sum(node.nproc for node in self.nodes)
 
-    def at_port(self, port: int) -> Fleet:
-        """The same, with the port at which the coordinator listens."""
-        return replace(self, port=port)
-
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Fleet:
-        """From `record`; keys that another version of isles has added are left out.
+        """From `record`; unknown keys are left out.
 
         Raises:
             ValueError: something is missing.
         """
+
+        def known(kind: type[Fleet] | type[FleetNode], entry: dict[str, Any]) -> dict[str, Any]:
+            names = {field.name for field in fields(kind)}
+            return {name: value for name, value in entry.items() if name in names}
+
         try:
-            nodes = tuple(FleetNode(**_known(FleetNode, node)) for node in record["nodes"])
-            return cls(**{**_known(cls, record), "nodes": nodes})
+            nodes = tuple(FleetNode(**known(FleetNode, node)) for node in record["nodes"])
+            return cls(**{**known(cls, record), "nodes": nodes})
         except (KeyError, TypeError) as error:
             raise ValueError(str(error)) from error
 
     def write(self, attempt: Attempt, path: Path | None = None) -> None:
-        """Leave it for the nodes, in fleet.json or elsewhere."""
+        """Write the record, to fleet.json or elsewhere."""
         write_record(path or attempt.fleet, {"isles": __version__, **self.record()})
 
 
-def _known(kind: type[Fleet] | type[FleetNode], record: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in record.items() if name in names}
-
-
-def known_fleet(attempt: Attempt, path: Path | None = None) -> Fleet:
-    """The nodes of an attempt, which are on record.
-
-    Raises:
-        UserError: they are not; or as `read_fleet`.
-    """
-    fleet = read_fleet(attempt, path)
-    if fleet is None:
+def require_nodes(attempt: Attempt, path: Path | None = None) -> Fleet:
+    """As `read_fleet`; also a UserError where there is no record."""
+    nodes = read_fleet(attempt, path)
+    if nodes is None:
         raise UserError(
             "the nodes of this start of the run are not on record",
             where=str(path or attempt.fleet),
             fix="`isles train` with its run file starts it",
             id="start.refused",
         )
-    return fleet
+    return nodes
 
 
 def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
-    """The nodes of an attempt; None where none are on record.
+    """The recorded nodes of an attempt; None where there is no record.
 
     Args:
         attempt: a start of a run.
-        path: where they are, if not in fleet.json.
+        path: the record, if not fleet.json.
 
     Raises:
-        UserError: a version of isles has written it that says other things of a fleet.
+        UserError: another version of isles has written it, and this one cannot read it.
     """
     record = read_record(path or attempt.fleet)
     if record is None:
@@ -161,12 +155,10 @@ def read_fleet(attempt: Attempt, path: Path | None = None) -> Fleet | None:
     try:
         return Fleet.of(record)
     except ValueError as error:
-        theirs = record.get("isles") or "another version"
+        theirs = f"isles {record.get('isles', 'of another version')}"
         raise UserError(
-            f"the record of the run's nodes was written by isles {theirs}, and isles {__version__} "
+            f"the record of the run's nodes was written by {theirs}, and isles {__version__} "
             f"does not understand it: {error}",
             where=str(attempt.fleet),
-            fix=f"use isles {theirs} for this run, or start it again: `isles train`"
-            if "isles" in record
-            else "use the isles that started this run, or start it again: `isles train`",
+            fix=f"use {theirs} for this run, or start it again: `isles train`",
         ) from error

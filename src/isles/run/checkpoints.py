@@ -1,4 +1,4 @@
-"""Checkpoints as both wings see them: folders with a hashed manifest."""
+"""Checkpoints as both wings see them: folders with a manifest of hashes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CheckpointInfo:
 
     Args:
         path: its folder.
-        step: inner steps done when it was taken.
+        step: inner steps done when it was saved.
         manifest: the record beside its files.
     """
 
@@ -33,12 +33,10 @@ class CheckpointInfo:
 
     @property
     def created_at(self) -> float:
-        """Seconds since the epoch."""
         return float(self.manifest["created_at"])
 
     @property
     def size_bytes(self) -> int:
-        """All its files together."""
         return sum(int(entry["size"]) for entry in self.manifest["files"].values())
 
 
@@ -117,7 +115,6 @@ def find_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -131,7 +128,7 @@ def hash_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """What is wrong with a checkpoint: one line a fault, none when it is whole."""
+    """Faults of a checkpoint, one line each; none where it is whole."""
     try:
         info = read_checkpoint(path)
     except TrainingError as error:

@@ -1,0 +1,104 @@
+"""Stopping a run: requests in its directory, and signals to its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from isles.errors import UserError
+from isles.run.paths import Attempt
+from isles.run.process import ProcessId
+from isles.run.records import read_record, write_record
+
+StopKind = Literal["save", "interrupt", "now"]
+"""save: save, and end with 85. interrupt: save, and end with 130. now: end without saving."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """A stop that somebody has asked for, on whatever machine; `at`: seconds since the epoch."""
+
+    kind: StopKind
+    by: str
+    at: float
+
+
+def request_stop(attempt: Attempt, kind: StopKind) -> None:
+    """Ask an attempt to stop; a stronger request (now) replaces a weaker one, never the reverse."""
+    present = read_stop_request(attempt)
+    if present is not None and present.kind == "now":
+        return
+    by = f"process {os.getpid()} on {socket.gethostname()}"
+    write_record(attempt.stop_request, {"kind": kind, "by": by, "at": time.time()})
+
+
+def read_stop_request(attempt: Attempt) -> StopRequest | None:
+    """The stop request of an attempt; None while there is none."""
+    record = read_record(attempt.stop_request)
+    if record is None or record.get("kind") not in ("save", "interrupt", "now"):
+        return None
+    return StopRequest(record["kind"], str(record.get("by", "")), float(record.get("at", 0.0)))
+
+
+def send_signal(process: ProcessId, signum: signal.Signals) -> bool:
+    """Send a signal to one process of this host; False where it has ended.
+
+    Raises:
+        UserError: the process belongs to another user.
+    """
+
+    def send(handle: int) -> None:
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, signum)
+        else:
+            os.kill(process.pid, signum)
+
+    return _signal(process, send)
+
+
+def kill_now(process: ProcessId) -> bool:
+    """End a process, and the group that it leads, at once; False where it has ended.
+
+    Raises:
+        UserError: the process belongs to another user.
+    """
+
+    def kill(_handle: int) -> None:
+        # A process that leads no group of its own was started by hand: only itself then.
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            os.kill(process.pid, signal.SIGKILL)
+
+    return _signal(process, kill)
+
+
+def _signal(process: ProcessId, send: Callable[[int], None]) -> bool:
+    # A pidfd (Linux) keeps the pid from being reused between the look and the signal; -1: none.
+    handle = -1
+    try:
+        if hasattr(os, "pidfd_open"):
+            handle = os.pidfd_open(process.pid)
+    except OSError:
+        handle = -1  # gone, or a kernel without pidfd: the look below decides
+    try:
+        if not (process.is_here() and process.is_alive()):
+            return False
+        send(handle)
+        return True
+    except ProcessLookupError:
+        return False  # it ended between the look and the signal
+    except PermissionError as error:
+        raise UserError(
+            f"process {process.pid} belongs to another user",
+            where=f"host {process.host}",
+            fix="ask the user who started the run, or the administrator",
+        ) from error
+    finally:
+        if handle >= 0:
+            os.close(handle)
