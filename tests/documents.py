@@ -14,7 +14,7 @@ from pathlib import Path
 from cyclopts import App
 
 from isles.cli import app
-from isles.launch.arguments import normalise_overrides
+from isles.launch.verbs import normalise_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

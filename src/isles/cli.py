@@ -19,10 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from isles import __version__
 from isles.check.command import check_app
 from isles.errors import ConfigErrors, ExitCode, UserError, more_lines
-from isles.launch.arguments import normalise_overrides
-from isles.launch.file_verbs import config, data
-from isles.launch.remote.command import setup_app
-from isles.launch.render.command import render
+from isles.launch.verbs import config, data, normalise_overrides, render, setup_app
 from isles.monitor import results, verbs
 
 app = App(
@@ -100,8 +97,8 @@ def train(
         cluster: Of several in the run file, start only this one.
         typed: The command by which the user goes on with this run, where isles starts it for him.
     """
-    from isles.launch.arguments import train_command
     from isles.launch.base import StartOptions
+    from isles.launch.verbs import train_command
 
     join = ""
     if join_file is not None:
@@ -150,7 +147,7 @@ def explain(id: str = "", /) -> int:
 @app.command
 def version() -> int:
     """Print the versions of isles and of what it builds on."""
-    from isles.launch.verbs import version_lines
+    from isles.launch.worker import version_lines
 
     print("\n".join(version_lines()))
     return ExitCode.OK

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.launch.meeting import end_rendezvous
+from isles.launch.hub import end_rendezvous
 from isles.monitor.stop import end_here
 from isles.run.paths import RunDir
 from tests.documents import EXAMPLE_PAGES, PAGES, ROOT, SHELLS, Block, blocks, typed_lines

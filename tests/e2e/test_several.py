@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from isles.errors import ExitCode
-from isles.launch.meeting import end_rendezvous, rendezvous_process
+from isles.launch.hub import end_rendezvous, rendezvous_process
 from isles.monitor.stop import end_here, wait_for_end
 from isles.run.find import find_any, find_cluster
 from isles.run.paths import RunDir

@@ -29,7 +29,7 @@ from isles.errors import (
     more_lines,
 )
 from isles.facts import troubleshooting as page
-from isles.launch.remote.wheel import wheel_bytes
+from isles.launch.remote.setup import wheel_bytes
 from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import Shell

@@ -23,11 +23,11 @@ from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.join_cluster import Site, joining_run, read_join_line
-from isles.launch.join_cluster import _warn as warn_of
-from isles.launch.meeting import end_rendezvous, listen_address, local_line, open_rendezvous
-from isles.launch.node.operations import READY
+from isles.launch.hub import end_rendezvous, listen_address, local_line, open_rendezvous
+from isles.launch.join import Site, joining_run, read_join_line
+from isles.launch.join import _warn as warn_of
 from isles.launch.remote.login import copied_file_script, place_there
+from isles.launch.ssh.channel import READY
 from isles.launch.start import start
 from isles.run.ask import ask_rendezvous
 from isles.run.fleet import Fleet, FleetNode
@@ -372,7 +372,7 @@ def test_a_run_of_one_cluster_is_given_none(tmp_path: Path) -> None:
 
 
 def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
-    """`isles.launch.node.operations` there is what ssh starts."""
+    """`isles.launch.ssh.node` there is what ssh starts."""
     loaded = load_run_file(run_file, ["outer={kind: diloco, sync_every: 5}"])
     fleet = Fleet(
         launcher="ssh",
@@ -391,7 +391,7 @@ def test_over_ssh_it_travels_by_stdin_to_the_first_host(run_file: Path) -> None:
         "fleet": fleet.record(),
         "dry_run": False,
     }
-    command = [sys.executable, "-m", "isles.launch.node.operations"]
+    command = [sys.executable, "-m", "isles.launch.ssh.node"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as node:
         assert node.stdin is not None and node.stdout is not None

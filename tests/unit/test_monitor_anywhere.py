@@ -13,7 +13,7 @@ import pytest
 
 from isles.agent.node_log import NodeLog
 from isles.errors import UserError
-from isles.launch.remote.passing import remote_script
+from isles.launch.remote.login import remote_script
 from isles.monitor import stream
 from isles.monitor.logs import LogChoice, log_lines
 from isles.monitor.status import RunReport, collect

@@ -36,8 +36,8 @@ from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
-from isles.launch.hub import hub_faults
-from isles.launch.ssh.addresses import Reach
+from isles.launch.huggingface import hub_faults
+from isles.launch.ssh.hosts import Reach
 from tests.deadline import DEADLINE_S
 from tests.each import each
 

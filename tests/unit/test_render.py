@@ -14,7 +14,7 @@ from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
 from isles.errors import ConfigError, ConfigErrors
-from isles.launch.render.scripts import Kind, Rendered, render
+from isles.launch.render import Kind, Rendered, render
 from tests.each import each
 from tests.unit.test_pbs import check_golden
 

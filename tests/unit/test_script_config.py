@@ -12,7 +12,7 @@ from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
 from isles.config.show import show
 from isles.errors import ConfigErrors
-from isles.launch.torchrun import script_command
+from isles.launch.render import script_command
 
 SMALL = """\
 name: own

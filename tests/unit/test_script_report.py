@@ -11,7 +11,7 @@ import isles
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import UserError
-from isles.launch.verbs import run_verb
+from isles.launch.worker import run_verb
 from isles.monitor.follow import row_text
 from isles.monitor.table import checkpoint_lines
 from isles.run.begin import Begun, begin_run

@@ -148,7 +148,7 @@ def test_all_places_are_tried_and_all_faults_kept() -> None:
 
 
 def test_a_node_answers_and_ends_with_its_connection() -> None:
-    command = [sys.executable, "-m", "isles.launch.node.operations"]
+    command = [sys.executable, "-m", "isles.launch.ssh.node"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     lost: list[bool] = []
@@ -201,7 +201,7 @@ def test_an_older_isles_there_is_not_taken_for_none(tmp_path: Path) -> None:
     (tmp_path / "isles").mkdir()
     (tmp_path / "isles" / "__init__.py").touch()
     older = [f"export PYTHONPATH={tmp_path}", f"cd {tmp_path}"]
-    for module in ("isles.launch.node.operations", "isles.later"):
+    for module in ("isles.launch.ssh.node", "isles.later"):
         with (
             open_channel(Shell(), python=sys.executable, lines=older, module=module) as channel,
             pytest.raises(PreflightError, match=r"another version of isles, .* isles\.la") as error,

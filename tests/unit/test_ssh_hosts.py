@@ -19,13 +19,11 @@ from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.config.sections.cluster import ClusterConfig, NetworkConfig
 from isles.errors import ConfigError, PreflightError, UserError
-from isles.launch.node.place import make_place
-from isles.launch.remote.setup import difference_lines
-from isles.launch.remote.wheel import wheel_bytes, wheel_name
-from isles.launch.ssh.addresses import choose_addresses
-from isles.launch.ssh.fingerprint import code_digest, digest_of
-from isles.launch.ssh.hosts import Host, compare, settle_ranks
-from isles.launch.ssh.network import network_line, network_variables
+from isles.launch.remote.setup import difference_lines, wheel_bytes, wheel_name
+from isles.launch.ssh.environment import network_line, network_variables
+from isles.launch.ssh.facts import code_digest, digest_of
+from isles.launch.ssh.hosts import Host, choose_addresses, compare, settle_ranks
+from isles.launch.ssh.node import make_place
 from isles.run.fleet import Fleet, FleetNode, read_fleet
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -357,7 +355,7 @@ def test_isles_as_a_wheel_is_isles(tmp_path: Path) -> None:
         wheel.extractall(tmp_path)
         files = [(name, wheel.read(name)) for name in wheel.namelist()]
     code = [(name.removeprefix("isles/"), data) for name, data in files if name[:6] == "isles/"]
-    look = "from isles.launch.ssh.fingerprint import code_digest as d; import isles; "
+    look = "from isles.launch.ssh.facts import code_digest as d; import isles; "
     look += "print(d(), isles.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", look],

@@ -18,15 +18,15 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig, SyncConfig
 from isles.errors import PreflightError
 from isles.launch.base import Started, StartOptions
-from isles.launch.node.facts import machine_id
-from isles.launch.node.operations import READY
 from isles.launch.remote import setup as launch_setup
-from isles.launch.remote.passing import remember
+from isles.launch.remote.login import remember
 from isles.launch.remote.setup import _make_script
 from isles.launch.remote.sync import rsync_argv
 from isles.launch.ssh import start as launch_ssh
+from isles.launch.ssh.channel import READY
+from isles.launch.ssh.environment import path_elsewhere, quoted, setting_lines
+from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import Host
-from isles.launch.ssh.setting import path_elsewhere, quoted, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 from isles.launch.ssh.start import interruptible
 from isles.run.fleet import Fleet, FleetNode
@@ -181,8 +181,11 @@ def started_on(run_file: Path, run_dir: Path, machine: str) -> Started:
     options = StartOptions(run_file, (), "auto", False, str, str)
     cluster = loaded.config.clusters[0]
     nobody: Any = None
-    head = Host(0, cluster.hosts[0], nobody, {"machine_id": machine})
-    start = launch_ssh._SshStart(loaded, options, cluster, [head], "/", FLEET)
+    facts: dict[str, Any] = {"machine_id": machine, "host": "a1", "gpus": 0, "port": 29500}
+    facts |= {"reached_at": None}
+    facts["networks"] = [{"interface": "eth0", "address": "10.0.0.1", "prefix": 24}]
+    first = Host(0, cluster.hosts[0], nobody, facts)
+    start = launch_ssh._SshStart(loaded, options, cluster, [first], "/")
     return start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})
 
 
@@ -209,8 +212,8 @@ def test_two_machines_that_cannot_be_told_apart_are_two(
 
 
 _FORGETFUL = """
-import isles.launch.node.start as start
-from isles.launch.node.operations import main
+import isles.launch.ssh.node as start
+from isles.launch.ssh.node import main
 start.FORGOTTEN_AFTER_S = 2.0
 main()
 """

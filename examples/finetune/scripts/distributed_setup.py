@@ -31,7 +31,7 @@ from isles.config.sections.strategy import DeepSpeedStrategyConfig  # noqa: E402
 from isles.config.yaml import dump_yaml  # noqa: E402
 from isles.errors import ConfigError  # noqa: E402
 from isles.launch.gpus import find_gpus  # noqa: E402
-from isles.launch.render.scripts import render  # noqa: E402
+from isles.launch.render import render  # noqa: E402
 from isles.run.records import write_text_atomic  # noqa: E402
 
 NONE = "none"

@@ -16,7 +16,7 @@ from isles.config.resolve import load_resolved
 from isles.errors import CommunicationError, PreflightError, UserError
 from isles.facts.text import printable
 from isles.launch.manual import node_environ
-from isles.launch.node.place import make_place
+from isles.launch.ssh.node import make_place
 from isles.run.fleet import Fleet
 from isles.run.pace import HELLO_S
 from isles.run.paths import Attempt, RunDir

@@ -30,9 +30,9 @@ from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, PreflightError, UserError
 from isles.launch.local import place_here
 from isles.launch.manual import node_environ
-from isles.launch.pbs.allocation import PbsAllocation
-from isles.launch.queue.allocation import Allocation
-from isles.launch.slurm.allocation import SlurmAllocation
+from isles.launch.queue.job import Allocation
+from isles.launch.queue.pbs import PbsAllocation
+from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.begin import write_launch
 from isles.run.env import inherited
 from isles.run.find import typed_name

@@ -9,7 +9,7 @@ from typing import Any
 from isles.config.sections.cluster import QueueSection
 from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
-from isles.launch.queue.allocation import Allocation
+from isles.launch.queue.job import Allocation
 from isles.run.outcome import agent_error, end, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record

@@ -11,8 +11,8 @@ from typing import Any
 from isles.check.finding import IDS, Finding
 from isles.check.plan import Device, Extent, RunFacts, Say
 from isles.errors import UserError
-from isles.launch.ssh.addresses import Reach
 from isles.launch.ssh.channel import Channel
+from isles.launch.ssh.hosts import Reach
 
 Answers = dict[str, dict[str, Any]]
 """By the host's name."""

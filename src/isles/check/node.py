@@ -1,6 +1,6 @@
 """What runs on a node while it is checked: `python -m isles.check.node`.
 
-As `isles.launch.node.operations`, with more that it can be asked. It ends with its stdin, or when
+As `isles.launch.ssh.node`, with more that it can be asked. It ends with its stdin, or when
 nobody has asked it for a while (the machine that did may have lost its network), and its ranks
 with it: nothing is left behind.
 """
@@ -23,8 +23,8 @@ from isles.check.checks.network import dial, firewalls, interfaces, resolve
 from isles.check.checks.ranks import Ranks, smoke
 from isles.check.finding import Finding
 from isles.check.plan import NodePlan
-from isles.launch.node.facts import node_facts
-from isles.launch.node.operations import Operation, serve
+from isles.launch.ssh.channel import Operation, serve
+from isles.launch.ssh.facts import node_facts
 
 _IDLE_S = 120.0
 

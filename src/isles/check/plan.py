@@ -13,7 +13,7 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
-from isles.launch.hub import hub_repos
+from isles.launch.huggingface import hub_repos
 from isles.run.env import hub_cache
 
 Say = Callable[[str], object]

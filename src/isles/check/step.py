@@ -28,8 +28,7 @@ from isles.check.report import report_lines
 from isles.config.load import Loaded
 from isles.config.resolve import digest, load_resolved
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.launch.node.operations import serve
-from isles.launch.ssh.channel import Channel, open_channel
+from isles.launch.ssh.channel import Channel, open_channel, serve
 from isles.launch.ssh.shell import Shell
 from isles.run.paths import RunDir
 from isles.run.records import write_record

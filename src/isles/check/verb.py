@@ -32,7 +32,7 @@ from isles.config.sections.cluster import (
 )
 from isles.errors import PreflightError, UserError
 from isles.launch.ssh.channel import Channel, open_channel
-from isles.launch.ssh.setting import python_of, setting_lines
+from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, on_all
 
 _ANSWER_S = 30.0

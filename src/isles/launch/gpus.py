@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by nvidia-smi: without torch."""
+"""The GPUs of this machine, by nvidia-smi; no torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _gpu_from_line(line: str) -> LocalGpu | None:
 
 
 def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
-    """What CUDA shows for CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there."""
+    # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there.
     chosen: list[LocalGpu] = []
     for entry in wanted:
         gpu = _find_entry(present, entry)

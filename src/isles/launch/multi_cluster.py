@@ -1,4 +1,4 @@
-"""Several clusters started from one machine: who gets which of its GPUs, and where they meet."""
+"""Several clusters started from one machine: which GPUs each gets, and where their hub listens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isles.config.sections.cluster import ClusterConfig, LocalLauncherConfig
 from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
-from isles.launch.meeting import listen_address, own_addresses
+from isles.launch.hub import listen_address, own_addresses
 from isles.run.env import rank_defaults, visible_devices
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -58,7 +58,7 @@ def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
 def _deal(
     loaded: Loaded, clusters: Sequence[ClusterConfig], gpus: list[str]
 ) -> dict[str, list[str]]:
-    """GPUs of this machine for its clusters; those that say auto share what is left."""
+    # Clusters that say auto share what is left.
     fixed = {
         c.name: c.gpus_per_node * c.max_nodes for c in clusters if isinstance(c.gpus_per_node, int)
     }
@@ -85,10 +85,10 @@ def _deal(
 
 
 def refuse_peers(loaded: Loaded) -> None:
-    """Look whether clusters of engine hivemind that one run file starts can find one another.
+    """Refuse addresses with which clusters of engine hivemind could not find one another.
 
     Raises:
-        ConfigError: they cannot, with these addresses.
+        ConfigError: there is one.
     """
     outer = loaded.config.diloco
     if outer is None or outer.engine != "hivemind":
@@ -125,7 +125,7 @@ def refuse_peers(loaded: Loaded) -> None:
 
 
 def meeting_place(loaded: Loaded) -> tuple[str, str]:
-    """Where a rendezvous on this machine listens, and what clusters dial if it is another.
+    """Where a hub on this machine listens, and what clusters dial if it is another address.
 
     Raises:
         ConfigError: at which address they reach this machine cannot be found out.
@@ -159,7 +159,7 @@ def _meeting_address(loaded: Loaded) -> str:
 
 
 def _host_name(destination: str) -> str:
-    """What a destination of ssh stands for."""
+    # The host of a destination of ssh, by the user's configuration.
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
@@ -172,7 +172,7 @@ def _host_name(destination: str) -> str:
 
 
 def _own_address(host: str) -> str | None:
-    """This machine's address on the way to another one; None: there is no way, or it is this."""
+    # This machine's address on the way to another one; None: there is no way, or it is this.
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

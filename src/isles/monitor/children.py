@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Literal
 
-from isles.launch.remote.passing import STARTED
+from isles.launch.remote.login import STARTED
 from isles.run.env import inherited
 
 _PATIENCE_S = 30.0

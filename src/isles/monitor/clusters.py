@@ -9,7 +9,7 @@ from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.launch.meeting import local_line, rendezvous_process
+from isles.launch.hub import local_line, rendezvous_process
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import columns, steps_text

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from isles.errors import ExitCode, UserError, more_lines
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.launch.queue.jobs import queue_job, refresh
+from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.ending import conclude
 from isles.monitor.logs import LineTail
 from isles.monitor.signals import Signals

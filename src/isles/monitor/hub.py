@@ -14,8 +14,7 @@ from rich.console import Console
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.text import printable
 from isles.facts.units import format_bytes, format_duration
-from isles.launch.meeting import end_rendezvous, local_line, rendezvous_process
-from isles.launch.meeting_run import Meeting
+from isles.launch.hub import Meeting, end_rendezvous, local_line, rendezvous_process
 from isles.monitor.follow import Follower
 from isles.monitor.table import columns, print_lines
 from isles.run.ask import ask_rendezvous

@@ -23,14 +23,14 @@ from isles.config.sections.cluster import ManualLauncherConfig, QueueSection
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
-from isles.launch.meeting import (
+from isles.launch.hub import (
     end_rendezvous,
     open_rendezvous,
     rendezvous_process,
     reopen_rendezvous,
 )
 from isles.launch.multi_cluster import is_elsewhere, local_environs, meeting_place, refuse_peers
-from isles.launch.remote.passing import STARTED
+from isles.launch.remote.login import STARTED
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
 from isles.monitor.choice import choose

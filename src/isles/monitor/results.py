@@ -133,7 +133,7 @@ def evaluate(
 def _worker_verb(
     verb: str, run: str | None, output_dir: Path, options: Mapping[str, object]
 ) -> int:
-    from isles.launch.verbs import run_verb
+    from isles.launch.worker import run_verb
 
     words = ["checkpoint", verb] if verb == "export" else [verb]
     found = _run_here(run, output_dir, words, options)
@@ -150,8 +150,8 @@ def _run_here(
 
     Where its directory is on another machine the verb is passed on to isles there: its exit code.
     """
-    from isles.launch.remote.passing import pass_on
-    from isles.launch.verbs import option_words
+    from isles.launch.remote.login import pass_on
+    from isles.launch.worker import option_words
     from isles.monitor.clusters import furthest
     from isles.run.find import find_any, find_cluster
     from isles.run.remote import RemoteRun

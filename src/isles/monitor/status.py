@@ -15,7 +15,7 @@ from typing import Any, Literal
 from isles.errors import UserError
 from isles.facts.units import format_duration
 from isles.launch.queue.job import JobReport
-from isles.launch.queue.jobs import refresh
+from isles.launch.queue.status import refresh
 from isles.run.find import typed_command, typed_name
 from isles.run.fleet import read_fleet
 from isles.run.manifest import list_checkpoints

@@ -11,7 +11,7 @@ import psutil
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.jobs import queue_job, refresh
+from isles.launch.queue.status import queue_job, refresh
 from isles.monitor.status import collect
 from isles.run.find import typed_name
 from isles.run.paths import Attempt, RunDir

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from isles.config.resolve import load_resolved
 from isles.errors import UserError
-from isles.launch.remote.passing import remote_isles
-from isles.launch.ssh.setting import path_elsewhere, python_of, setting_lines
+from isles.launch.remote.login import remote_isles
+from isles.launch.ssh.environment import path_elsewhere, python_of, setting_lines
 from isles.monitor.children import Children
 from isles.monitor.logs import LogChoice, LogSources, choose_attempt, log_lines, node_lines
 from isles.run.find import run_of

@@ -321,7 +321,7 @@ def rendezvous(
         detach: Return as soon as it is open.
         new: Begin with an empty memory and another line.
     """
-    from isles.launch.meeting_run import start_meeting
+    from isles.launch.hub import start_meeting
     from isles.monitor.hub import HubFollower, opening_lines
     from isles.monitor.signals import caught_signals
     from isles.monitor.table import console
@@ -365,7 +365,7 @@ def join(
         detach: Return as soon as it is started.
     """
     from isles.launch.base import StartOptions
-    from isles.launch.join_cluster import Site, joining_run, read_join_line
+    from isles.launch.join import Site, joining_run, read_join_line
 
     found = read_join_line(line)
     if line in sys.argv and "#" in line:

@@ -17,7 +17,7 @@ from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
-from isles.launch.hub import ask_hub, hub_fault
+from isles.launch.huggingface import ask_hub, hub_fault
 from isles.run.env import cache_home, hub_cache
 from isles.run.refusals import NO_SPACE, NOT_A_FOLDER, how_to_write, refusal
 

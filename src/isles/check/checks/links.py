@@ -20,7 +20,7 @@ from isles.check.finding import Finding
 from isles.check.hosts import Answers, Hosts
 from isles.errors import UserError
 from isles.facts.units import format_bytes, format_duration
-from isles.launch.ssh.addresses import Reach
+from isles.launch.ssh.hosts import Reach
 
 _CONNECT_S, _STREAM_S, _STALL_S, _POLL_S = 3.0, 0.5, 6.0, 0.05
 _PING = 64

@@ -16,7 +16,7 @@ from isles.check.checks.network import interfaces
 from isles.check.finding import Finding, Level
 from isles.check.plan import NodePlan
 from isles.facts.units import format_bytes, format_duration
-from isles.launch.node.facts import reached_at
+from isles.launch.ssh.facts import reached_at
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _RANK_BYTES = _GIB

@@ -23,9 +23,9 @@ from isles.check.hosts import Answers, Hosts
 from isles.config.load import Loaded
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, PreflightError
-from isles.launch.meeting import own_addresses, split_address
+from isles.launch.hub import own_addresses, split_address
 from isles.launch.multi_cluster import is_elsewhere, meeting_place, refuse_peers
-from isles.launch.ssh.addresses import Reach, choose_addresses
+from isles.launch.ssh.hosts import Reach, choose_addresses
 
 _CONNECT_S, _RESOLVE_S = 5.0, 3.0
 _FIREWALLS = ("ufw", "firewall-cmd", "nft", "iptables")

@@ -21,7 +21,7 @@ from isles.check.hosts import Answers, Hosts
 from isles.check.plan import NodePlan
 from isles.config.sections.cluster import NetworkConfig
 from isles.facts.units import format_bytes
-from isles.launch.ssh.network import network_variables
+from isles.launch.ssh.environment import network_variables
 
 _NOISE = 2000
 _MEET_S = 30.0

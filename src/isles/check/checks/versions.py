@@ -9,7 +9,7 @@ from typing import Any
 from isles.check.finding import Finding, Level
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""By the host's name: what `isles.launch.node.facts` says."""
+"""By the host's name: what `isles.launch.ssh.facts` says."""
 
 _SETUP = "make the hosts equal: isles setup run.yaml"
 _FURTHER = ("safetensors", "datasets", "peft", "deepspeed")

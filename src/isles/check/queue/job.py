@@ -27,18 +27,17 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError, cut_more
-from isles.launch.pbs.job import Pbs, PbsJob, dialect_note, last_line
-from isles.launch.pbs.script import InRunDir, pbs_job_script
-from isles.launch.queue.start import in_workdir, settle
+from isles.launch.queue.job import last_line
+from isles.launch.queue.pbs import Pbs, PbsJob, write_dialect
+from isles.launch.queue.script import JobText, job_script, slurm_options
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.submit import in_workdir, settle
 from isles.launch.remote.login import copied_file_script, login_setting, place_there
-from isles.launch.remote.passing import lost_python
-from isles.launch.slurm.job import Slurm
-from isles.launch.slurm.script import JobText, sbatch_options
-from isles.launch.ssh.setting import python_of, setting_lines
-from isles.launch.ssh.shell import Shell
+from isles.launch.ssh.environment import python_of, setting_lines
+from isles.launch.ssh.shell import Shell, python_fault
 from isles.run.env import allocation, pbs_job
 from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import read_record
 
 _RUN_S, _LOGIN_S = 120.0, 300.0
 """Beyond the wait for nodes: what the check itself may take before it is ended, and what isles on
@@ -121,12 +120,12 @@ def _srun(
     """One task a node, with the nodes that the run would ask for; what srun has said."""
     cluster = resolved.config.clusters[0]
     nodes = cluster.max_nodes
-    job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir), ())
+    job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir))
     options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     if allocation() is None:
         options = [
             option
-            for option in sbatch_options(resolved.config, job)
+            for option in slurm_options(resolved.config, job)
             if not option.startswith(_SBATCH_ONLY)
         ]
         minutes = int((timeout_s + _RUN_S) // 60 + 1)
@@ -152,17 +151,19 @@ def _pbs(
     seconds = 60.0 * math.ceil((timeout_s + _RUN_S) / 60)
     dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()
     attempt = RunDir(folder).attempt(1)
-    write_record(dialect_note(attempt), {"dialect": dialect})  # the job itself reads it
-    script = pbs_job_script(
-        resolved.config,
-        launcher.model_copy(update={"time": seconds, "requeue": False}),
-        dialect,
-        InRunDir(str(folder), 1, only_check_s=timeout_s),
-        workdir=str(workdir),
-        num_ranks=resolved.world_size // cluster.max_nodes,
+    write_dialect(attempt, dialect)
+    own = {"time": seconds, "requeue": False, "dialect": dialect}
+    job = JobText(
+        launcher=launcher.model_copy(update=own),
+        nodes=cluster.max_nodes,
+        nproc=resolved.world_size // cluster.max_nodes,
         device=resolved.device,
+        workdir=str(workdir),
+        run_dir=str(folder),
+        attempt=1,
+        only_check_s=timeout_s,
     )
-    attempt.script.write_text(script, encoding="utf-8")
+    attempt.script.write_text(job_script(resolved.config, job), encoding="utf-8")
     if pbs_job() is not None:
         said = _run_here(attempt.script, timeout_s + _RUN_S)
     else:
@@ -198,8 +199,7 @@ def _submit(pbs: Pbs, run_dir: RunDir, timeout_s: float) -> str:
             "a run would ask for",
             id="queue.refused",
         )
-    launch = {"job_id": done.stdout.split()[-1], "bin_path": pbs.bin_path}
-    job = PbsJob.of(run_dir, attempt, launch)
+    job = PbsJob(run_dir, attempt, done.stdout.split()[-1], pbs)
     began, said = time.monotonic(), "it has not begun"
     is_alive, has_begun = True, False
     try:
@@ -236,7 +236,7 @@ def _on_login(loaded: Loaded, login: str, timeout_s: float, overrides: Sequence[
         columns = [finding.where for finding in findings if finding.id == "os.kernel"]
         return findings, columns or ["the job"]
     text = done.stderr.replace(there, str(loaded.path)).strip()
-    if fault := lost_python(login, python, text, done.returncode):
+    if fault := python_fault(login, python, done.returncode, text):
         raise fault
     text, id = cut_more(text)
     what, _, fix = text.partition("\n  fix: ")

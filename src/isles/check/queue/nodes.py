@@ -10,8 +10,8 @@ from isles.check.finding import Finding, Level
 from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError
 from isles.facts.units import format_duration, parse_duration_s
-from isles.launch.pbs.job import Pbs
-from isles.launch.slurm.job import Slurm
+from isles.launch.queue.pbs import Pbs
+from isles.launch.queue.slurm import Slurm
 from isles.launch.ssh.shell import Result, Shell
 
 _NAMED = 6

@@ -16,9 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-_LOOK = (
-    "import json; from isles.launch.ssh.fingerprint import fingerprint as f; print(json.dumps(f()))"
-)
+_LOOK = "import json; from isles.launch.ssh.facts import fingerprint as f; print(json.dumps(f()))"
 
 
 def look() -> tuple[dict[str, str] | None, str]:

@@ -1,7 +1,7 @@
 """A cluster that joins a run which others have begun: their run file, with this site's own parts.
 
 What comes from elsewhere is read as a run file and nothing else: it cannot run code, choose where
-this machine writes, or name paths beyond the folder in which the run is started.
+this machine writes, or name paths outside the folder in which the run is started.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
 def _warn(
     answer: dict[str, Any], line: JoinLine, mine: Loaded, own: str, warn: Callable[[str], object]
 ) -> None:
-    """What may be wrong with joining now; hours in a queue may lie before anybody else says so."""
+    # Before the cluster waits for hours in a queue.
     if answer.get("is_over"):
         warn(f"all clusters of {line.run} have finished: there may be nothing left to train")
     living = {
@@ -130,7 +130,6 @@ def _warn(
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:
-    """The run file that the rendezvous gives."""
     answer = ask_rendezvous(line, "/v1/run-file", _ASK_S)
     try:
         found = load_run_file(Path(name), text=str(answer.get("text", "")))
@@ -161,7 +160,7 @@ def _own_text(site: Site) -> tuple[str, Path]:
 
 
 def _cluster_names(text: str, path: Path) -> list[str]:
-    """The names of a run file's clusters, as far as they are given; at least one."""
+    # At least one; empty where it has none.
     value = scan_yaml(text, str(path))[0].value
     clusters = value.get("clusters") if isinstance(value, dict) else None
     if not isinstance(clusters, list) or not clusters:
@@ -170,7 +169,6 @@ def _cluster_names(text: str, path: Path) -> list[str]:
 
 
 def _index(names: list[str], site: Site, path: Path) -> int:
-    """Which of the run file's clusters this site is."""
     if site.name in names:
         return names.index(site.name)
     if len(names) == 1 and (not site.name or not names[0]):
@@ -183,7 +181,7 @@ def _index(names: list[str], site: Site, path: Path) -> int:
 
 
 def _of_cluster(override: str, index: int) -> str:
-    """An override that means the site's cluster, with its whole key."""
+    # `launcher.partition=gpu` means the site's own cluster.
     key = override.lstrip("-").partition("=")[0].partition(".")[0].strip().replace("-", "_")
     if key in ClusterConfig.model_fields and key != "name":
         return f"clusters.{index}.{override.lstrip('-')}"
@@ -196,7 +194,6 @@ def _host_name() -> str:
 
 
 def _differences(theirs: Loaded, mine: Loaded) -> list[ConfigError]:
-    """Values that this site has, and must not have, otherwise."""
     return [
         ConfigError(
             f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
@@ -209,7 +206,7 @@ def _differences(theirs: Loaded, mine: Loaded) -> list[ConfigError]:
 
 
 def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
-    """Values from elsewhere that count only where the user has typed them."""
+    # Values from elsewhere that count only where the user has typed them.
     faults: list[ConfigError] = []
     for key, origin in loaded.origins.items():
         if origin != name:
