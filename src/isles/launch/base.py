@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
+from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
+from isles.launch.worker import require_train
 from isles.run.env import hub_cache
+from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun
@@ -25,8 +29,6 @@ class StartOptions:
     """How `isles train` was typed.
 
     Args:
-        path: the run file.
-        overrides: as `key.path=value`.
         resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
         dry_run: only say what would be done.
         say, warn: take lines for the user.
@@ -56,7 +58,6 @@ class Started:
 
     Args:
         run_dir: its directory, as the machine sees it that has it.
-        attempt: this start of it.
         process: who runs it, where that is a process of this machine.
         remote: where the run directory is, if not here.
         text: what the user must do now (manual); nothing is followed then.
@@ -80,7 +81,6 @@ def resolve_checked(
     """The values of a run file whose files are on this machine.
 
     Args:
-        loaded: the run file.
         needs_data: also refuse sources that are not here.
         num_gpus, nproc, device: see `isles.config.resolve.resolve`.
 
@@ -105,6 +105,19 @@ def resolve_here(loaded: Loaded, warn: Say, *, needs_data: bool) -> Resolved:
     if finding.warning:
         warn(finding.warning)
     return resolve_checked(loaded, needs_data=needs_data, num_gpus=len(finding.gpus))
+
+
+def check_packages(resolved: Resolved) -> None:
+    """Make sure that ranks of this Python can train the run.
+
+    Raises:
+        UserError: a package is missing, or DeepSpeed cannot start here.
+    """
+    require_train()
+    check_start(resolved.config, resolved.world_size)
+    require_packages(resolved.config)
+    if fault := missing_package(resolved.config.adapter):
+        raise fault
 
 
 def next_attempt(run_dir: RunDir) -> Attempt:

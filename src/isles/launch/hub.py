@@ -47,7 +47,6 @@ class Meeting:
 
     Args:
         state: its state directory.
-        line: the join line.
         is_new: it was started just now.
         has_past: its state directory was there before.
     """
@@ -69,8 +68,6 @@ def start_meeting(
     """Start the hub of a run file, or go on with the one that was begun.
 
     Args:
-        run_file: the run file.
-        overrides: as `key.path=value`.
         public: HOST:PORT that clusters dial; empty: as `outer.public` says, or none.
         listen: HOST:PORT; empty: it follows from `public`.
         is_anew: begin with an empty memory, whatever was.
@@ -163,8 +160,6 @@ def open_rendezvous(
     """Start the hub of a state directory, in a session of its own; or find it running.
 
     Args:
-        state: the state directory.
-        run: name of the run.
         settings: rules of the run (`DiLoCoConfig.rendezvous_settings`).
         listen: HOST:PORT; port 0: the one of last time, or any.
         announce: HOST or HOST:PORT that clusters dial, if it is another.

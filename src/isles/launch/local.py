@@ -12,22 +12,18 @@ from pathlib import Path
 
 import psutil
 
-from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
 from isles.config.sections.cluster import ClusterConfig
-from isles.config.sections.model import missing_package
 from isles.config.show import show
 from isles.errors import ConfigErrors, UserError
-from isles.launch.base import Started, StartOptions, next_attempt, resolve_here
+from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_here
 from isles.launch.huggingface import hub_faults
 from isles.launch.ssh.shell import start_detached
-from isles.launch.worker import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import inherited, rank_defaults, visible_devices
 from isles.run.find import numbered_runs
 from isles.run.fleet import Fleet, FleetNode, read_fleet
-from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.records import read_record
@@ -40,10 +36,6 @@ class Job:
     """One start of a run on this machine.
 
     Args:
-        run_dir: the run directory.
-        attempt: the folder of this start.
-        world_size: number of ranks.
-        device: cpu or cuda.
         command: the command line that runs until the ranks have ended.
         resumed_from: the checkpoint that was asked for by name.
         variables: of the environment, that the run file sets.
@@ -72,11 +64,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         begun = choose_run(resolved, options.resume)
         attempt = next_attempt(begun.run_dir)
     else:
-        require_train()
-        check_start(resolved.config, resolved.world_size)
-        require_packages(resolved.config)
-        if fault := missing_package(resolved.config.adapter):
-            raise fault
+        check_packages(resolved)
         joined = _join_running(resolved, options)
         if joined is not None:
             return joined
@@ -116,9 +104,6 @@ def local_job(
     """The job that trains a run on this machine.
 
     Args:
-        run_dir, attempt: the start.
-        world_size: ranks on all nodes.
-        device: cpu or cuda.
         resumed_from: a checkpoint that was asked for by name.
         cluster: the run file's section; several nodes are as many agents. None: one node.
     """
@@ -242,7 +227,9 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
     fleet, state = read_fleet(attempt), attempt_state(run_dir, attempt)
     if fleet is None or state.state != "running" or state.process is None or not state.is_here:
         return None
-    missing = [node.node for node in fleet.nodes if not _has_agent(attempt, node.node)]
+    records = {n.node: read_record(attempt.node_record(n.node)) or {} for n in fleet.nodes}
+    agents = {node: ProcessId.from_record(record) for node, record in records.items()}
+    missing = [n for n, agent in agents.items() if agent is None or not agent.is_alive()]
     if not missing or fleet.launcher != "local":
         return None
     for node in missing:
@@ -253,11 +240,6 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
         f"bringing back node {', '.join(map(str, missing))}"
     )
     return Started(run_dir, attempt, state.process)
-
-
-def _has_agent(attempt: Attempt, node: int) -> bool:
-    process = ProcessId.from_record(read_record(attempt.node_record(node)) or {})
-    return process is not None and process.is_alive()
 
 
 def _ranks_text(resolved: Resolved) -> str:

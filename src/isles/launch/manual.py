@@ -20,14 +20,12 @@ from isles.config.resolve import Resolved, dump_resolved, load_resolved
 from isles.config.sections.cluster import ClusterConfig, ManualLauncherConfig
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
-from isles.launch.base import Started, StartOptions, next_attempt, resolve_checked
+from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
 from isles.launch.ssh.environment import network_variables, quoted, setting_lines
 from isles.launch.ssh.facts import free_port, port_taken
-from isles.launch.worker import require_train
 from isles.run.begin import begin_run, choose_run, new_attempt
 from isles.run.env import inherited, rank_defaults
 from isles.run.fleet import Fleet, FleetNode
-from isles.run.packages import require_packages
 from isles.run.paths import RunDir
 
 
@@ -51,8 +49,7 @@ def start_manual(
         begun = choose_run(resolved, options.resume)
         attempt, token = next_attempt(begun.run_dir), "(made when it is started)"
     else:
-        require_train()
-        require_packages(resolved.config)
+        check_packages(resolved)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
         token = attempt.token.read_text(encoding="utf-8").strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -14,11 +13,12 @@ from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
 from isles.launch.hub import listen_address, own_addresses
+from isles.launch.ssh.shell import ssh_config
 from isles.run.env import rank_defaults, visible_devices
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns[46]?/localhost/")
-_NOWHERE = ("192.0.2.1", 9)
+_NOWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737): asking for the way to it sends nothing."""
 
 
@@ -142,13 +142,15 @@ def _meeting_address(loaded: Loaded) -> str:
         return "127.0.0.1"
     for cluster in clusters:
         for host in cluster.hosts:
-            if (address := _own_address(_host_name(host.address or host.ssh))) is not None:
+            destination = host.address or host.ssh
+            name = ssh_config(destination).get("hostname", destination.rpartition("@")[2])
+            if (address := _own_address(name)) is not None:
                 return address
     with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
         if own in own_addresses() and not own.startswith("127."):
             return own
-    if (address := _own_address(_NOWHERE[0])) is not None:
+    if (address := _own_address(_NOWHERE)) is not None:
         return address
     raise ConfigError(
         "it cannot be found out at which address the clusters reach this machine",
@@ -156,19 +158,6 @@ def _meeting_address(loaded: Loaded) -> str:
         fix="say it: outer.public: HOST:PORT",
         id="rendezvous.address",
     )
-
-
-def _host_name(destination: str) -> str:
-    # The host of a destination of ssh, by the user's configuration.
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
-        )
-        for line in done.stdout.splitlines():
-            key, _, value = line.partition(" ")
-            if key == "hostname":
-                return value
-    return destination.rpartition("@")[2]
 
 
 def _own_address(host: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, assert_never
 
@@ -29,6 +29,8 @@ from isles.run.env import hub_cache
 
 Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"]
 
+Device = Literal["cuda", "cpu"]
+
 _SHARED_KEYS = set(QueueSection.model_fields) - {"login", "bin_path", "extra"}
 
 
@@ -45,22 +47,12 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    # `notes`: what was chosen on this machine and may be otherwise there.
-    nproc: tuple[int, ...]
-    device: Literal["cuda", "cpu"]
-    workdir: str
-    notes: list[str]
-
-
 def render(
     loaded: Loaded, to: Kind, *, overrides: tuple[str, ...] = (), output: Path | None = None
 ) -> Rendered:
     """What a run file says, as another tool's file.
 
     Args:
-        loaded: the run file.
         to: which kind of file.
         overrides: of the command line, which the file hands on to the trainer.
         output: where it will be written; None: not known.
@@ -69,16 +61,20 @@ def render(
         ConfigError: the run file's strategy is not of that kind, or its ranks do not fit.
         ConfigErrors: every issue in the DeepSpeed JSON that the run file names.
     """
-    nodes = _nodes(loaded)
+    nproc, device, notes = _ranks(loaded)
+    command = _command(loaded, overrides)
     match to:
         case "torchrun":
-            return Rendered(_torchrun_script(loaded, nodes, overrides))
+            return Rendered(_torchrun_script(loaded, nproc, device, command, notes))
         case "sbatch" | "pbs":
-            return Rendered(_queue_script(loaded, to, nodes, overrides, output))
+            job = _job(loaded, to, nproc, device, notes)
+            path = str(output.absolute()) if output else None
+            job = replace(job, command=command, path=path)
+            return Rendered(rendered_script(loaded.config, job))
         case "deepspeed-json":
             if faults := deepspeed_faults(loaded):
                 raise ConfigErrors(faults)
-            data, notes = deepspeed_json(loaded, sum(nodes.nproc))
+            data, notes = deepspeed_json(loaded, sum(nproc))
         case "fsdp-json":
             data, notes = fsdp_json(loaded)
         case _:
@@ -103,12 +99,12 @@ def _command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
     return ["-m", "isles.train", str(path), *overrides]
 
 
-def _nodes(loaded: Loaded) -> _Nodes:
-    # The nodes and ranks, as far as they can be known here.
+def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
+    # The ranks of each node as far as they can be known here, and notes on what may be otherwise.
     cluster = loaded.config.clusters[0]
     notes: list[str] = []
     asked = cluster.gpus_per_node
-    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
+    device: Device = "cpu" if cluster.device == "cpu" else "cuda"
     is_here = isinstance(cluster.launcher, LocalLauncherConfig)
     num_gpus = 0
     if asked == "auto" or (is_here and cluster.device == "auto"):
@@ -126,24 +122,28 @@ def _nodes(loaded: Loaded) -> _Nodes:
         issues.append(error)
     if issues:
         raise ConfigErrors(issues)
-    return _Nodes(nproc, device, cluster.workdir or str(Path.cwd()), notes)
+    return nproc, device, notes
 
 
-def _queue_script(
+def _workdir(loaded: Loaded) -> str:
+    return loaded.config.clusters[0].workdir or str(Path.cwd())
+
+
+def _job(
     loaded: Loaded,
     to: Literal["sbatch", "pbs"],
-    nodes: _Nodes,
-    overrides: tuple[str, ...],
-    output: Path | None,
-) -> str:
-    if len(set(nodes.nproc)) > 1:
+    nproc: tuple[int, ...],
+    device: Device,
+    notes: list[str],
+) -> JobText:
+    if len(set(nproc)) > 1:
         raise ConfigError(
-            f"the hosts have {', '.join(map(str, nodes.nproc))} ranks, and the nodes of a queue "
+            f"the hosts have {', '.join(map(str, nproc))} ranks, and the nodes of a queue "
             "have equally many",
             where=loaded.where("clusters.0.launcher.hosts"),
             fix="use --to torchrun, or a run file with nodes and gpus_per_node",
         )
-    own, notes = loaded.config.clusters[0].launcher, [*nodes.notes]
+    own = loaded.config.clusters[0].launcher
     wanted = SlurmLauncherConfig if to == "sbatch" else PbsLauncherConfig
     launcher = own
     if not isinstance(own, wanted):
@@ -157,25 +157,16 @@ def _queue_script(
     assert isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig)
     if isinstance(launcher, PbsLauncherConfig) and launcher.dialect == "auto":
         notes.append("for OpenPBS; for Torque: clusters.0.launcher.dialect=torque")
-    job = JobText(
-        launcher=launcher,
-        nodes=len(nodes.nproc),
-        nproc=nodes.nproc[0],
-        device=nodes.device,
-        workdir=nodes.workdir,
-        command=_command(loaded, overrides),
-        notes=notes,
-        path=str(output.absolute()) if output else None,
-    )
-    return rendered_script(loaded.config, job)
+    return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded), notes=notes)
 
 
-def _torchrun_script(loaded: Loaded, nodes: _Nodes, overrides: tuple[str, ...]) -> str:
+def _torchrun_script(
+    loaded: Loaded, nproc: tuple[int, ...], device: Device, command: list[str], notes: list[str]
+) -> str:
     # Only with static rendezvous does torchrun's --node_rank say where a node stands among the
     # ranks.
     config = loaded.config
-    cluster, num_nodes = config.clusters[0], len(nodes.nproc)
-    address, notes = None, []
+    cluster, num_nodes, address = config.clusters[0], len(nproc), None
     if num_nodes > 1:
         notes.append("on every node, within a few minutes of one another: bash THIS_FILE NODE")
         if cluster.hosts:
@@ -194,17 +185,16 @@ def _torchrun_script(loaded: Loaded, nodes: _Nodes, overrides: tuple[str, ...]) 
     return fill_template(
         "torchrun.sh.jinja",
         head=[
-            f"{config.name}: {sum(nodes.nproc)} ranks on {where} under torchrun",
+            f"{config.name}: {sum(nproc)} ranks on {where} under torchrun",
             f"written by isles {__version__}; it does not need the command isles to run",
-            *nodes.notes,
             *notes,
         ],
-        setting=node_lines(cluster, nodes.workdir, nodes=num_nodes, device=nodes.device),
-        gpus=nodes.device == "cuda",
-        nproc=nodes.nproc,
+        setting=node_lines(cluster, _workdir(loaded), nodes=num_nodes, device=device),
+        gpus=device == "cuda",
+        nproc=nproc,
         names=[host.ssh for host in cluster.hosts],
         address=shlex.quote(address) if address else None,
         interface=cluster.network.interface,
         port=cluster.network.port,
-        command=shlex.join(_command(loaded, overrides)),
+        command=shlex.join(command),
     )

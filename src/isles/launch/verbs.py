@@ -47,8 +47,6 @@ def train_command(run_file: Path, overrides: Sequence[str], resume: str) -> str:
     """The command that goes on with a run, from what was typed to start it.
 
     Args:
-        run_file: the run file.
-        overrides: as `key.path=value`.
         resume: what followed `--resume`; of a checkpoint the run is taken, which has newer ones.
     """
     words = ["isles", "train", str(run_file), *overrides]

@@ -46,8 +46,6 @@ def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
     """Run a command of the worker wing on this terminal; returns its exit code.
 
     Args:
-        verb: export, generate or eval.
-        run_dir: the run.
         options: by their names, see `option_words`.
 
     Raises:

@@ -33,7 +33,6 @@ class JobReport:
     Args:
         state: in one word.
         reason: in words: why it waits, where it runs, or how it ended.
-        job_id: as the scheduler's commands take it.
         at: when the scheduler was asked, in seconds since the epoch.
         word: the scheduler's own words, such as `PENDING Resources`.
         nodes: the nodes that it has, as the scheduler writes them.
@@ -113,8 +112,6 @@ class QueueJob(ABC):
     """The job of one start of a run.
 
     Args:
-        run_dir, attempt: the start.
-        job_id: as the scheduler's commands take it.
         queue: the scheduler.
     """
 

@@ -202,9 +202,7 @@ class PbsAllocation(Allocation):
     """The nodes of a PBS job.
 
     Args:
-        launcher: of the run file.
         attempt: whose script this job runs.
-        environ: of the job.
         num_nodes: how many nodes the run is for.
     """
 

@@ -35,9 +35,6 @@ class JobText:
     Args:
         launcher: the section; where the run file has another launcher, one that fits it. The
             dialect of PBS is known: `auto` is taken for openpbs.
-        nodes: how many.
-        nproc: ranks on each.
-        device: cpu or cuda.
         workdir: the folder in which the ranks run, absolute.
         command: what follows torchrun's own options, in a script that runs without isles.
         run_dir: the run directory as the nodes see it; None: the script runs without isles.
@@ -80,10 +77,7 @@ def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str)
     """Lines of bash after which `torchrun` is that of the run file's Python.
 
     Args:
-        cluster: the cluster.
         workdir: the folder in which the ranks run.
-        nodes: how many.
-        device: cpu or cuda.
     """
     lines = setting_lines(cluster, workdir, is_login=True)
     environment = cluster.environment

@@ -222,9 +222,7 @@ class SlurmAllocation(Allocation):
     """The nodes of a Slurm job.
 
     Args:
-        launcher: of the run file.
         attempt: whose script this job runs.
-        environ: of the job.
     """
 
     def __init__(

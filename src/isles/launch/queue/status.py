@@ -31,8 +31,6 @@ def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> Que
     """The job of an attempt, or the one that it was submitted again as; None: no queue started it.
 
     Args:
-        run_dir: the run.
-        attempt: a start of it.
         ask_s: longest wait for one answer of the scheduler.
     """
     launch = read_record(attempt.launch) or {}
@@ -73,11 +71,8 @@ def refresh(
     answer stands.
 
     Args:
-        run_dir: the run.
-        attempt: a start of it.
         max_age_s: an answer younger than this is taken as it is.
         hasten: the run is to go on: see `QueueJob.hasten`.
-        now: the clock.
 
     Returns:
         The answer; None where no queue has started the attempt.
@@ -106,7 +101,6 @@ def refresh_all(
     Args:
         runs: whose last starts are meant.
         ask_s: longest wait for one answer of a scheduler.
-        now: the clock.
 
     Returns:
         The answers by the folders of the attempts, of those that a queue has started.

@@ -16,14 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved
 from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
-from isles.config.sections.model import missing_package
 from isles.config.show import show
 from isles.errors import ConfigError, ExitCode, PreflightError, UserError
-from isles.launch.base import Started, StartOptions, next_attempt, resolve_checked
+from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
 from isles.launch.queue.job import Scheduler
 from isles.launch.queue.pbs import Pbs, write_dialect
 from isles.launch.queue.script import JobText, job_script
@@ -31,12 +29,10 @@ from isles.launch.queue.slurm import Slurm
 from isles.launch.queue.status import refresh
 from isles.launch.remote.login import start_on_login
 from isles.launch.ssh.environment import python_of
-from isles.launch.worker import require_train
 from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
 from isles.run.env import allocation, pbs_job
 from isles.run.find import numbered_runs
 from isles.run.outcome import end_failed, error_record
-from isles.run.packages import require_packages
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_text_atomic
 
@@ -72,7 +68,9 @@ def start_in_queue(
             launcher = _complete_pbs(launcher, options)
         if options.dry_run:
             return _dry_run_text(resolved, launcher, workdir, options, queue)
-        _check_packages(resolved)
+        # Another Python of the nodes has its own packages.
+        if python_of(resolved.config.clusters[0].environment) == sys.executable:
+            check_packages(resolved)
         _refresh_last(resolved, options.resume)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         run_dir = RunDir(begun.run_dir.path.absolute())
@@ -201,12 +199,7 @@ def _find_lost(queue: Scheduler, attempt: Attempt, error: PreflightError) -> str
 
 @contextmanager
 def submission(begun: Begun, attempt: Attempt) -> Iterator[None]:
-    """While a job is submitted: a refused one leaves no trace, a lost one an outcome.
-
-    Args:
-        begun: the run.
-        attempt: this start of it.
-    """
+    """While a job is submitted: a refused one leaves no trace, a lost one an outcome."""
     try:
         yield
     except LostSubmission as error:
@@ -283,19 +276,6 @@ def _complete_pbs(launcher: PbsLauncherConfig, options: StartOptions) -> PbsLaun
     if launcher.dialect != "auto":
         return launcher
     return launcher.model_copy(update={"dialect": Pbs(launcher.bin_path).dialect()})
-
-
-def _check_packages(resolved: Resolved) -> None:
-    config = resolved.config
-    if python_of(config.clusters[0].environment) != sys.executable:
-        return  # the Python of the nodes has its own packages
-    require_train()
-    if config.training.script is not None:
-        return
-    check_start(config, resolved.world_size)
-    require_packages(config)
-    if fault := missing_package(config.adapter):
-        raise fault
 
 
 def _refresh_last(resolved: Resolved, resume: str) -> None:

@@ -200,10 +200,9 @@ def remote_isles(
     """The command line, to be run here, that runs an isles command on a host of a run.
 
     Args:
-        run: the run.
         words: the verb and what follows it.
         host: one of `run.hosts`; empty: the one that has the run directory.
-        connect_timeout_s: longest wait for ssh to connect.
+        connect_timeout_s: see `Shell`.
     """
     shell = Shell(host or run.ssh, connect_timeout_s)
     return shell.argv(["bash", "-c", remote_script(run, words)])

@@ -46,7 +46,6 @@ def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
     """Make the environments of the hosts of each cluster equal, or only compare them.
 
     Args:
-        loaded: the run file.
         check: install nothing.
         say: takes a line for each step of each host.
 

@@ -29,10 +29,8 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     """Copy what `sync` names to all hosts at once; in a dry run only say so.
 
     Args:
-        loaded: the run file.
         sync: what is copied.
         workdir: the folder on the hosts; made where it is missing.
-        options: how `isles train` was typed.
 
     Returns:
         In a dry run, all that can be said where hosts have no such folder yet; else nothing.

@@ -89,7 +89,6 @@ class Channel:
     """Questions to one node, answered in any order. Closing it ends the process there.
 
     Args:
-        name: of the node, for messages.
         reader: brings what `serve` writes there.
         writer: takes the questions.
         lost: called once, when the answers end, with whether the node was ever ready: what is
@@ -214,9 +213,7 @@ def open_channel(
     Args:
         shell: where the node is.
         lines: lines of bash that come first, of `setting_lines`.
-        python: Python there.
         module: what serves.
-        name: of the node, for messages.
 
     Raises:
         PreflightError: there is no ssh on this machine.

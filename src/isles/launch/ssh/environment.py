@@ -34,7 +34,6 @@ def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = Fals
     assumed, and every line that can fail says so in words and ends the shell with 1.
 
     Args:
-        cluster: the cluster.
         workdir: the folder in which the ranks run.
         is_login: whether a login shell reads them, as in the job scripts.
     """
@@ -98,10 +97,8 @@ def network_variables(network: NetworkConfig, interface: str | None, device: str
     """Variables of gloo and NCCL that the ranks of one node need to reach the others.
 
     Args:
-        network: the cluster's section.
         interface: the interface that has the node's address; None: not known. One that the section
             names wins.
-        device: cpu or cuda.
 
     Returns:
         Variables; none for a network that its libraries are left to find out. Those of the user

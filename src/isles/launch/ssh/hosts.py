@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,14 +34,8 @@ _BETTER_SAME = ("transformers", "safetensors", "datasets", "peft", "deepspeed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Host:
-    """One host that has answered.
-
-    Args:
-        node: its number.
-        given: as in the run file.
-        channel: to ask it more.
-        facts: of `isles.launch.ssh.facts.node_facts`.
-    """
+    """One host that has answered: its number, its entry in the run file, a channel to ask it more,
+    and its facts (`node_facts`)."""
 
     node: int
     given: HostConfig
@@ -107,7 +101,6 @@ def ask_facts(
     """The facts of all hosts, compared.
 
     Args:
-        cluster: the run file's section.
         channels: to its hosts, in their order.
         warn: takes what is not as it should be, and no reason to stop.
         needed: packages without which nothing can run there.
@@ -135,7 +128,7 @@ def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
     for host in hosts:
         if host.facts["gpu_warning"]:
             warn(f"host {host.name}: {host.facts['gpu_warning']}")
-    refuse([*_duplicates(hosts), *_missing(hosts, needed), *_different(hosts)], len(hosts))
+    refuse(list(_unfit(hosts, needed)), len(hosts))
     here = code_digest()
     for host in hosts:
         if host.facts["code"] != here:
@@ -186,58 +179,39 @@ def settle_ranks(
     return tuple(ranks), "cpu" if is_cpu else "cuda"
 
 
-def _duplicates(hosts: Sequence[Host]) -> list[PreflightError]:
+def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightError]:
     first: dict[str, Host] = {}
-    faults = []
     for host in hosts:
         other = first.setdefault(host.facts["machine_id"] or host.name, host)
         if other is not host:
-            faults.append(
-                PreflightError(
-                    f"{other.name} and {host.name} are one machine, {host.facts['host']}",
-                    where=f"host {host.name}",
-                    fix="name it once; gpus says how many ranks it has",
-                    id="host.duplicate",
-                )
+            yield PreflightError(
+                f"{other.name} and {host.name} are one machine, {host.facts['host']}",
+                where=f"host {host.name}",
+                fix="name it once; gpus says how many ranks it has",
+                id="host.duplicate",
             )
-    return faults
-
-
-def _missing(hosts: Sequence[Host], needed: Sequence[str]) -> list[PreflightError]:
-    faults = []
     for host in hosts:
         missing = [name for name in host.facts["missing"] if name in needed]
         if missing:
-            faults.append(
-                PreflightError(
-                    f"packages are not installed for {host.facts['executable']}: "
-                    + ", ".join(missing),
-                    where=f"host {host.name}",
-                    fix="isles setup run.yaml installs them; or name the right Python in "
-                    "clusters[0].environment",
-                    id="packages.missing",
-                )
+            yield PreflightError(
+                f"packages are not installed for {host.facts['executable']}: {', '.join(missing)}",
+                where=f"host {host.name}",
+                fix="isles setup run.yaml installs them; or name the right Python in "
+                "clusters[0].environment",
+                id="packages.missing",
             )
-    return faults
-
-
-def _different(hosts: Sequence[Host]) -> list[PreflightError]:
     # Another isles than this machine's, or another Python or torch than most hosts have.
-    faults = []
     for host in hosts:
         if host.facts["isles"] != __version__:
-            faults.append(_odd(host, "isles", host.facts["isles"], f"{__version__} here"))
+            yield _odd(host, "isles", host.facts["isles"], f"{__version__} here")
     torches = [_version(host, "torch") for host in hosts]
     pythons = [".".join(host.facts["python"].split(".")[:2]) for host in hosts]
     for what, values in (("torch", torches), ("Python", pythons)):
         usual, _ = Counter(values).most_common(1)[0]
         others = [host.name for host, value in zip(hosts, values, strict=True) if value == usual]
-        faults += [
-            _odd(host, what, value, f"{usual} on {', '.join(others)}")
-            for host, value in zip(hosts, values, strict=True)
-            if value != usual and not host.facts["missing"]
-        ]
-    return faults
+        for host, value in zip(hosts, values, strict=True):
+            if value != usual and not host.facts["missing"]:
+                yield _odd(host, what, value, f"{usual} on {', '.join(others)}")
 
 
 def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:

@@ -313,7 +313,6 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
 
     Args:
         run_dir: the run directory, where this node has it.
-        attempt: of it.
         args: `begun_at` and `born_at` of the attempt and the run; `fleet`, `resolved`, `text`;
             `token`, the secret of the attempt.
 

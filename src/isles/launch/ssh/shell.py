@@ -34,12 +34,7 @@ _NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended.
-
-    Args:
-        returncode: its exit status; 255 may be ssh's own.
-        stdout, stderr: what it printed.
-    """
+    """How a command ended; an exit status of 255 may be ssh's own."""
 
     returncode: int
     stdout: str
@@ -79,7 +74,9 @@ class Shell:
                 "ServerAliveCountMax": "3",
             }
             assert self.destination is not None
-            folder = None if _has_own_master(self.destination) else _socket_dir()
+            own = ssh_config(self.destination).get("controlmaster", "false")
+            # Where the user's configuration shares connections already, nothing is added.
+            folder = _socket_dir() if own in ("false", "no") else None
             if folder is not None:
                 # The first connection carries the others of this process while it lives, and
                 # leaves nothing. Not those of other commands: it could not end before them, and
@@ -122,10 +119,9 @@ class Shell:
         return Result(done.returncode, done.stdout, done.stderr)
 
     def popen(self, command: Sequence[str], *, own_group: bool = False) -> subprocess.Popen[bytes]:
-        """Start a command with pipes to its three streams. `fault` says what ssh's 255 means.
+        """Start a command with pipes to its three streams. `fault` explains ssh's 255.
 
         Args:
-            command: what is run.
             own_group: whether a Ctrl+C on this terminal is kept from it.
 
         Raises:
@@ -151,11 +147,10 @@ class Shell:
         """Run a command to its end, and hand on each line of its output at once.
 
         Args:
-            command: what is run.
+            command, own_group: as for `popen`.
             take: gets each line.
             stdin: all that it reads.
             timeout_s: it is killed after so long.
-            own_group: whether a Ctrl+C on this terminal is kept from it.
 
         Returns:
             Its exit status, None where it was killed for its time; and its error output.
@@ -236,8 +231,6 @@ def python_fault(host: str, python: str, code: int, stderr: str) -> PreflightErr
     """Why a command of isles could not be run on a host; None where isles itself has failed.
 
     Args:
-        host: for the message.
-        python: Python there.
         code: exit status of the command.
         stderr: what it printed.
     """
@@ -269,10 +262,8 @@ def start_detached(
     """Start a process of this machine in a session of its own, which outlives this one.
 
     Args:
-        command: its words.
-        environ: all of its environment.
+        command, environ: its words, and all of its environment.
         log: takes what it prints.
-        where: the folder of what it is for, for messages.
 
     Raises:
         UserError: the machine cannot start a process.
@@ -344,16 +335,15 @@ def on_all(
     return results, faults
 
 
-def _has_own_master(destination: str) -> bool:
-    # Whether the user's own configuration shares connections already.
+def ssh_config(destination: str) -> dict[str, str]:
+    """The user's own configuration for a destination, as `ssh -G` prints it; empty: no ssh."""
     try:
         done = subprocess.run(
             ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    lines = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-    return lines.get("controlmaster", "false") not in ("false", "no")
+        return {}
+    return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
 
 
 def _socket_dir() -> Path | None:
