@@ -36,7 +36,7 @@ from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
-from isles.launch.huggingface import hub_faults
+from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.hosts import Reach
 from tests.deadline import DEADLINE_S
 from tests.each import each
@@ -323,7 +323,7 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
                 f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]",
             ),
         )
-        return [f"{f.where} {f.what} {f.id}" for f in hub_faults(loaded)]
+        return [f"{f.where} {f.what} {f.id}" for f in huggingface_issues(loaded)]
 
     with _hub() as url:
         (found,) = faults("o/open", url)

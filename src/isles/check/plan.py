@@ -13,7 +13,7 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
-from isles.launch.huggingface import hub_repos
+from isles.launch.huggingface import huggingface_repos
 from isles.run.env import hub_cache
 
 Say = Callable[[str], object]
@@ -146,7 +146,7 @@ class RunFacts:
         """What the run file names and may have to come from the Hugging Face hub."""
         if self.config is None or self.config.training.script is not None:
             return ()
-        return tuple(hub_repos(self.config))
+        return tuple(huggingface_repos(self.config))
 
     def checkpoint_bytes(self) -> int:
         """What the run keeps on disk at most: its checkpoints with one more on the way, and the

@@ -30,7 +30,7 @@ _GIVE_UP_S = 60.0
 """Longest wait of a start for the process that asks it."""
 
 
-def hub_repos(config: RunConfig) -> dict[tuple[str, str], str]:
+def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
     """What may have to come from the hub: kind (model or dataset) and id -> the key that names it.
 
     A run file of a script has stand-ins for both, which are not there.
@@ -52,12 +52,12 @@ def hub_repos(config: RunConfig) -> dict[tuple[str, str], str]:
     return found
 
 
-def hub_faults(loaded: Loaded) -> list[ConfigError]:
+def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
     """What a run lacks on this machine and cannot have from the hub.
 
     It waits for a few seconds at most. An error of the hub itself is no fault: ranks try again.
     """
-    keys = hub_repos(loaded.config)
+    keys = huggingface_repos(loaded.config)
     environ = {**inherited(), **loaded.config.clusters[0].environment.variables}
     wanted = [(kind, name) for kind, name in keys if not _is_cached(kind, name, environ)]
     if not wanted:
@@ -82,13 +82,13 @@ def hub_faults(loaded: Loaded) -> list[ConfigError]:
     faults = []
     for row in answers:
         if row["state"] not in ("ok", "cached", "unknown", "failing"):
-            id, what, fix = hub_fault(row)
+            id, what, fix = huggingface_issue(row)
             where = loaded.where(keys[row["kind"], row["name"]])
             faults.append(ConfigError(what, where=where, fix=fix, id=id))
     return faults
 
 
-def ask_hub(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
+def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
     """Whether this machine can read repositories of the hub.
 
     Args:
@@ -112,8 +112,8 @@ def ask_hub(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
     return answers
 
 
-def hub_fault(row: dict[str, str]) -> tuple[str, str, str]:
-    """The id, what is wrong and what to do, for an answer of `ask_hub` that is not `ok`."""
+def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
+    """The id, what is wrong and what to do, for an answer of `ask_huggingface` that is not `ok`."""
     what, said, name = f"{row['kind']} {row['name']}", row["said"], row["name"]
     fetch = f"hf download {name}" + (" --repo-type dataset" if row["kind"] == "dataset" else "")
     match row["state"]:
@@ -205,7 +205,7 @@ def main() -> None:
     # No time limit of a request ends the wait for a name server.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_ANSWER_S)
-    sys.stdout.write(json.dumps(ask_hub(word.split("=", 1) for word in sys.argv[1:])))
+    sys.stdout.write(json.dumps(ask_huggingface(word.split("=", 1) for word in sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.config.show import show
 from isles.errors import ConfigErrors, UserError
 from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_here
-from isles.launch.huggingface import hub_faults
+from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.shell import start_detached
 from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import inherited, rank_defaults, visible_devices
@@ -68,7 +68,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         joined = _join_running(resolved, options)
         if joined is not None:
             return joined
-        if faults := hub_faults(loaded):
+        if faults := huggingface_issues(loaded):
             raise ConfigErrors(faults)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         if begun.note:

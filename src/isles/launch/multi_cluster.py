@@ -19,7 +19,7 @@ from isles.run.env import rank_defaults, visible_devices
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns[46]?/localhost/")
 _NOWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): asking for the way to it sends nothing."""
+"""A documentation address (RFC 5737): a UDP socket connected to it sends nothing."""
 
 
 def is_elsewhere(cluster: ClusterConfig) -> bool:
@@ -28,8 +28,8 @@ def is_elsewhere(cluster: ClusterConfig) -> bool:
 
 
 def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
-    """What clusters of this machine have in their environments, so that they share it in peace:
-    each has GPUs of its own, and on the CPU no more threads than there are cores.
+    """Environment variables of the clusters on this machine, by their names: each gets GPUs of its
+    own, and on the CPU no more threads than there are cores.
 
     Raises:
         ConfigError: they need more GPUs than there are.

@@ -106,7 +106,7 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
     from isles.config.load import load_run_file
     from isles.config.resolve import dump_resolved
     from isles.launch.base import resolve_here
-    from isles.launch.huggingface import hub_faults
+    from isles.launch.huggingface import huggingface_issues
     from isles.launch.worker import require_train, run_module
     from isles.run.paths import RunDir
 
@@ -124,7 +124,7 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
             fix="name real data",
         )
     require_train()
-    if faults := hub_faults(loaded):
+    if faults := huggingface_issues(loaded):
         raise ConfigErrors(faults)
     with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
         RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")

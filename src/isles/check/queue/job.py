@@ -31,7 +31,7 @@ from isles.launch.queue.job import last_line
 from isles.launch.queue.pbs import Pbs, PbsJob, write_dialect
 from isles.launch.queue.script import JobText, job_script, slurm_options
 from isles.launch.queue.slurm import Slurm
-from isles.launch.queue.submit import in_workdir, settle
+from isles.launch.queue.submit import in_workdir, resolve_for_job
 from isles.launch.remote.login import copied_file_script, login_setting, place_there
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import Shell, python_fault
@@ -80,7 +80,7 @@ def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> F
     if launcher.login is not None:
         return _on_login(loaded, launcher.login, timeout_s, overrides)
     with in_workdir(loaded) as workdir:
-        resolved = settle(loaded)
+        resolved = resolve_for_job(loaded)
         with _folder(run.output_dir, loaded, resolved) as folder:
             if isinstance(launcher, PbsLauncherConfig):
                 said = _pbs(resolved, launcher, folder, workdir, timeout_s)

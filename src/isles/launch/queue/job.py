@@ -66,7 +66,7 @@ class Scheduler(ABC):
     """
 
     name: ClassVar[str]
-    submit: ClassVar[tuple[str, ...]]
+    submit_command: ClassVar[tuple[str, ...]]
     """The command that takes a job script, with its options."""
     refusals: ClassVar[tuple[Refusal, ...]]
     array_option: ClassVar[str]

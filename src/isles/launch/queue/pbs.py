@@ -45,7 +45,7 @@ class Pbs(Scheduler):
     """The commands of PBS on one machine."""
 
     name = "PBS"
-    submit = ("qsub",)
+    submit_command = ("qsub",)
     refusals = PBS_REFUSALS
     array_option = r"\s*-[Jt]\s*\d"
     new_words = ("Q",)

@@ -47,7 +47,7 @@ class Slurm(Scheduler):
     """Slurm's commands on one machine."""
 
     name = "Slurm"
-    submit = ("sbatch", "--parsable")
+    submit_command = ("sbatch", "--parsable")
     refusals = SLURM_REFUSALS
     array_option = r"\s*(--array|-a)(=|\s|\d|$)"
     new_words = ("PENDING", "PENDING Priority")
@@ -286,7 +286,7 @@ class SlurmAllocation(Allocation):
         if done.returncode == 0:
             return f"{self.job} is queued again, to go on"
         after = f"--dependency=afterany:{self._id}"
-        again = self._slurm.run(*self._slurm.submit, after, str(self._attempt.script))
+        again = self._slurm.run(*self._slurm.submit_command, after, str(self._attempt.script))
         new = self._slurm.submitted_id(again)
         if new is None:
             raise UserError(

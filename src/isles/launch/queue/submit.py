@@ -63,7 +63,7 @@ def start_in_queue(
     if not options.dry_run:
         _refuse_inside_job(options.path, queue)
     with in_workdir(loaded) as workdir:
-        resolved = settle(loaded)
+        resolved = resolve_for_job(loaded)
         if isinstance(launcher, PbsLauncherConfig):
             launcher = _complete_pbs(launcher, options)
         if options.dry_run:
@@ -89,7 +89,7 @@ def start_in_queue(
             job_id=job_id,
             world_size=resolved.world_size,
             device=resolved.device,
-            command=(queue.path(queue.submit[0]), str(attempt.script)),
+            command=(queue.path(queue.submit_command[0]), str(attempt.script)),
             resumed_from=begun.resume_from,
             bin_path=launcher.bin_path,
         )
@@ -120,7 +120,7 @@ def in_workdir(loaded: Loaded) -> Iterator[Path]:
         yield folder
 
 
-def settle(loaded: Loaded) -> Resolved:
+def resolve_for_job(loaded: Loaded) -> Resolved:
     """The run with the ranks of its nodes, of which only the run file speaks.
 
     Raises:
@@ -145,7 +145,7 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
         LostSubmission: it is not known whether the scheduler has the job.
         UserError: the scheduler does not take it.
     """
-    name = queue.submit[0]
+    name = queue.submit_command[0]
     if shutil.which(queue.path(name)) is None:
         raise PreflightError(
             f"there is no {queue.path(name)} on this machine",
@@ -157,7 +157,7 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
         )
     patient = replace(queue, ask_s=_SUBMIT_PATIENCE * queue.ask_s)
     try:
-        done = patient.run(*queue.submit, str(attempt.script))
+        done = patient.run(*queue.submit_command, str(attempt.script))
     except PreflightError as error:
         return _find_lost(queue, attempt, error)
     if (job_id := queue.submitted_id(done)) is not None:
@@ -323,5 +323,5 @@ def _dry_run_text(
     attempt = next_attempt(RunDir(begun.run_dir.path.absolute()))
     script = job_script(resolved.config, _job_text(resolved, launcher, attempt, workdir))
     note = begun.note or f"this would be a new run: {begun.run_dir.name}"
-    command = queue.path(queue.submit[0])
+    command = queue.path(queue.submit_command[0])
     return f"{show(resolved).rstrip()}\n\n{note}\n{command} would take this script:\n\n{script}"

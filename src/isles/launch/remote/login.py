@@ -38,7 +38,7 @@ _CONNECT_S = 5.0
 
 
 class LoginError(UserError):
-    """What isles on the login node has said, word for word."""
+    """An error that isles on the login node has printed, as it is."""
 
     def __str__(self) -> str:
         return self.what
@@ -80,7 +80,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
 
     shell = Shell(login)
     command = ["bash", "-c", script]
-    # Ctrl+C is for the run, once it is there: half a submission helps nobody.
+    # A submission is not interrupted halfway; a Ctrl+C is for the run, once it is there.
     code, noise = shell.stream(command, take, stdin=text, timeout_s=_START_S, own_group=True)
     errors = noise.replace(there, str(loaded.path))
     if code is None:

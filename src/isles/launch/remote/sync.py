@@ -59,7 +59,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     try:
         said, faults = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
     finally:
-        # All have ended, but after a Ctrl+C: what goes on copying then would be nobody's.
+        # After a Ctrl+C some are still copying.
         for process in running:
             process.terminate()
     refuse([fault for _, fault in faults], len(said))
@@ -110,7 +110,7 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
     """The command line of rsync."""
     # What [.] names is what is in the folder, every other path comes under its own name.
     paths = ["./" if path in (".", "./") else path.rstrip("/") for path in sync.paths]
-    # With --protect-args nobody reads a ~; what is relative is in the home there.
+    # With --protect-args no shell expands a ~; a relative path is in the home there.
     folder = "." if workdir in ("~", "~/") else workdir.removeprefix("~/")
     return [
         "rsync",

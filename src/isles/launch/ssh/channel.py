@@ -26,7 +26,7 @@ from isles.launch.ssh.shell import SSH_FAILED, Shell, python_fault
 
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
 
-READY = "ISLES-NODE "
+READY = "ISLES-NODE"
 """Begins the first line of the answers; what a login prints before it is skipped."""
 
 _CLOSE_S = 5.0
@@ -45,7 +45,7 @@ def serve(operations: Mapping[str, Operation]) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     lock = threading.Lock()
-    answers.write(f"{READY}{json.dumps({'pid': os.getpid()})}\n")
+    answers.write(f"{READY}\n")
     for line in sys.stdin:
         question = json.loads(line)
         work = operations.get(question["op"])
@@ -135,7 +135,7 @@ class Channel:
             self._number += 1
             self._waiting[self._number] = future
             line = json.dumps({"id": self._number, "op": op, "args": args}) + "\n"
-            with suppress(OSError, ValueError):  # the reader finds out that it is at its end
+            with suppress(OSError, ValueError):  # the node is gone: the reader finds that out
                 self._writer.write(line.encode())
                 self._writer.flush()
         return future

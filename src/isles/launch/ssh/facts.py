@@ -8,7 +8,6 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Iterable
 from importlib.util import find_spec
 from ipaddress import IPv4Network
@@ -44,20 +43,14 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
         args: `port`: the first of a hundred ports of which a free one is wanted (optional).
 
     Returns:
-        host, user, pid, executable, python, isles, code, packages (name -> version), missing
-        (packages that training needs), gpus, gpu_warning, num_cores, memory_bytes, addresses
-        (interface -> IPv4 addresses), networks (interface, address and prefix of each that is up,
-        without the loopback), reached_at, machine_id, clock (seconds since the epoch), cwd, and
-        port where one was asked for (None: all are taken).
+        host, pid, executable, python, isles, code, packages (name -> version), missing (packages
+        that training needs), gpus, gpu_warning, num_cores, networks (interface, address and prefix
+        of each that is up, without the loopback), reached_at, machine_id, and port where one was
+        asked for (None: all are taken).
     """
     finding = find_gpus()
-    addresses = {
-        name: [a.address for a in found if a.family == socket.AF_INET]
-        for name, found in psutil.net_if_addrs().items()
-    }
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
-        "user": os.environ.get("USER", str(os.getuid())),
         "pid": os.getpid(),
         "executable": sys.executable,
         "python": platform.python_version(),
@@ -68,13 +61,9 @@ def node_facts(args: dict[str, Any]) -> dict[str, Any]:
         "gpus": len(finding.gpus),
         "gpu_warning": finding.warning,
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        "memory_bytes": psutil.virtual_memory().total,
-        "addresses": {name: found for name, found in addresses.items() if found},
         "networks": _networks(),
         "reached_at": reached_at(),
         "machine_id": machine_id(),
-        "clock": time.time(),
-        "cwd": str(Path.cwd()),
     }
     if "port" in args:
         facts["port"] = free_port(int(args["port"]))

@@ -140,7 +140,7 @@ def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
             warn(f"the hosts differ in {package}: {words}; isles setup makes them equal")
 
 
-def settle_ranks(
+def resolve_ranks(
     cluster: ClusterConfig, hosts: Sequence[Host]
 ) -> tuple[tuple[int, ...], Literal["cuda", "cpu"]]:
     """Ranks of every host, and what they compute on.
@@ -354,6 +354,6 @@ def _common(facts: Sequence[Facts], usable: Sequence[list[Reach]]) -> IPv4Networ
         for reach in own
         if reach.address == fact["reached_at"]
     )
-    # A network of one address, such as that of a tunnel, is nobody's in common.
+    # A network of one address, such as that of a tunnel, is not shared.
     found = [network for network in shared if network.prefixlen < 32]
     return max(found, key=lambda n: (came[n], n.num_addresses, str(n)), default=None)

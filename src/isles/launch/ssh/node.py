@@ -75,7 +75,7 @@ class NodeStart:
         """Make or choose the run directory; only the first node is asked.
 
         Args:
-            args: `resolved` and `text`, both files word for word; `resume`; `join`, a secret for
+            args: `resolved` and `text`, the texts of both files; `resume`; `join`, a secret for
                 the run directory; `typed`, see `new_attempt`; `fleet`, a record; `dry_run`: only
                 say what would be done.
 
@@ -122,8 +122,7 @@ class NodeStart:
                 `variables` of the environment, which give way to those that are there.
 
         Returns:
-            process: the record of the agent; `is_shared`: whether the run directory is that of the
-            first node.
+            process: the record of the agent.
         """
         fleet, node = Fleet.of(args["fleet"]), int(args["node"])
         path = args["run_dir"] if self._is_first else args["elsewhere"]
@@ -146,7 +145,7 @@ class NodeStart:
             if self._is_first or not is_shared:
                 self._write_launch(attempt, process, fleet, command)
         self._watch()
-        return {"process": process.record(), "is_shared": is_shared}
+        return {"process": process.record()}
 
     def wait(self, args: dict[str, Any]) -> dict[str, Any]:
         """Wait for a while until all ranks of this node have begun, or its agent has ended.
@@ -211,7 +210,7 @@ class NodeStart:
                 reason = f"it was not started: {args['what']}"
                 end(self._attempt, "failed", error["exit_code"], reason, error=error)
             if self._agent is not None:
-                # It is killed; that its end is seen late costs nothing.
+                # It is killed already; waiting only reaps it.
                 with suppress(subprocess.TimeoutExpired):
                     self._agent[0].wait(timeout=_END_S)
                 self._agent = None
@@ -264,7 +263,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     from isles.config.load import Loaded
     from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
-    from isles.launch.huggingface import hub_faults
+    from isles.launch.huggingface import huggingface_issues
     from isles.run.env import hub_cache
     from isles.run.packages import require_packages
 
@@ -279,7 +278,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
         found.append(fault)
     found += [*data_faults(loaded), *deepspeed_faults(loaded)]
     found += shape_faults(loaded, hub_cache())
-    return {"faults": [error_words(fault) for fault in found or hub_faults(loaded)]}
+    return {"faults": [error_words(fault) for fault in found or huggingface_issues(loaded)]}
 
 
 def second(args: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from isles.launch.remote.sync import sync_hosts
 from isles.launch.ssh.channel import error_words
 from isles.launch.ssh.environment import network_line, network_variables, python_of, setting_lines
 from isles.launch.ssh.facts import machine_id, port_taken
-from isles.launch.ssh.hosts import Host, ask_facts, choose_addresses, connect, gather, settle_ranks
+from isles.launch.ssh.hosts import Host, ask_facts, choose_addresses, connect, gather, resolve_ranks
 from isles.launch.ssh.node import FORGOTTEN_AFTER_S
 from isles.launch.worker import NEEDED_TO_TRAIN
 from isles.run.fleet import Fleet, FleetNode
@@ -130,7 +130,7 @@ class _SshStart:
         self.lines = setting_lines(cluster, workdir)
         self.python = python_of(cluster.environment)
         self.loaded = loaded
-        nproc, device = settle_ranks(cluster, hosts)
+        nproc, device = resolve_ranks(cluster, hosts)
         reaches = choose_addresses(
             [host.name for host in hosts],
             [host.facts for host in hosts],
