@@ -91,11 +91,21 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
     names = _cluster_names(text, path)
     index = _index(names, site, path)
     overrides = [_of_cluster(override, index) for override in site.overrides]
-    own = site.name or names[index] or _host_name()
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0]).strip("._-")
+    own = site.name or names[index] or host[:40] or "here"
     if not names[index]:
         overrides.append(f"clusters.{index}.name={own}")
     loaded = load_run_file(path, overrides, text=text, base=Base(document.value, name))
-    faults = [*_differences(theirs, loaded), *_untrusted(loaded, name)]
+    faults = [
+        ConfigError(
+            f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
+            where=loaded.where(change.key),
+            fix="leave it out: the run's own value is taken then",
+            id="join.unlike",
+        )
+        for change in unlike(theirs.config, loaded.config)
+    ]
+    faults += _untrusted(loaded, name)
     kind = loaded.config.clusters[index].launcher.kind
     if site.launcher and kind != site.launcher:
         where = loaded.where(f"clusters.{index}.launcher.kind")
@@ -186,23 +196,6 @@ def _of_cluster(override: str, index: int) -> str:
     if key in ClusterConfig.model_fields and key != "name":
         return f"clusters.{index}.{override.lstrip('-')}"
     return override
-
-
-def _host_name() -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0]).strip("._-")
-    return name[:40] or "here"
-
-
-def _differences(theirs: Loaded, mine: Loaded) -> list[ConfigError]:
-    return [
-        ConfigError(
-            f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
-            where=mine.where(change.key),
-            fix="leave it out: the run's own value is taken then",
-            id="join.unlike",
-        )
-        for change in unlike(theirs.config, mine.config)
-    ]
 
 
 def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:

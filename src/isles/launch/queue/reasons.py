@@ -160,11 +160,7 @@ SLURM_REFUSALS: tuple[Refusal, ...] = (
         ("gres",),
         "sinfo -o '%n %G' shows the GPUs of the nodes; gres: none asks for none",
     ),
-    (
-        r"memory",
-        ("memory_per_node",),
-        "sinfo -o '%n %m' shows the memory of the nodes, in MB",
-    ),
+    (r"memory", ("memory_per_node",), "sinfo -o '%n %m' shows the memory of the nodes, in MB"),
     (r"reservation", ("reservation",), "scontrol show reservation"),
     (r"node name", ("nodelist", "exclude"), "sinfo -N shows the names"),
     (
@@ -227,11 +223,7 @@ _PBS_COMMENTS = (
     (r"depend", "it waits for another job", ""),
     (r"higher priority|strict order|fair ?share", "other jobs come first", ""),
     (r"held|system hold", "it is held", "qrls {job} lets it go, if the hold is yours"),
-    (
-        r"license",
-        "it waits for a licence",
-        "",
-    ),
+    (r"license", "it waits for a licence", ""),
 )
 
 # From PBS's own header: what a negative exit status stands for.

@@ -65,7 +65,14 @@ def start_in_queue(
     with in_workdir(loaded) as workdir:
         resolved = resolve_for_job(loaded)
         if isinstance(launcher, PbsLauncherConfig):
-            launcher = _complete_pbs(launcher, options)
+            if launcher.time is None:
+                options.warn(
+                    "launcher.time is not given: PBS ends the job at the queue's own limit without "
+                    "a word, and nothing is saved before it"
+                )
+            if launcher.dialect == "auto":
+                dialect = Pbs(launcher.bin_path).dialect()
+                launcher = launcher.model_copy(update={"dialect": dialect})
         if options.dry_run:
             return _dry_run_text(resolved, launcher, workdir, options, queue)
         # Another Python of the nodes has its own packages.
@@ -265,17 +272,6 @@ def _refuse_inside_job(path: Path, queue: Scheduler) -> None:
         f"you want: env -u {variable} isles train …",
         id="queue.nested",
     )
-
-
-def _complete_pbs(launcher: PbsLauncherConfig, options: StartOptions) -> PbsLauncherConfig:
-    if launcher.time is None:
-        options.warn(
-            "launcher.time is not given: PBS ends the job at the queue's own limit without a "
-            "word, and nothing is saved before it"
-        )
-    if launcher.dialect != "auto":
-        return launcher
-    return launcher.model_copy(update={"dialect": Pbs(launcher.bin_path).dialect()})
 
 
 def _refresh_last(resolved: Resolved, resume: str) -> None:
