@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-from isles.launch.base import Job
-from isles.launch.local import LocalLauncher
+from isles.launch.local import Job, LocalLauncher
 from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt
 from isles.run.paths import Attempt, RunDir

@@ -22,7 +22,7 @@ from isles.facts.models import (
     REASONS,
     TENSOR_PARALLEL,
 )
-from isles.launch.base import settle_here
+from isles.launch.base import resolve_here
 from isles.run.env import hub_cache
 from tests.each import each
 
@@ -301,7 +301,7 @@ def test_all_that_is_known_before_the_start_is_told_at_once(tmp_path: Path) -> N
         "strategy: {kind: fsdp, tp_size: 3}\nclusters: [{gpus_per_node: 2}]\n"
     )
     with pytest.raises(ConfigErrors) as raised:
-        settle_here(load_run_file(tmp_path / "run.yaml"), lambda _: None, needs_data=True)
+        resolve_here(load_run_file(tmp_path / "run.yaml"), lambda _: None, needs_data=True)
     words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
     assert len(raised.value.faults) == len(words)
     for word, fault in zip(words, raised.value.faults, strict=True):

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-from isles.launch.join import Site, joining_run, read_join_line
-from isles.launch.join import _warn as warn_of
 
 from isles.cli import main
 from isles.config.clusters import shared_text
@@ -26,6 +24,8 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.hub import end_rendezvous, listen_address, local_line, open_rendezvous
+from isles.launch.join import Site, joining_run, read_join_line
+from isles.launch.join import _warn as warn_of
 from isles.launch.remote.login import copied_file_script, place_there
 from isles.launch.ssh.channel import READY
 from isles.launch.start import start

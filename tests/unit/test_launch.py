@@ -14,7 +14,7 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.launch.base import Job
 from isles.launch.gpus import find_gpus
-from isles.launch.local import LocalLauncher, local_job
+from isles.launch.local import Job, LocalLauncher, local_job
 from isles.launch.verbs import normalise_overrides
 from isles.monitor.stop import wait_for_end
 from isles.run.begin import new_attempt

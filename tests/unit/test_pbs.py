@@ -7,15 +7,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from isles.launch.queue.pbs import Dialect, Pbs, PbsJob, read_attributes
-from isles.launch.queue.reasons import ended_reason, pending_reason
-from isles.launch.queue.script import InRunDir, pbs_job_script, pbs_script, request_lines
 
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import ConfigError, PreflightError
+from isles.launch.queue.pbs import Dialect, Pbs, PbsJob, read_attributes, write_dialect
+from isles.launch.queue.reasons import pbs_ended, pbs_pending
+from isles.launch.queue.script import (
+    JobText,
+    job_script,
+    pbs_options,
+    rendered_script,
+)
+from isles.launch.queue.status import queue_job
 from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
 from tests.each import each
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -61,12 +68,18 @@ def script(tmp_path: Path, dialect: Dialect, *overrides: str, alone: bool = Fals
     per_node = config.clusters[0].gpus_per_node
     assert isinstance(per_node, int)
     device = "cpu" if config.clusters[0].device == "cpu" else "cuda"
-    values = {"workdir": "/home/me/train", "num_ranks": per_node, "device": device}
-    if alone:
-        words, path = ["-m", "isles.train", "run.yaml"], "/home/me/train/job.sh"
-        return pbs_script(config, launcher, dialect, words, path, **values)  # type: ignore[arg-type]
-    place = InRunDir("/home/me/train/runs/llama-1b-1", 1)
-    return pbs_job_script(config, launcher, dialect, place, **values)  # type: ignore[arg-type]
+    job = JobText(
+        launcher=launcher.model_copy(update={"dialect": dialect}),
+        nodes=config.clusters[0].max_nodes,
+        nproc=per_node,
+        device=device,
+        workdir="/home/me/train",
+        command=["-m", "isles.train", "run.yaml"],
+        run_dir=None if alone else "/home/me/train/runs/llama-1b-1",
+        attempt=0 if alone else 1,
+        path="/home/me/train/job.sh" if alone else None,
+    )
+    return rendered_script(config, job) if alone else job_script(config, job)
 
 
 def test_the_openpbs_script(tmp_path: Path) -> None:
@@ -170,7 +183,8 @@ def job(tmp_path: Path, answer: str, dialect: Dialect = "openpbs") -> PbsJob:
     run_dir = RunDir(tmp_path / "run")
     attempt = run_dir.attempt(1)
     attempt.path.mkdir(parents=True, exist_ok=True)
-    return PbsJob(run_dir, attempt, "7.srv", dialect, Pbs(str(tmp_path / "bin")))
+    write_dialect(attempt, dialect)
+    return PbsJob(run_dir, attempt, "7.srv", Pbs(str(tmp_path / "bin")))
 
 
 def test_a_waiting_job_says_why(tmp_path: Path) -> None:
@@ -195,7 +209,8 @@ def test_a_job_over_its_time_names_the_key_to_change(tmp_path: Path) -> None:
     assert report.state == "ended"
     # It had been asked to save, and was too slow.
     pbs_job.attempt.stop_request.write_text('{"kind": "save", "requeue": true}')
-    outcome = pbs_job.ended(report)
+    pbs_job.write_outcome(report)
+    outcome = read_record(pbs_job.attempt.outcome) or {}
     assert outcome["state"] == "failed"
     assert "limit of time" in outcome["error"]["what"]
     assert "launcher.time" in outcome["error"]["fix"]
@@ -212,8 +227,11 @@ def test_torque_shows_ended_jobs_without_x(tmp_path: Path) -> None:
 def test_the_job_that_goes_on_in_place_of_the_first_is_asked_for(tmp_path: Path) -> None:
     pbs_job = job(tmp_path, 'test "$3" = 9.srv && echo "    job_state = R"')
     (pbs_job.attempt.path / "job-id").write_text("9.srv\n")
-    launch = {"job_id": "7.srv", "bin_path": str(tmp_path / "bin")}
-    assert PbsJob.of(pbs_job.run_dir, pbs_job.attempt, launch).state().state == "running"
+    bin_path = str(tmp_path / "bin")
+    launch = {"launcher": "pbs", "job_id": "7.srv", "bin_path": bin_path}
+    write_record(pbs_job.attempt.launch, launch)
+    found = queue_job(pbs_job.run_dir, pbs_job.attempt)
+    assert found is not None and found.state().state == "running"
 
 
 @each(
@@ -234,7 +252,7 @@ def test_the_job_that_goes_on_in_place_of_the_first_is_asked_for(tmp_path: Path)
     ],
 )
 def test_reasons_in_words(letter: str, comment: str, words: str) -> None:
-    assert words in pending_reason(letter, {"comment": comment}, "7")[0]
+    assert words in pbs_pending(letter, {"comment": comment}, "7")[0]
 
 
 @each(
@@ -249,7 +267,7 @@ def test_reasons_in_words(letter: str, comment: str, words: str) -> None:
     ],
 )
 def test_ends_in_words(status: str, words: str) -> None:
-    assert words in ended_reason(status, {})[0]
+    assert words in pbs_ended(status, {})[0]
 
 
 def test_a_long_attribute_goes_on_after_a_tab() -> None:
@@ -259,29 +277,28 @@ def test_a_long_attribute_goes_on_after_a_tab() -> None:
 
 def test_a_lost_submission_is_found_by_its_output(tmp_path: Path) -> None:
     """Long values go on in the next line, and begin with the name of a host."""
-    output = "/scratch/me/a-long-name-of-a-folder/runs/llama-1b-1/attempts/001/pbs.out"
+    attempt = RunDir(Path("/scratch/me/a-long-name-of-a-folder/runs/llama-1b-1")).attempt(1)
+    output = str(attempt.path / "pbs.out")
     entry = "Job Id: {id}\n    Job_Name = x\n    Output_Path = login1:{text}\n    queue = gpu\n\n"
     other = entry.format(id="7.srv", text=output.replace("001", "002"))
     ours = entry.format(id="8.srv", text=f"{output[:40]}\n\t{output[40:]}")
     program(tmp_path / "bin", "qstat", f"cat <<'END'\n{other}{ours}END")
     pbs = Pbs(str(tmp_path / "bin"))
-    assert pbs.find_by_output(output) == "8.srv"
-    assert pbs.find_by_output("/else/pbs.out") is None
+    assert pbs.find(attempt) == "8.srv"
+    assert pbs.find(RunDir(Path("/else")).attempt(1)) is None
 
 
 def test_values_that_pbs_would_misread(tmp_path: Path) -> None:
-    cluster = load_run_file(_written(tmp_path), ()).config.clusters[0]
+    config = load_run_file(_written(tmp_path), ()).config
     launcher = PbsLauncherConfig(queue="my queue", account="it's")
 
-    def lines(output: str) -> list[str]:
-        return request_lines(
-            cluster, launcher, "openpbs", name="x", num_ranks=1, device="cpu", output=output
-        )
+    def lines(run_dir: str) -> list[str]:
+        return pbs_options(config, JobText(launcher, 1, 1, "cpu", "/", run_dir=run_dir, attempt=1))
 
-    text = lines("/my runs/pbs.out")
-    assert {"-q 'my queue'", "-o '/my runs/pbs.out'"} <= set(text)
+    text = lines("/my runs/x-1")
+    assert {"-q 'my queue'", "-o '/my runs/x-1/attempts/001/pbs.out'"} <= set(text)
     with pytest.raises(ConfigError, match="before the colon for a host"):
-        lines("/runs:1/pbs.out")
+        lines("/runs:1/x-1")
 
 
 def _written(folder: Path) -> Path:

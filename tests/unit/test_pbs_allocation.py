@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from isles.launch.queue.pbs import PbsAllocation, dialect_note
 
 from isles.config.sections.cluster import PbsLauncherConfig
 from isles.errors import CommunicationError, UserError
+from isles.launch.queue.pbs import PbsAllocation, write_dialect
 from isles.run.paths import Attempt
-from isles.run.records import write_record
 from tests.unit.test_pbs import program
 
 
@@ -33,7 +32,7 @@ def test_each_host_is_one_node_and_gets_the_jobs_own_script(tmp_path: Path) -> N
     (command,) = job.on_all_nodes(["--fleet", "f"], log)
     task = ["/bin/bash", "-l", script, "--fleet", "f", "--log", str(log)]
     assert command == [str(tmp_path / "bin/pbsdsh"), "--", *task]
-    write_record(dialect_note(Attempt(tmp_path / "attempts/001", 1)), {"dialect": "torque"})
+    write_dialect(Attempt(tmp_path / "attempts/001", 1), "torque")
     assert job.on_all_nodes([], log)[0][1] == "-u", "one task a node, not one a core"
     (tmp_path / "bin" / "pbsdsh").unlink()
     commands = job.on_all_nodes(["--fleet", "f"], log)

@@ -40,7 +40,10 @@ def test_every_finding_has_a_row_in_the_documentation() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.+?) \|$", page, re.M)
     assert [row[0] for row in rows] == list(IDS)
     files = [*(ROOT / "src/isles/check").rglob("*.py")]
-    files += [ROOT / "src/isles/launch" / name for name in ("hub.py", "ssh/channel.py")]
+    files += [
+        ROOT / "src/isles/launch" / name
+        for name in ("huggingface.py", "ssh/channel.py", "ssh/shell.py")
+    ]
     source = "".join(path.read_text() for path in files)
     for finding_id in IDS:
         prefix, _, name = finding_id.partition(".")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from isles.launch.huggingface import hub_faults
 
 from isles.check import step
 from isles.check.checks.files import files, probe_read, probe_remove, probe_write
@@ -36,6 +35,7 @@ from isles.config.load import load_run_file
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
+from isles.launch.huggingface import huggingface_issues
 from isles.launch.ssh.hosts import Reach
 from tests.deadline import DEADLINE_S
 from tests.each import each
@@ -322,7 +322,7 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
                 f"clusters=[{{environment: {{variables: {json.dumps(variables)}}}}}]",
             ),
         )
-        return [f"{f.where} {f.what} {f.id}" for f in hub_faults(loaded)]
+        return [f"{f.where} {f.what} {f.id}" for f in huggingface_issues(loaded)]
 
     with _hub() as url:
         (found,) = faults("o/open", url)

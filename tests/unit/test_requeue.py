@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from isles.launch.queue.slurm import SlurmAllocation
 
 from isles.agent.failure import failure_report, oom_kills
 from isles.agent.requeue import QueuedRun
 from isles.config.sections.cluster import SlurmLauncherConfig
 from isles.errors import ExitCode
+from isles.launch.queue.slurm import SlurmAllocation
 from isles.run.records import read_record, write_record
 from isles.run.restarts import list_restarts
 from tests.unit.test_begin import add_checkpoint

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from isles.launch.worker import run_verb
 
 import isles
 from isles.config.load import load_run_file
 from isles.config.resolve import resolve
 from isles.errors import UserError
+from isles.launch.worker import run_verb
 from isles.monitor.follow import row_text
 from isles.monitor.table import checkpoint_lines
 from isles.run.begin import Begun, begin_run

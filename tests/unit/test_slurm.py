@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isles.launch.queue.reasons import pending_reason
-from isles.launch.queue.script import JobText, job_script, sbatch_script, slurm_time
-from isles.launch.queue.status import read_job, refresh
 
 from isles import __version__
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import SlurmLauncherConfig
+from isles.launch.queue.reasons import slurm_pending
+from isles.launch.queue.script import (
+    JobText,
+    job_script,
+    rendered_script,
+    slurm_time,
+)
+from isles.launch.queue.status import read_job, refresh
 from isles.run.begin import write_job_launch
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
@@ -73,7 +78,7 @@ def make_script(
         run_dir=run_dir,
         attempt=1 if run_dir is not None else 0,
     )
-    return sbatch_script(config, job) if run_dir is None else job_script(config, job)
+    return rendered_script(config, job) if run_dir is None else job_script(config, job)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_times_are_never_shorter_than_asked() -> None:
     ],
 )
 def test_reasons_for_waiting_in_words(reason: str, meaning: str, fix: str) -> None:
-    words, what_to_do = pending_reason(reason, "7")
+    words, what_to_do = slurm_pending(reason, "7")
     assert meaning in words and fix in what_to_do
 
 
@@ -186,7 +191,7 @@ class Job:
         launcher = self.config.clusters[0].launcher
         assert isinstance(launcher, SlurmLauncherConfig)
         job = JobText(launcher, 1, 4, "cpu", str(folder), ["-m", "isles.train", "run.yaml"])
-        self.attempt.script.write_text(sbatch_script(self.config, job))
+        self.attempt.script.write_text(rendered_script(self.config, job))
         self.program("srun", 'SLURM_NODEID=0 exec bash -c "${@: -1}"')
         search = f"{self.bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         # The folder of this Python comes first in the script: torchrun must be found before it.

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from isles.launch.queue.slurm import Slurm
-from isles.launch.queue.status import refresh, refresh_all
-from isles.launch.queue.submit import LostSubmission, submission, submit_slurm
 
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.status import refresh, refresh_all
+from isles.launch.queue.submit import LostSubmission, submission, submit
 from isles.run.begin import Begun
 from isles.run.paths import RunDir
 from tests.unit.test_requeue import queued
@@ -82,12 +82,12 @@ def test_a_submission_without_an_answer_is_looked_for(
     job.program("squeue", f"echo '43|/x/job.sh'; echo '{line}'")
     slurm = Slurm(str(job.bin), ask_s=0.2)
     if is_taken:
-        assert submit_slurm(slurm, job.attempt, _loaded(tmp_path)) == "44"
+        assert submit(slurm, job.attempt, _loaded(tmp_path)) == "44"
         return
     begun = Begun(job.run_dir, resumed=False, note="")
     lost = pytest.raises(LostSubmission, match="no job of it is in the queue")
     with lost, submission(begun, job.attempt):
-        submit_slurm(slurm, job.attempt, _loaded(tmp_path))
+        submit(slurm, job.attempt, _loaded(tmp_path))
     # It may still come: then it trains nothing beside the next start.
     assert queued(job).begin() == 2
 

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isles.launch.ssh.environment import network_line, network_variables
-from isles.launch.ssh.facts import code_digest, digest_of
-from isles.launch.ssh.node import make_place
 
 import isles
 from isles import __version__
@@ -23,7 +20,10 @@ from isles.config.resolve import resolve
 from isles.config.sections.cluster import ClusterConfig, NetworkConfig
 from isles.errors import ConfigError, PreflightError, UserError
 from isles.launch.remote.setup import difference_lines, wheel_bytes, wheel_name
-from isles.launch.ssh.hosts import Host, choose_addresses, compare, settle_ranks
+from isles.launch.ssh.environment import network_line, network_variables
+from isles.launch.ssh.facts import code_digest, digest_of
+from isles.launch.ssh.hosts import Host, choose_addresses, compare, resolve_ranks
+from isles.launch.ssh.node import make_place
 from isles.run.nodes import Fleet, FleetNode, read_fleet
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
@@ -161,7 +161,7 @@ def test_what_may_differ_is_a_warning() -> None:
 
 
 def ranks(section: ClusterConfig, *gpus: int) -> tuple[tuple[int, ...], str]:
-    return settle_ranks(section, answered(section, *(facts("host", gpus=num) for num in gpus)))
+    return resolve_ranks(section, answered(section, *(facts("host", gpus=num) for num in gpus)))
 
 
 def test_ranks_by_the_gpus_of_each_host() -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isles.launch.ssh.environment import path_elsewhere, quoted, setting_lines
-from isles.launch.ssh.facts import machine_id
 
 from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
@@ -26,6 +24,8 @@ from isles.launch.remote.setup import _make_script
 from isles.launch.remote.sync import rsync_argv
 from isles.launch.ssh import start as launch_ssh
 from isles.launch.ssh.channel import READY
+from isles.launch.ssh.environment import path_elsewhere, quoted, setting_lines
+from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import Host
 from isles.launch.ssh.shell import Shell, on_all
 from isles.launch.ssh.start import interruptible
@@ -181,8 +181,11 @@ def started_on(run_file: Path, run_dir: Path, machine: str) -> Started:
     options = StartOptions(run_file, (), "auto", False, str, str)
     cluster = loaded.config.clusters[0]
     nobody: Any = None
-    head = Host(0, cluster.hosts[0], nobody, {"machine_id": machine})
-    start = launch_ssh._SshStart(loaded, options, cluster, [head], "/", FLEET)
+    facts: dict[str, Any] = {"machine_id": machine, "host": "a1", "gpus": 0, "port": 29500}
+    facts |= {"reached_at": None}
+    facts["networks"] = [{"interface": "eth0", "address": "10.0.0.1", "prefix": 24}]
+    first = Host(0, cluster.hosts[0], nobody, facts)
+    start = launch_ssh._SshStart(loaded, options, cluster, [first], "/")
     return start._started({"run_dir": str(run_dir), "elsewhere": str(run_dir), "attempt": 1})
 
 

@@ -1,8 +1,9 @@
 """Starting a run: on this machine, over ssh, through a scheduler, on several clusters.
 
-`start.py` chooses by the run file's launcher: `local.py`, `ssh/`, `slurm/`, `pbs/` or
-`manual.py`; what each is given and gives back is in `base.py`. `queue/` has what Slurm and PBS
-share, `remote/` what happens on login nodes and other machines before a start (copying,
-installing), `node/` what answers there, `render/` the files that run without isles. Open
-`start.py` first.
+`start.py` chooses by the run file's launcher: `local.py`, `ssh/`, `queue/` (Slurm and PBS) or
+`manual.py`; what each is given and gives back is in `base.py`. `remote/` is what happens on login
+nodes and other machines before a start (copying, installing). Of several clusters,
+`multi_cluster.py` gives each its GPUs, `hub.py` starts the hub through which they average, and
+`join.py` makes the run file of a cluster that joins from elsewhere. `render.py` writes files that
+run without isles. Open `start.py` first.
 """

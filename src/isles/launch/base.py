@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
+from isles.config.sections.model import missing_package
 from isles.errors import ConfigError, ConfigErrors
 from isles.launch.gpus import find_gpus
+from isles.launch.worker import require_train
+from isles.run.begin import require_packages
 from isles.run.env import hub_cache
-from isles.run.nodes import Fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun
@@ -21,45 +25,18 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One start of a run, ready to be launched.
-
-    Args:
-        run_dir: the run directory.
-        attempt: the folder of this start.
-        world_size: number of ranks.
-        device: cpu or cuda.
-        command: the command line that runs until the ranks have ended.
-        resumed_from: the checkpoint that was asked for by name.
-        variables: of the environment, that the run file sets.
-        fleet: its nodes, for the agents; None: the command needs none.
-    """
-
-    run_dir: RunDir
-    attempt: Attempt
-    world_size: int
-    device: str
-    command: tuple[str, ...]
-    resumed_from: Path | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    fleet: Fleet | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StartOptions:
     """How `isles train` was typed.
 
     Args:
-        path: the run file.
-        overrides: as `key.path=value`.
         resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
         dry_run: only say what would be done.
         say, warn: take lines for the user.
         cluster: of several in the run file, the one that is started; empty: there is one.
         join: a join line, a secret: how the started cluster reaches the others. It lies in the file
             `join` of the run directory, and nowhere else. Empty: a run that goes on keeps its own.
-        loaded: the run file of `path` where it is no file of this machine; its text says
-            everything, so that there are no overrides.
+        loaded: the run file where `path` is no file of this machine; its text says everything, so
+            that there are no overrides.
         typed: the command that goes on with the run, as the user types it; empty: not known.
     """
 
@@ -81,7 +58,6 @@ class Started:
 
     Args:
         run_dir: its directory, as the machine sees it that has it.
-        attempt: this start of it.
         process: who runs it, where that is a process of this machine.
         remote: where the run directory is, if not here.
         text: what the user must do now (manual); nothing is followed then.
@@ -94,27 +70,57 @@ class Started:
     text: str = ""
 
 
-def settle_here(loaded: Loaded, warn: Say, *, needs_data: bool) -> tuple[Loaded, Resolved]:
-    """A run file, and its values for the GPUs of this machine.
+def resolve_checked(
+    loaded: Loaded,
+    *,
+    needs_data: bool = True,
+    num_gpus: int = 0,
+    nproc: Sequence[int] | None = None,
+    device: Literal["cuda", "cpu"] | None = None,
+) -> Resolved:
+    """The values of a run file whose files are on this machine.
 
     Args:
-        loaded: the run file.
-        warn: takes a warning about the GPUs.
         needs_data: also refuse sources that are not here.
+        num_gpus, nproc, device: see `isles.config.resolve.resolve`.
 
     Raises:
-        ConfigErrors: every fault in it.
+        ConfigErrors: every issue.
     """
+    issues = [*shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
+    if needs_data:
+        issues += data_faults(loaded)
+    try:
+        resolved = resolve(loaded, num_gpus=num_gpus, nproc=nproc, device=device)
+    except ConfigError as error:
+        raise ConfigErrors([*issues, error]) from None
+    if issues:
+        raise ConfigErrors(issues)
+    return resolved
+
+
+def resolve_here(loaded: Loaded, warn: Say, *, needs_data: bool) -> Resolved:
+    """`resolve_checked` for the GPUs of this machine; `warn` takes a warning about them."""
     finding = find_gpus()
     if finding.warning:
         warn(finding.warning)
-    faults = [*shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
-    if needs_data:
-        faults += data_faults(loaded)
-    try:
-        resolved = resolve(loaded, num_gpus=len(finding.gpus))
-    except ConfigError as error:
-        raise ConfigErrors([*faults, error]) from None
-    if faults:
-        raise ConfigErrors(faults)
-    return loaded, resolved
+    return resolve_checked(loaded, needs_data=needs_data, num_gpus=len(finding.gpus))
+
+
+def check_packages(resolved: Resolved) -> None:
+    """Make sure that ranks of this Python can train the run.
+
+    Raises:
+        UserError: a package is missing, or DeepSpeed cannot start here.
+    """
+    require_train()
+    check_start(resolved.config, resolved.world_size)
+    require_packages(resolved.config)
+    if fault := missing_package(resolved.config.adapter):
+        raise fault
+
+
+def next_attempt(run_dir: RunDir) -> Attempt:
+    """The attempt that a start would make."""
+    last = run_dir.last_attempt()
+    return run_dir.attempt(last.number + 1 if last else 1)

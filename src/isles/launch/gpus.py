@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by nvidia-smi: without torch."""
+"""The GPUs of this machine, by nvidia-smi; no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class LocalGpu:
     """One GPU that a rank could use.
 
     Args:
-        name: as the driver reports it.
-        uuid: as the driver reports it.
+        name, uuid: as the driver reports them.
         memory_bytes: memory on the card; None where the driver does not say.
     """
 
@@ -69,19 +68,24 @@ def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) 
         return _unknown(f"nvidia-smi gave no answer in {timeout_s:g} s")
     except OSError as error:
         return _unknown(f"nvidia-smi cannot be run: {error.strerror}")
-    return _finding_from_answer(answer, wanted)
+    return _finding(answer, wanted)
 
 
-def _finding_from_answer(
-    answer: subprocess.CompletedProcess[str], wanted: list[str] | None
-) -> GpuFinding:
+def _finding(answer: subprocess.CompletedProcess[str], wanted: list[str] | None) -> GpuFinding:
     said = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
     if said and said[0].lower().startswith("no devices were found"):
         return GpuFinding(())
     if answer.returncode:
         cause = said[0] if said else "no message"
         return _unknown(f"nvidia-smi failed with exit code {answer.returncode}: {cause}")
-    present = [gpu for line in answer.stdout.splitlines() if (gpu := _gpu_from_line(line))]
+    present: list[LocalGpu] = []
+    for line in answer.stdout.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) >= 4:
+            memory = parts[-1].removesuffix("MiB").strip()
+            size = int(memory) * 2**20 if memory.isdigit() else None
+            # A name may hold a comma; the other three fields cannot.
+            present.append(LocalGpu(", ".join(parts[1:-2]), parts[-2], size))
     return GpuFinding(tuple(present)) if wanted is None else _select(present, wanted)
 
 
@@ -91,20 +95,16 @@ def _unknown(cause: str) -> GpuFinding:
     )
 
 
-def _gpu_from_line(line: str) -> LocalGpu | None:
-    parts = [part.strip() for part in line.split(",")]
-    if len(parts) < 4:
-        return None
-    # A name may hold a comma; the other three fields cannot.
-    name, uuid, memory = ", ".join(parts[1:-2]), parts[-2], parts[-1].removesuffix("MiB").strip()
-    return LocalGpu(name, uuid, int(memory) * 2**20 if memory.isdigit() else None)
-
-
 def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
-    """What CUDA shows for CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there."""
+    # As CUDA reads CUDA_VISIBLE_DEVICES: it stops at the first entry that is not there.
     chosen: list[LocalGpu] = []
     for entry in wanted:
-        gpu = _find_entry(present, entry)
+        if entry.isdigit():
+            gpu = present[int(entry)] if int(entry) < len(present) else None
+        elif entry.startswith("MIG-"):
+            gpu = LocalGpu("MIG device", entry, None)  # nvidia-smi's query does not list them
+        else:
+            gpu = next((gpu for gpu in present if gpu.uuid.startswith(entry)), None)
         if gpu is None:
             return GpuFinding(
                 tuple(chosen),
@@ -113,11 +113,3 @@ def _select(present: list[LocalGpu], wanted: list[str]) -> GpuFinding:
             )
         chosen.append(gpu)
     return GpuFinding(tuple(chosen))
-
-
-def _find_entry(present: list[LocalGpu], entry: str) -> LocalGpu | None:
-    if entry.isdigit():
-        return present[int(entry)] if int(entry) < len(present) else None
-    if entry.startswith("MIG-"):
-        return LocalGpu("MIG device", entry, None)  # nvidia-smi's query does not list them
-    return next((gpu for gpu in present if gpu.uuid.startswith(entry)), None)

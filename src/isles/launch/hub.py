@@ -1,216 +1,362 @@
-"""What a run file takes from the Hugging Face hub, and whether this machine can read it there.
+"""The hub of clusters as a process of this machine: started, found again, and ended.
 
-`isles check` asks on every machine; a start asks once, before there are ranks, for what is not here
-yet: each rank would find out by itself, in many attempts that take a minute.
+`isles rendezvous` starts one for a run file (`start_meeting`), `isles train` of several clusters
+one beside them (`open_rendezvous`). A hub goes on with what lies in its state directory: token,
+certificate, port, averages.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-import subprocess
+import socket
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from isles.config.files import BUILT_IN, may_be_hub_id
-from isles.config.load import Loaded
-from isles.config.sections.run import RunConfig
-from isles.errors import ConfigError
-from isles.facts.models import shape_names
-from isles.run.env import datasets_cache, hub_cache, inherited
+import psutil
 
-_REQUEST_S = 5.0
+from isles.config.clusters import shared_text
+from isles.config.load import Loaded, load_run_file
+from isles.errors import ConfigError, MissingDependencyError, PreflightError
+from isles.launch.ssh.shell import start_detached
+from isles.run.env import inherited
+from isles.run.find import numbered_runs
+from isles.run.join_line import JoinLine
+from isles.run.process import ProcessId
+from isles.run.records import clear_errors, read_record, write_record, write_secret
+from isles.run.stop import kill_now, send_signal
 
-_ANSWER_S = 10
-"""Longest wait of a start for the hub."""
-
-_GIVE_UP_S = 60.0
-"""Longest wait of a start for the process that asks it."""
-
-
-def hub_repos(config: RunConfig) -> dict[tuple[str, str], str]:
-    """What may have to come from the hub: kind (model or dataset) and id -> the key that names it.
-
-    A run file of a script has stand-ins for both, which are not there.
-    """
-    named = {
-        "model.name_or_path": config.model.name_or_path,
-        "tokenizer.name_or_path": config.tokenizer.name_or_path,
-    }
-    found: dict[tuple[str, str], str] = {}
-    for key, name in named.items():
-        if name is not None and name not in shape_names() and _is_elsewhere(name):
-            found.setdefault(("model", name), key)
-    for index, source in enumerate(config.data.sources):
-        name = source.path
-        if name is None or source.type == "fake" or name in BUILT_IN or not _is_elsewhere(name):
-            continue
-        found.setdefault(("dataset", name), f"data.sources.{index}.path")
-    return found
+EVERYWHERE = ("0.0.0.0", "::")
+_OPEN_S = 60.0
+_END_S = 10.0
+_LOOK_S = 0.1
+_LAST_WORDS = 2000
+_NEEDED = ("aiohttp", "torch")
 
 
-def hub_faults(loaded: Loaded) -> list[ConfigError]:
-    """What a run lacks on this machine and cannot have from the hub.
-
-    It waits for a few seconds at most. An error of the hub itself is no fault: ranks try again.
-    """
-    keys = hub_repos(loaded.config)
-    environ = {**inherited(), **loaded.config.clusters[0].environment.variables}
-    wanted = [(kind, name) for kind, name in keys if not _is_cached(kind, name, environ)]
-    if not wanted:
-        return []
-    # A process of its own: the library reads the variables of the ranks once, when it is imported.
-    words = [f"{kind}={name}" for kind, name in wanted]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "isles.launch.hub", *words],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_GIVE_UP_S,
-            check=False,
-        )
-        answers = json.loads(done.stdout or "[]")
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return []  # the rank that reads it says more
-    if done.returncode == -signal.SIGALRM:
-        said = f"no answer within {_ANSWER_S} s"
-        answers = [_answer(kind, name, said) for kind, name in wanted]
-    faults = []
-    for row in answers:
-        if row["state"] not in ("ok", "cached", "unknown", "failing"):
-            id, what, fix = hub_fault(row)
-            where = loaded.where(keys[row["kind"], row["name"]])
-            faults.append(ConfigError(what, where=where, fix=fix, id=id))
-    return faults
-
-
-def ask_hub(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
-    """Whether this machine can read repositories of the hub.
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A hub that runs.
 
     Args:
-        repos: pairs of kind (model or dataset) and id.
+        state: its state directory.
+        is_new: it was started just now.
+        has_past: its state directory was there before.
+    """
+
+    state: Path
+    line: JoinLine
+    is_new: bool
+    has_past: bool
+
+    @property
+    def join_file(self) -> Path:
+        """The file that holds the join line."""
+        return self.state / "join"
+
+
+def start_meeting(
+    run_file: Path, overrides: Sequence[str], *, public: str, listen: str, is_anew: bool
+) -> Meeting:
+    """Start the hub of a run file, or go on with the one that was begun.
+
+    Args:
+        public: HOST:PORT that clusters dial; empty: as `outer.public` says, or none.
+        listen: HOST:PORT; empty: it follows from `public`.
+        is_anew: begin with an empty memory, whatever was.
+
+    Raises:
+        UserError: the run file is not of several clusters, or the hub cannot be started.
+    """
+    loaded = load_run_file(run_file, overrides)
+    _refuse(loaded)
+    outer = loaded.config.diloco
+    assert outer is not None
+    public = public or outer.public or ""
+    if public and split_address(public, "--public")[1] == 0:
+        raise ConfigError(
+            f"{public} has no port that clusters could dial",
+            where="--public",
+            fix="choose one, such as 29400",
+            id="rendezvous.address",
+        )
+    place = listen_address(public, listen)
+    state = _state_directory(loaded, is_anew=is_anew)
+    has_past = (state / "join").exists()
+    text = shared_text(loaded.config)
+    if rendezvous_process(state) is not None and (state / "run.yaml").read_text() != text:
+        raise ConfigError(
+            "the rendezvous runs already, and gives clusters another run file",
+            where=str(state / "run.yaml"),
+            fix="stop it first; or type it with the values that it was started with",
+        )
+    line, is_new = open_rendezvous(
+        state,
+        run=loaded.config.name,
+        settings=outer.rendezvous_settings,
+        listen=place,
+        announce=public,
+        run_file=text,
+    )
+    return Meeting(state, line, is_new, has_past)
+
+
+def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
+    # OUTPUT_DIR/NAME-rendezvous-N: the last that there is, or the next one.
+    folder = Path(loaded.config.output_dir).expanduser()
+    name = f"{loaded.config.name}-rendezvous"
+    taken = numbered_runs(folder, name)
+    ours = [run.path for _, run in taken if (run.path / "settings.json").exists()]
+    if ours and not is_anew:
+        return ours[-1]
+    return folder / f"{name}-{taken[-1][0] + 1 if taken else 1}"
+
+
+def _refuse(loaded: Loaded) -> None:
+    outer = loaded.config.diloco
+    if outer is None or loaded.config.training.script is not None:
+        raise ConfigError(
+            "this run averages with no other cluster: nobody would come",
+            where=loaded.where("outer.kind"),
+            fix="set outer: {kind: diloco}",
+        )
+    if outer.engine == "hivemind":
+        raise ConfigError(
+            "with engine hivemind clusters find one another without a rendezvous",
+            where=loaded.where("outer.engine"),
+            fix="use engine hub; docs/hivemind.md says how hivemind is started",
+        )
+    if outer.rendezvous is not None:
+        raise ConfigError(
+            f"the run file says that there is a rendezvous already, at {outer.rendezvous}",
+            where=loaded.where("outer.rendezvous"),
+            fix="delete it; --public says how this one is reached",
+        )
+
+
+def rendezvous_process(state: Path) -> ProcessId | None:
+    """The process that has a state directory; None where none does on this machine."""
+    process = ProcessId.from_record(read_record(state / "process.json") or {})
+    return process if process is not None and process.is_here() and process.is_alive() else None
+
+
+def open_rendezvous(
+    state: Path,
+    *,
+    run: str,
+    settings: Mapping[str, object],
+    listen: str,
+    announce: str = "",
+    run_file: str = "",
+    until_finished: bool = False,
+) -> tuple[JoinLine, bool]:
+    """Start the hub of a state directory, in a session of its own; or find it running.
+
+    Args:
+        settings: rules of the run (`DiLoCoConfig.rendezvous_settings`).
+        listen: HOST:PORT; port 0: the one of last time, or any.
+        announce: HOST or HOST:PORT that clusters dial, if it is another.
+        run_file: text that clusters elsewhere are given to take part by; empty: none.
+        until_finished: it ends by itself once all clusters have finished and left.
 
     Returns:
-        For each its kind and name, a state (ok, cached, licence, missing, unreachable, failing,
-        offline, unknown), what the hub said, and the page to visit.
+        The join line, and whether the hub was started just now.
+
+    Raises:
+        UserError: it cannot listen there, a package is missing, or it runs with other settings.
     """
-    answers: list[dict[str, str]] = []
-    silent = ""
-    for kind, name in repos:
-        # Where one cannot be asked for, the next would only cost the same time again.
-        state, said = ("unreachable", silent) if silent else _ask(kind, name)
-        silent = said if state == "unreachable" else ""
-        answer = _answer(kind, name, said, state)
-        with suppress(OSError):
-            if state != "ok" and _is_cached(kind, name, inherited()):
-                answer["state"] = "cached"
-        answers.append(answer)
-    return answers
-
-
-def hub_fault(row: dict[str, str]) -> tuple[str, str, str]:
-    """The id, what is wrong and what to do, for an answer of `ask_hub` that is no good one."""
-    what, said, name = f"{row['kind']} {row['name']}", row["said"], row["name"]
-    fetch = f"hf download {name}" + (" --repo-type dataset" if row["kind"] == "dataset" else "")
-    match row["state"]:
-        case "licence":
-            text = f"{what} needs a licence that this account has not accepted ({said})"
-            fix = f"visit https://{row['page']}, accept it, and log in there: hf auth login"
-            return "hub.licence", text, fix
-        case "missing":
-            text = f"the hub knows no {what}, or it is private ({said})"
-            fix = "correct the name; a folder is written with ./ before it; for a private one: "
-            return "hub.access", text, fix + "hf auth login"
-        case "offline":
-            fix = f"unset HF_HUB_OFFLINE, or fetch it before: {fetch}"
-            return "hub.access", f"{what} is not here, and {said}", fix
-        case "unknown":
-            fix = "isles setup run.yaml installs what training needs"
-            return "hub.access", f"{what} was not asked for: {said}", fix
-        case "failing":
-            text = f"the hub answers with an error for {what}: {said}"
-            return "hub.access", text, f"try again in a while, or fetch it elsewhere: {fetch}"
-        case _:
-            fix = "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it "
-            fix += f"where there is one, {fetch}, and copy the cache"
-            return "hub.access", f"the hub cannot be reached for {what}: {said}", fix
-
-
-def _ask(kind: str, name: str) -> tuple[str, str]:
-    """The state of a repository, and what the hub has said."""
-    try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            GatedRepoError,
-            HfHubHTTPError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
+    asked = {"run": run, "settings": dict(settings), "listen": listen, "announce": announce}
+    if (process := rendezvous_process(state)) is not None:
+        record = read_record(state / "process.json") or {}
+        for key, value in asked.items():
+            if record.get(key, value) != value:
+                raise ConfigError(
+                    f"the rendezvous runs already (pid {process.pid}), with {key} {record[key]}, "
+                    f"and not {value}",
+                    where=str(state),
+                    fix="type it as before; or stop that one first (clusters go on training, and "
+                    "come back to it)",
+                )
+        return JoinLine.read(state / "join"), False
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise MissingDependencyError(
+            f"the rendezvous needs packages that are not installed: {', '.join(missing)}",
+            where=sys.executable,
+            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
-    except ImportError:
-        return "unknown", "the package huggingface_hub is missing"
-    file = "config.json" if kind == "model" else "README.md"
-    state, said = "ok", ""
-    try:
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_REQUEST_S)
-    except EntryNotFoundError:
-        pass  # the repository answers
-    except GatedRepoError as error:
-        state, said = "licence", _line(error)
-    except RepositoryNotFoundError as error:
-        state, said = "missing", _line(error)
-    except OfflineModeIsEnabled:
-        state, said = "offline", "HF_HUB_OFFLINE is set"
-    except HfHubHTTPError as error:
-        state, said = "failing", _line(error)
-    except Exception as error:  # a library's many errors: no network, proxy, TLS, time
-        state, said = "unreachable", f"{type(error).__name__}: {_line(error)}"
-    return state, said
+    with clear_errors(state):
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_secret(state / "settings.json", json.dumps(asked["settings"]))
+        command = [sys.executable, "-m", "isles.outer.hub", str(state.absolute())]
+        command += ["--run", run, "--listen", listen, "--announce", announce]
+        command += ["--settings", str(state.absolute() / "settings.json")]
+        if run_file:
+            write_secret(state / "run.yaml", run_file)
+        if until_finished:
+            command.append("--until-finished")
+    _launch(state, {**asked, "command": command})
+    return JoinLine.read(state / "join"), True
 
 
-def _answer(kind: str, name: str, said: str, state: str = "unreachable") -> dict[str, str]:
-    page = f"huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
-    return {"kind": kind, "name": name, "state": state, "said": said, "page": page}
+def reopen_rendezvous(state: Path) -> bool:
+    """Start a hub that has died as it was started last.
+
+    Returns:
+        Whether it was started; False where it runs, or never did here.
+
+    Raises:
+        UserError: it ends again at once.
+    """
+    record = read_record(state / "process.json") or {}
+    if rendezvous_process(state) is not None or "command" not in record:
+        return False
+    _launch(state, record)
+    return True
 
 
-def _is_elsewhere(name: str) -> bool:
-    return may_be_hub_id(name) and not Path(name).expanduser().exists()
+def _launch(state: Path, record: Mapping[str, Any]) -> None:
+    # Start it, and wait until it listens: until the join line is written anew.
+    log, join = state / "rendezvous.log", state / "join"
+    begin, before = log.stat().st_size if log.exists() else 0, _changed_at(join)
+    with clear_errors(state):
+        with log.open("ab") as stream:
+            child = start_detached(record["command"], inherited(), stream, state)
+        write_record(state / "process.json", {**record, **ProcessId.of(child.pid).record()})
+    end = time.monotonic() + _OPEN_S
+    while _changed_at(join) == before:
+        code = child.poll()
+        if code is not None or time.monotonic() > end:
+            child.kill()
+            raise _not_opened(log, begin, code)
+        time.sleep(_LOOK_S)
 
 
-def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
-    """Whether huggingface_hub has it from before, or the datasets library has prepared it."""
-    folder = hub_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
-    if folder.is_dir() and any(folder.iterdir()):
-        return True
-    prepared = datasets_cache(environ)
-    return (
-        kind == "dataset"
-        and prepared.is_dir()
-        and any(_plain(entry.name) == _plain(name) for entry in prepared.iterdir())
+def _not_opened(log: Path, begin: int, code: int | None) -> PreflightError:
+    with log.open(encoding="utf-8", errors="replace") as stream:
+        stream.seek(begin)
+        said = stream.read()[-_LAST_WORDS:].strip()
+    _, found, error = said.rpartition("error: ")
+    what, _, fix = (error if found else said).partition("\n  fix: ")
+    why = "has not begun within 60 s" if code is None else f"has ended with exit code {code}"
+    return PreflightError(
+        what if found and code is not None else f"the rendezvous {why}: {what or 'not a word'}",
+        where="" if found else str(log),
+        fix=fix or "mend what it says",
+        id="rendezvous.ended",
     )
 
 
-def _plain(name: str) -> str:
-    """OWNER/MyName and the owner___my_name that the datasets library makes of it."""
-    return name.replace("/", "").replace("_", "").lower()
+def _changed_at(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_mtime_ns + found.st_ino
+    return 0
 
 
-def _line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+def local_line(state: Path) -> JoinLine:
+    """The join line of a hub on this machine, with the address by which this machine itself reaches
+    it: routers seldom bring one's own public address back.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    line = JoinLine.read(state / "join")
+    listen = str((read_record(state / "process.json") or {}).get("listen", ""))
+    host = listen.rpartition(":")[0].strip("[]") or line.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        return replace(line, host=host, port=int((state / "port").read_text()))
+    except (OSError, ValueError):
+        return line
 
 
-def main() -> None:
-    """Answer for repositories as KIND=NAME, in JSON; killed by SIGALRM where the hub is silent."""
-    with suppress(ImportError):
-        import huggingface_hub  # noqa: F401  # slow from a disk of the network, which is no silence
-    # No time limit of a request ends the wait for a name server.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_ANSWER_S)
-    sys.stdout.write(json.dumps(ask_hub(word.split("=", 1) for word in sys.argv[1:])))
+def end_rendezvous(state: Path) -> bool:
+    """End the hub of a state directory; what it knows is kept.
+
+    Returns:
+        Whether there was one.
+    """
+    process = rendezvous_process(state)
+    if process is None:
+        return False
+    send_signal(process, signal.SIGTERM)
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(process.pid)
+        try:
+            child.wait(timeout=_END_S)
+        except psutil.TimeoutExpired:
+            kill_now(process)
+            child.wait()
+    return True
 
 
-if __name__ == "__main__":
-    main()
+def listen_address(public: str, listen: str) -> str:
+    """Where a hub on this machine listens, so that clusters reach it.
+
+    Args:
+        public: HOST:PORT that clusters dial; empty: clusters of this machine only.
+        listen: HOST:PORT as the user says it; empty: it follows from `public`.
+
+    Raises:
+        ConfigError: nobody would reach it.
+    """
+    own = own_addresses()
+    if not listen:
+        if not public:
+            return "127.0.0.1:0"
+        host, port = split_address(public, "--public")
+        found = next((address for address in _resolve(host) if address in own), EVERYWHERE[0])
+        return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+    host, _ = split_address(listen, "--listen")
+    if host in EVERYWHERE and not public:
+        raise ConfigError(
+            f"{host} stands for all addresses of this machine, and none that clusters could dial",
+            where="--listen",
+            fix="say by which one they reach it: --public HOST:PORT",
+            id="rendezvous.address",
+        )
+    if host not in EVERYWHERE and not own.intersection(_resolve(host)):
+        raise ConfigError(
+            f"{host} is no address of this machine, which has {', '.join(sorted(own))}",
+            where="--listen",
+            fix="listen at one of them, or at 0.0.0.0; what clusters dial is said by --public",
+            id="rendezvous.address",
+        )
+    return listen
+
+
+def split_address(text: str, where: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ConfigError(
+            f"{text!r} is no address",
+            where=where,
+            fix="write HOST:PORT, as hub.example.org:29400",
+            id="rendezvous.address",
+        )
+    return host.strip("[]"), int(port)
+
+
+def own_addresses() -> set[str]:
+    """The addresses of this machine, as text."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    entries = [entry for some in psutil.net_if_addrs().values() for entry in some]
+    return {e.address.partition("%")[0] for e in entries if e.family in families}
+
+
+def _resolve(host: str) -> list[str]:
+    with suppress(OSError, UnicodeError):
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [str(place[4][0]) for place in places]
+    return []

@@ -7,20 +7,88 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from isles.config.load import Loaded
+from isles.config.resolve import Resolved
 from isles.config.sections.cluster import ClusterConfig
-from isles.errors import UserError
-from isles.launch.base import Job
-from isles.launch.detached import start_detached
-from isles.run.begin import write_launch
+from isles.config.show import show
+from isles.errors import ConfigErrors, UserError
+from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_here
+from isles.launch.huggingface import huggingface_issues
+from isles.launch.ssh.shell import start_detached
+from isles.run.begin import begin_run, choose_run, new_attempt, write_launch
 from isles.run.env import inherited, rank_defaults, visible_devices
-from isles.run.nodes import Fleet, FleetNode
+from isles.run.find import numbered_runs
+from isles.run.nodes import Fleet, FleetNode, read_fleet
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import clear_errors
+from isles.run.records import clear_errors, read_record
+from isles.run.state import attempt_state
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One start of a run on this machine.
+
+    Args:
+        command: the command line that runs until the ranks have ended.
+        resumed_from: the checkpoint that was asked for by name.
+        variables: of the environment, that the run file sets.
+        fleet: its nodes, for the agents; None: the command needs none.
+    """
+
+    run_dir: RunDir
+    attempt: Attempt
+    world_size: int
+    device: str
+    command: tuple[str, ...]
+    resumed_from: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    fleet: Fleet | None = None
+
+
+def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
+    """Start a run on this machine, or say what would be done; see `isles.launch.start.start`.
+
+    Raises:
+        UserError: the run cannot be begun, or the machine cannot start it.
+    """
+    resolved = resolve_here(loaded, options.warn, needs_data=True)
+    cluster = resolved.config.clusters[0]
+    if options.dry_run:
+        begun = choose_run(resolved, options.resume)
+        attempt = next_attempt(begun.run_dir)
+    else:
+        check_packages(resolved)
+        joined = _join_running(resolved, options)
+        if joined is not None:
+            return joined
+        if faults := huggingface_issues(loaded):
+            raise ConfigErrors(faults)
+        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
+        if begun.note:
+            options.say(begun.note)
+        attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
+    job = local_job(
+        begun.run_dir,
+        attempt,
+        world_size=resolved.world_size,
+        device=resolved.device,
+        resumed_from=begun.resume_from,
+        cluster=cluster,
+    )
+    ranks = _ranks_text(resolved)
+    if options.dry_run:
+        note = begun.note or f"this would be a new run: {begun.run_dir.name}"
+        head = f"{ranks}; the command that would start them:"
+        return f"{show(resolved).rstrip()}\n\n{note}\n{head}\n\n{LocalLauncher().render(job)}"
+    process = LocalLauncher().submit(job)
+    options.say(f"started {begun.run_dir.name}: {ranks}, in {begun.run_dir.path}")
+    return Started(begun.run_dir, attempt, process)
 
 
 def local_job(
@@ -35,10 +103,6 @@ def local_job(
     """The job that trains a run on this machine.
 
     Args:
-        run_dir: the run.
-        attempt: this start of it.
-        world_size: ranks on all nodes.
-        device: cpu or cuda.
         resumed_from: a checkpoint that was asked for by name.
         cluster: the run file's section; several nodes are as many agents. None: one node.
     """
@@ -56,17 +120,19 @@ def local_job(
         digest="",
         resume_from=str(resumed_from.absolute()) if resumed_from else None,
     )
-    words = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
-    command = (*words, "--attempt", str(attempt.number))
+    command = _agent_command(run_dir, attempt)
     variables = dict(cluster.environment.variables)
     return Job(run_dir, attempt, world_size, device, command, resumed_from, variables, fleet)
 
 
 class LocalLauncher:
-    """Starts the agent in a session of its own, so that the run outlives the terminal."""
+    """Starts the agent in a session of its own, so that the run outlives the terminal.
+
+    Args:
+        environ: what the job inherits; None: all that this process has.
+    """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """`environ`: what the job inherits; None: all that this process has."""
         self._environ = inherited() if environ is None else environ
         self._children: list[subprocess.Popen[bytes]] = []
 
@@ -100,11 +166,13 @@ class LocalLauncher:
         return process
 
     def _added(self, job: Job) -> dict[str, str]:
-        """Variables of the run file, and those that make a good start on one machine."""
+        # gloo and NCCL on the loopback: no port is open to the network.
+        interfaces = psutil.net_if_addrs().items()
+        loopback = (n for n, found in interfaces if any(a.address == "127.0.0.1" for a in found))
         defaults = rank_defaults(
             device=job.device,
             nproc=job.world_size,
-            interface=_loopback(),
+            interface=next(loopback, None),
             environ={**self._environ, **job.variables},
         )
         return {**defaults, **job.variables}
@@ -121,21 +189,17 @@ def place_here(
     environ = inherited()
     if fleet.device == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_gpus(fleet, node))
-    command = [sys.executable, "-m", "isles.agent", str(run_dir.path.absolute())]
-    command += ["--attempt", str(attempt.number), "--node", str(node)]
+    command = (*_agent_command(run_dir, attempt), "--node", str(node))
     with attempt.node_log(node).open("ab") as log:
-        return subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return start_detached(command, environ, log, attempt.path)
+
+
+def _agent_command(run_dir: RunDir, attempt: Attempt) -> tuple[str, ...]:
+    words = (sys.executable, "-m", "isles.agent", str(run_dir.path.absolute()))
+    return (*words, "--attempt", str(attempt.number))
 
 
 def _own_gpus(fleet: Fleet, node: int) -> list[str]:
-    """Each node of one machine has GPUs of its own."""
     nproc = fleet.nodes[node].nproc
     last = (node + 1) * nproc
     visible = visible_devices() or [str(gpu) for gpu in range(last)]
@@ -150,9 +214,37 @@ def _own_gpus(fleet: Fleet, node: int) -> list[str]:
     return mine
 
 
-def _loopback() -> str | None:
-    """The interface that reaches this machine only, so that no port is open to the network."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return None
+def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
+    # Bring the missing nodes back to a run that goes on with fewer than it may have.
+    if options.resume != "auto" or resolved.config.clusters[0].max_nodes == 1:
+        return None
+    runs = numbered_runs(Path(resolved.config.output_dir).expanduser(), resolved.config.name)
+    run_dir = next((run for _, run in reversed(runs) if run.attempts()), None)
+    attempt = run_dir.last_attempt() if run_dir is not None else None
+    if run_dir is None or attempt is None:
+        return None
+    fleet, state = read_fleet(attempt), attempt_state(run_dir, attempt)
+    if fleet is None or state.state != "running" or state.process is None or not state.is_here:
+        return None
+    records = {n.node: read_record(attempt.node_record(n.node)) or {} for n in fleet.nodes}
+    agents = {node: ProcessId.from_record(record) for node, record in records.items()}
+    missing = [n for n, agent in agents.items() if agent is None or not agent.is_alive()]
+    if not missing or fleet.launcher != "local":
+        return None
+    for node in missing:
+        place_here(run_dir, attempt, fleet, node)
+    num_nodes = len(fleet.nodes)
+    options.say(
+        f"{run_dir.name} is running with {num_nodes - len(missing)} of {num_nodes} nodes: "
+        f"bringing back node {', '.join(map(str, missing))}"
+    )
+    return Started(run_dir, attempt, state.process)
+
+
+def _ranks_text(resolved: Resolved) -> str:
+    kind, plural = (
+        ("GPU", "GPUs") if resolved.device == "cuda" else ("CPU process", "CPU processes")
+    )
+    nodes = resolved.config.clusters[0].max_nodes
+    end = f" on {nodes} nodes" if nodes > 1 else ""
+    return f"{resolved.world_size} {kind if resolved.world_size == 1 else plural}{end}"

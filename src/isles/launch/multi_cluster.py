@@ -1,10 +1,9 @@
-"""Several clusters started from one machine: who gets which of its GPUs, and where they meet."""
+"""Several clusters started from one machine: which GPUs each gets, and where their hub listens."""
 
 from __future__ import annotations
 
 import re
 import socket
-import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -14,12 +13,13 @@ from isles.config.sections.outer import HivemindConfig
 from isles.errors import ConfigError
 from isles.launch.gpus import find_gpus
 from isles.launch.hub import listen_address, own_addresses
+from isles.launch.ssh.shell import ssh_config
 from isles.run.env import rank_defaults, visible_devices
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/|/dns[46]?/localhost/")
-_NOWHERE = ("192.0.2.1", 9)
-"""An address that is nobody's (RFC 5737): asking for the way to it sends nothing."""
+_NOWHERE = "192.0.2.1"
+"""A documentation address (RFC 5737): a UDP socket connected to it sends nothing."""
 
 
 def is_elsewhere(cluster: ClusterConfig) -> bool:
@@ -28,8 +28,8 @@ def is_elsewhere(cluster: ClusterConfig) -> bool:
 
 
 def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
-    """What clusters of this machine have in their environments, so that they share it in peace:
-    each has GPUs of its own, and on the CPU no more threads than there are cores.
+    """Environment variables of the clusters on this machine, by their names: each gets GPUs of its
+    own, and on the CPU no more threads than there are cores.
 
     Raises:
         ConfigError: they need more GPUs than there are.
@@ -58,7 +58,7 @@ def local_environs(loaded: Loaded) -> dict[str, dict[str, str]]:
 def _deal(
     loaded: Loaded, clusters: Sequence[ClusterConfig], gpus: list[str]
 ) -> dict[str, list[str]]:
-    """GPUs of this machine for its clusters; those that say auto share what is left."""
+    # Clusters that say auto share what is left.
     fixed = {
         c.name: c.gpus_per_node * c.max_nodes for c in clusters if isinstance(c.gpus_per_node, int)
     }
@@ -85,10 +85,10 @@ def _deal(
 
 
 def refuse_peers(loaded: Loaded) -> None:
-    """Look whether clusters of engine hivemind that one run file starts can find one another.
+    """Refuse addresses with which clusters of engine hivemind could not find one another.
 
     Raises:
-        ConfigError: they cannot, with these addresses.
+        ConfigError: there is one.
     """
     outer = loaded.config.diloco
     if outer is None or outer.engine != "hivemind":
@@ -125,7 +125,7 @@ def refuse_peers(loaded: Loaded) -> None:
 
 
 def meeting_place(loaded: Loaded) -> tuple[str, str]:
-    """Where a rendezvous on this machine listens, and what clusters dial if it is another.
+    """Where a hub on this machine listens, and what clusters dial if it is another address.
 
     Raises:
         ConfigError: at which address they reach this machine cannot be found out.
@@ -142,13 +142,15 @@ def _meeting_address(loaded: Loaded) -> str:
         return "127.0.0.1"
     for cluster in clusters:
         for host in cluster.hosts:
-            if (address := _own_address(_host_name(host.address or host.ssh))) is not None:
+            destination = host.address or host.ssh
+            name = ssh_config(destination).get("hostname", destination.rpartition("@")[2])
+            if (address := _own_address(name)) is not None:
                 return address
     with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
         if own in own_addresses() and not own.startswith("127."):
             return own
-    if (address := _own_address(_NOWHERE[0])) is not None:
+    if (address := _own_address(_NOWHERE)) is not None:
         return address
     raise ConfigError(
         "it cannot be found out at which address the clusters reach this machine",
@@ -158,21 +160,8 @@ def _meeting_address(loaded: Loaded) -> str:
     )
 
 
-def _host_name(destination: str) -> str:
-    """What a destination of ssh stands for."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
-        )
-        for line in done.stdout.splitlines():
-            key, _, value = line.partition(" ")
-            if key == "hostname":
-                return value
-    return destination.rpartition("@")[2]
-
-
 def _own_address(host: str) -> str | None:
-    """This machine's address on the way to another one; None: there is no way, or it is this."""
+    # This machine's address on the way to another one; None: there is no way, or it is this.
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,85 +1,211 @@
-"""Commands of the worker wing, each run in a process of its own."""
+"""The verbs `isles config`, `data`, `render` and `setup`, and the command line of `isles train`.
+
+Imported by every command: what a verb needs is imported when it is called.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import shlex
 import sys
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
 
-from isles import __version__
-from isles.errors import ExitCode, MissingDependencyError, UserError
-from isles.run.paths import RunDir
-from isles.run.state import script_of
+from cyclopts import App, Parameter
 
-NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+from isles.errors import ConfigError, ConfigErrors, ExitCode, UserError
 
-
-def require_train() -> None:
-    """Make sure that this installation can train.
-
-    Raises:
-        MissingDependencyError: a package is missing; the message says how to install it.
-    """
-    missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
-    if missing:
-        raise MissingDependencyError(
-            f"this command needs packages that are not installed: {', '.join(missing)}",
-            where=sys.executable,
-            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
-        )
+config = App(name="config", help="Show the resolved run file, or its JSON schema.")
+data = App(name="data", help="Show the data as the model sees it.")
+setup_app = App(name="setup", help="Make the Python environments of all hosts equal.")
 
 
-def version_lines() -> list[str]:
-    """Versions of isles and of what it builds on."""
-    lines = [f"isles {__version__}", f"python {sys.version.split()[0]}"]
-    for name in NEEDED_TO_TRAIN:
-        try:
-            lines.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            lines.append(f"{name} is not installed")
-    return lines
+def normalise_overrides(tokens: Sequence[str]) -> list[str]:
+    """Write `--training.max-steps 5` as `training.max_steps=5`, the one form of an override."""
+    verbs = (["train"], ["check"], ["render"], ["rendezvous"], ["join"])
+    if list(tokens[:1]) not in verbs and list(tokens[:2]) != ["config", "show"]:
+        return list(tokens)
+    result: list[str] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if token == "--":
+            return [*result, token, *rest]
+        flag, has_value, value = token.partition("=")
+        if not flag.startswith("--") or "." not in flag:
+            result.append(token)
+            continue
+        if not has_value:
+            # A flag without a value switches something on.
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        result.append(f"{flag[2:].replace('-', '_')}={value}")
+    return result
 
 
-def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
-    """Run a worker command on this terminal and give its exit code.
+def train_command(run_file: Path, overrides: Sequence[str], resume: str) -> str:
+    """The command that goes on with a run, from what was typed to start it.
 
     Args:
-        verb: export, generate or eval.
-        run_dir: the run.
-        options: by their names; those that are None are left to the command, and of switches those
-            that are False.
-
-    Raises:
-        UserError: it is a run of the user's own script.
-        MissingDependencyError: this installation cannot train.
+        resume: what followed `--resume`; of a checkpoint the run is taken, which has newer ones.
     """
-    if (script := script_of(run_dir)) is not None:
-        raise UserError(
-            f"{run_dir.name} runs {script}, a script of your own: isles does not know its model",
-            where=str(run_dir.path),
-            fix=f"isles {verb} is for runs of the built-in trainer; a script does that by itself",
+    words = ["isles", "train", str(run_file), *overrides]
+    if resume not in ("auto", "no"):
+        path = Path(resume)
+        is_checkpoint = path.parent.name == "checkpoints"
+        words += ["--resume", str(path.parent.parent if is_checkpoint else path)]
+    return shlex.join(words)
+
+
+@config.command(name="show")
+def show_config(run_file: Path, /, *overrides: str) -> int:
+    """Print every value of the resolved run file, and where it came from.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file, such as training.max_steps=5.
+    """
+    from isles.config.clusters import named_cluster
+    from isles.config.load import load_run_file
+    from isles.config.show import show
+    from isles.launch.base import resolve_here
+
+    loaded = load_run_file(run_file, overrides)
+    names = [cluster.name for cluster in loaded.config.clusters]
+    for name in names:
+        own = named_cluster(loaded, name) if len(names) > 1 else loaded
+        head = f"# === cluster {name} ===\n" if len(names) > 1 else ""
+        sys.stdout.write(head + show(resolve_here(own, _warn, needs_data=False)) + "\n")
+    return ExitCode.OK
+
+
+@config.command
+def schema() -> int:
+    """Print the JSON schema of run files, for editors."""
+    from json import dumps
+
+    from isles.config.show import json_schema
+
+    sys.stdout.write(dumps(json_schema(), indent=2) + "\n")
+    return ExitCode.OK
+
+
+@data.command(name="show")
+def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
+    """Print a few samples of each source with the trained tokens marked, and counts.
+
+    The data is prepared as for training, so that a training that follows finds it ready. On a
+    terminal the trained tokens are green, elsewhere they stand between ⟦ and ⟧.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file, such as data.seq_length=512.
+        samples: How many documents of each source.
+    """
+    from isles.config.clusters import of_cluster
+    from isles.config.load import load_run_file
+    from isles.config.resolve import dump_resolved
+    from isles.launch.base import resolve_here
+    from isles.launch.huggingface import huggingface_issues
+    from isles.launch.worker import require_train, run_module
+    from isles.run.paths import RunDir
+
+    if samples < 1:
+        raise ConfigError(
+            f"{samples} samples are none", where="--samples", fix="for example --samples 3"
+        )
+    # The clusters of a run share its data.
+    loaded = of_cluster(load_run_file(run_file, overrides), 0)
+    resolved = resolve_here(loaded, _warn, needs_data=True)
+    if all(source.type == "fake" for source in resolved.config.data.sources):
+        raise ConfigError(
+            "the source is fake: random token ids, of which there is nothing to show",
+            where=loaded.where("data.sources"),
+            fix="name real data",
         )
     require_train()
-    return run_module("isles.train.verbs", verb, str(run_dir.path), *option_words(options))
+    if faults := huggingface_issues(loaded):
+        raise ConfigErrors(faults)
+    with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
+        RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
+        return run_module("isles.train.data_show", folder, f"--samples={samples}")
 
 
-def option_words(options: Mapping[str, object]) -> list[str]:
-    """Options as they are typed, without those that are None or False."""
-    return [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in options.items()
-        if value is not None and value is not False
-    ]
+def render(
+    run_file: Path,
+    /,
+    *overrides: str,
+    to: Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"],
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
+    force: bool = False,
+) -> int:
+    """Write a run file as a script or settings that run without the command isles.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file, such as training.max_steps=5.
+        to: What is written: a torchrun script, a job script for sbatch or PBS's qsub, the JSON of
+            DeepSpeed, or the fsdp_config of the Hugging Face Trainer.
+        output: Where it is written; left out: to stdout.
+        force: Replace the file if it is there.
+    """
+    from isles.config.load import load_run_file
+    from isles.launch.render import render as rendered_from
+    from isles.run.records import write_text_atomic
+
+    loaded = load_run_file(run_file, overrides)
+    rendered = rendered_from(loaded, to, overrides=overrides, output=output)
+    for note in rendered.notes:
+        sys.stderr.write(f"note: {note}\n")
+    if output is None:
+        sys.stdout.write(rendered.text)
+        return ExitCode.OK
+    if output.exists() and not force:
+        raise UserError(
+            "the file is there already",
+            where=str(output),
+            fix="add --force, or another --output",
+            id="file.exists",
+        )
+    try:
+        write_text_atomic(output, rendered.text)
+        if rendered.text.startswith("#!"):
+            output.chmod(0o755)
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(output), fix="another --output"
+        ) from error
+    path = shlex.quote(str(output))
+    use = {
+        "torchrun": f"start it: bash {path}",
+        "sbatch": f"submit it: sbatch {path}",
+        "pbs": f"submit it: qsub {path}",
+        "deepspeed-json": f"strategy: {{kind: deepspeed, config_file: {output}}} uses it here",
+        "fsdp-json": f"TrainingArguments(fsdp=True, fsdp_config={str(output)!r}) uses it",
+    }[to]
+    sys.stderr.write(f"wrote {output}; {use}\n")
+    return ExitCode.OK
 
 
-def run_module(module: str, *arguments: str) -> int:
-    """Run a program of the worker wing on this terminal and give its exit code."""
-    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as child:
-        try:
-            code = child.wait()
-        except KeyboardInterrupt:
-            child.wait()  # Ctrl+C on the terminal has reached it as well
-            return ExitCode.INTERRUPTED
-    return code if code >= 0 else 128 - code
+@setup_app.default
+def setup(run_file: Path, /, *overrides: str, check: bool = False) -> int:
+    """Install isles and its packages on every host of a run file, in parallel, and compare.
+
+    Args:
+        run_file: The run file.
+        overrides: Values that replace those in the file.
+        check: Install nothing; only compare.
+    """
+    from isles.config.load import load_run_file
+    from isles.launch.remote.setup import setup as set_up
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    is_equal = set_up(load_run_file(run_file, overrides), check=check, say=say)
+    return ExitCode.OK if is_equal else ExitCode.PREFLIGHT
+
+
+def _warn(line: str) -> None:
+    sys.stderr.write(f"warning: {line}\n")

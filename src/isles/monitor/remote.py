@@ -20,8 +20,8 @@ from isles import __version__
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
 from isles.launch.queue.status import refresh_all
-from isles.launch.remote.login import SSH_FAILED, ask_isles, lost_python, pass_on, remote_isles
-from isles.launch.ssh.shell import on_all
+from isles.launch.remote.login import SSH_FAILED, ask_isles, pass_on, remote_isles
+from isles.launch.ssh.shell import SSH_FAILED, on_all, python_fault
 from isles.monitor.follow import Follower
 from isles.monitor.status import RunReport, collect
 from isles.monitor.stop import WORDS
@@ -98,7 +98,7 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
         done = ask_isles(first, ["report", *(run.path for run in runs)])
         answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
         if not answers:
-            fault = lost_python(first.host, first.python, done.stderr, done.returncode)
+            fault = python_fault(first.host, first.python, done.returncode, done.stderr)
             noise, id = cut_more(done.stderr)
             words = noise.strip().splitlines()
             what = words[-1] if words else "no answer"

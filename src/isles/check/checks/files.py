@@ -16,7 +16,7 @@ from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.units import format_bytes
-from isles.launch.huggingface import ask_hub, hub_fault
+from isles.launch.huggingface import ask_huggingface, huggingface_issue
 from isles.run.env import cache_home, hub_cache
 from isles.run.records import NO_SPACE, NOT_A_FOLDER, how_to_write, refusal
 
@@ -184,7 +184,7 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
 
 def hub(plan: NodePlan) -> Iterator[Finding]:
     """Findings on access to the repositories of the run file on the Hugging Face hub."""
-    for row in ask_hub(plan.repos):
+    for row in ask_huggingface(plan.repos):
         what, state = f"{row['kind']} {row['name']}", row["state"]
         if state == "ok":
             yield Finding("hub.access", "ok", plan.name, f"{what} can be read", "ok")
@@ -192,7 +192,7 @@ def hub(plan: NodePlan) -> Iterator[Finding]:
             text = f"{what} is here from before; the hub was not asked: {row['said']}"
             yield Finding("hub.access", "ok", plan.name, text, "cached")
         else:
-            finding_id, text, fix = hub_fault(row)
+            finding_id, text, fix = huggingface_issue(row)
             level: Level = "warning" if state == "unknown" else "error"
             yield Finding(finding_id, level, plan.name, text, state, fix=fix)
 

@@ -27,16 +27,21 @@ from isles.config.load import Loaded
 from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError, cut_more
-from isles.launch.queue.pbs import Pbs, PbsJob, dialect_note, last_line
-from isles.launch.queue.script import InRunDir, JobText, pbs_job_script, sbatch_options
+from isles.launch.queue.job import last_line
+from isles.launch.queue.pbs import Pbs, PbsJob, last_line, write_dialect
+from isles.launch.queue.script import (
+    JobText,
+    job_script,
+    slurm_options,
+)
 from isles.launch.queue.slurm import Slurm
-from isles.launch.queue.submit import in_workdir, settle
-from isles.launch.remote.login import copied_file_script, login_setting, lost_python, place_there
+from isles.launch.queue.submit import in_workdir, resolve_for_job
+from isles.launch.remote.login import copied_file_script, login_setting, place_there
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import Shell
+from isles.launch.ssh.shell import Shell, python_fault
 from isles.run.env import allocation, pbs_job
 from isles.run.paths import RunDir
-from isles.run.records import read_record, write_record
+from isles.run.records import read_record
 
 _RUN_S, _LOGIN_S = 120.0, 300.0
 """Beyond the wait for nodes: what the check itself may take before it is ended, and what isles on
@@ -79,7 +84,7 @@ def check_in_job(run: RunFacts, timeout_s: float, overrides: Sequence[str]) -> F
     if launcher.login is not None:
         return _on_login(loaded, launcher.login, timeout_s, overrides)
     with in_workdir(loaded) as workdir:
-        resolved = settle(loaded)
+        resolved = resolve_for_job(loaded)
         with _folder(run.output_dir, loaded, resolved) as folder:
             if isinstance(launcher, PbsLauncherConfig):
                 output = _pbs(resolved, launcher, folder, workdir, timeout_s)
@@ -119,12 +124,12 @@ def _srun(
     # One task a node, with the nodes that the run would ask for; the lines of srun.
     cluster = resolved.config.clusters[0]
     nodes = cluster.max_nodes
-    job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir), ())
+    job = JobText(launcher, nodes, resolved.world_size // nodes, resolved.device, str(workdir))
     options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     if allocation() is None:
         options = [
             option
-            for option in sbatch_options(resolved.config, job)
+            for option in slurm_options(resolved.config, job)
             if not option.startswith(_SBATCH_ONLY)
         ]
         minutes = int((timeout_s + _RUN_S) // 60 + 1)
@@ -150,17 +155,19 @@ def _pbs(
     seconds = 60.0 * math.ceil((timeout_s + _RUN_S) / 60)
     dialect = launcher.dialect if launcher.dialect != "auto" else pbs.dialect()
     attempt = RunDir(folder).attempt(1)
-    write_record(dialect_note(attempt), {"dialect": dialect})  # the job itself reads it
-    script = pbs_job_script(
-        resolved.config,
-        launcher.model_copy(update={"time": seconds, "requeue": False}),
-        dialect,
-        InRunDir(str(folder), 1, only_check_s=timeout_s),
-        workdir=str(workdir),
-        num_ranks=resolved.world_size // cluster.max_nodes,
+    write_dialect(attempt, dialect)
+    own = {"time": seconds, "requeue": False, "dialect": dialect}
+    job = JobText(
+        launcher=launcher.model_copy(update=own),
+        nodes=cluster.max_nodes,
+        nproc=resolved.world_size // cluster.max_nodes,
         device=resolved.device,
+        workdir=str(workdir),
+        run_dir=str(folder),
+        attempt=1,
+        only_check_s=timeout_s,
     )
-    attempt.script.write_text(script, encoding="utf-8")
+    attempt.script.write_text(job_script(resolved.config, job), encoding="utf-8")
     if pbs_job() is not None:
         output = _run_here(attempt.script, timeout_s + _RUN_S)
     else:
@@ -196,8 +203,7 @@ def _submit(pbs: Pbs, run_dir: RunDir, timeout_s: float) -> str:
             "a run would ask for",
             id="queue.refused",
         )
-    launch = {"job_id": done.stdout.split()[-1], "bin_path": pbs.bin_path}
-    job = PbsJob.of(run_dir, attempt, launch)
+    job = PbsJob(run_dir, attempt, done.stdout.split()[-1], pbs)
     began, output = time.monotonic(), "it has not begun"
     is_alive, has_begun = True, False
     try:
@@ -234,7 +240,7 @@ def _on_login(loaded: Loaded, login: str, timeout_s: float, overrides: Sequence[
         columns = [finding.where for finding in findings if finding.id == "os.kernel"]
         return findings, columns or ["the job"]
     text = done.stderr.replace(there, str(loaded.path)).strip()
-    if fault := lost_python(login, python, text, done.returncode):
+    if fault := python_fault(login, python, done.returncode, text):
         raise fault
     text, id = cut_more(text)
     what, _, fix = text.partition("\n  fix: ")

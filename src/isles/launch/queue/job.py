@@ -1,12 +1,26 @@
-"""The job of a run in a scheduler's queue, and how it stands."""
+"""What Slurm and PBS have in common: their commands, the job of a run, and the nodes of a job."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+import re
+import socket
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
 
-JobWord = Literal["pending", "running", "requeued", "ended", "unknown"]
-"""requeued: it has run before, and waits to go on. unknown: nobody here can ask."""
+from isles.config.load import Loaded
+from isles.errors import CommunicationError, ExitCode, UserError
+from isles.launch.queue.reasons import Refusal
+from isles.launch.ssh.shell import Result, Shell
+from isles.run.outcome import end, error_record
+from isles.run.paths import Attempt, RunDir
+from isles.run.restarts import newest_step
+from isles.run.stop import request_stop
+
+JobState = Literal["pending", "running", "requeued", "ended", "unknown"]
+"""requeued: it has run before, and waits to go on. unknown: this machine cannot ask."""
 
 ASK_S = 20.0
 """Longest wait for a command of a scheduler, which may be busy for some seconds."""
@@ -19,7 +33,6 @@ class JobReport:
     Args:
         state: in one word.
         reason: in words: why it waits, where it runs, or how it ended.
-        job_id: its number, as the scheduler's commands take it.
         at: when the scheduler was asked, in seconds since the epoch.
         word: the scheduler's own words, such as `PENDING Resources`.
         nodes: the nodes that it has, as the scheduler writes them.
@@ -27,7 +40,7 @@ class JobReport:
         starts_at: when it may start at the earliest; None: not said.
     """
 
-    state: JobWord
+    state: JobState
     reason: str
     job_id: str
     at: float
@@ -41,47 +54,266 @@ class JobReport:
         """Whether it runs, or will."""
         return self.state in ("pending", "running", "requeued")
 
-    def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
+
+@dataclass(frozen=True, slots=True)
+class Scheduler(ABC):
+    """The commands of a scheduler on one machine.
+
+    Args:
+        bin_path: the folder of the commands; None: they are on PATH.
+        shell: where they run.
+        ask_s: longest wait for one of them.
+    """
+
+    name: ClassVar[str]
+    submit_command: ClassVar[tuple[str, ...]]
+    """The command that takes a job script, with its options."""
+    refusals: ClassVar[tuple[Refusal, ...]]
+    array_option: ClassVar[str]
+    """Pattern of an option that makes an array of a job."""
+    new_words: ClassVar[tuple[str, ...]]
+    """`JobReport.word` of a job that the scheduler has not looked at yet."""
+
+    bin_path: str | None = None
+    shell: Shell = field(default_factory=Shell)
+    ask_s: float = ASK_S
+
+    def run(self, command: str, *args: str) -> Result:
+        """Run a command of the scheduler.
+
+        Raises:
+            PreflightError: it is not here, or does not answer in time.
+        """
+        return self.shell.run([self.path(command), *args], timeout_s=self.ask_s)
+
+    def path(self, command: str) -> str:
+        """A command as it is typed."""
+        return str(Path(self.bin_path).expanduser() / command) if self.bin_path else command
+
+    @abstractmethod
+    def submitted_id(self, done: Result) -> str | None:
+        """The id of the job, from the answer of the submit command; None: it was refused."""
+
+    @abstractmethod
+    def find(self, attempt: Attempt) -> str | None:
+        """The id of the job that runs the script of an attempt; None: there is none.
+
+        Raises:
+            PreflightError: the scheduler does not answer.
+        """
+
+    def refusal_fix(self, keys: tuple[str, ...], loaded: Loaded) -> str:
+        """A better fix than that of `refusals`, for a refusal about these keys; empty: none."""
+        return ""
 
 
-class QueueJob(Protocol):
-    """The job of one start of a run."""
+@dataclass(frozen=True, slots=True)
+class QueueJob(ABC):
+    """The job of one start of a run.
 
-    @property
-    def job_id(self) -> str:
-        """Its number, as the scheduler's commands take it."""
-        ...
+    Args:
+        queue: the scheduler.
+    """
+
+    cancel_command: ClassVar[str]
+
+    run_dir: RunDir
+    attempt: Attempt
+    job_id: str
+    queue: Scheduler
 
     @property
     def text(self) -> str:
         """For messages, such as `Slurm job 4711`."""
-        ...
+        return f"{self.queue.name} job {self.job_id}"
 
+    @abstractmethod
     def state(self) -> JobReport:
-        """How it stands now; this look changes nothing.
+        """Ask how the job stands; this changes nothing.
 
         Raises:
-            PreflightError: the scheduler's commands are not here, or do not answer in time.
+            UserError: the scheduler's commands are not here, or do not answer in time.
         """
-        ...
 
     def hasten(self, report: JobReport) -> None:
-        """Let it start at once where the scheduler holds it only because it was queued again.
+        """Start the job at once where the scheduler holds it only because it was queued again.
 
-        For who has asked for the run to go on, never for who looks.
+        For a user who asks for the run to go on, never for one who looks at it.
         """
-        ...
+        return
 
     def cancel(self, *, now: bool) -> None:
-        """End it: with `now` at once; else it saves first, if it runs.
+        """End the job: with `now` at once; else it saves first, if it runs.
 
         Raises:
             UserError: the scheduler refuses, or does not answer in time.
         """
-        ...
+        report = self.state()
+        if not report.is_alive:
+            return
+        request_stop(self.attempt, "now" if now else "save")
+        if report.state == "running" and not now:
+            self.ask_to_save()
+        else:
+            self.run_cancel()
 
-    def ended(self, report: JobReport) -> dict[str, Any]:
-        """The outcome record of a job that is over, and whose run has left none."""
-        ...
+    def ask_to_save(self) -> None:
+        """Have the running job look at the stop request, if it does not by itself."""
+        return
+
+    def run_cancel(self, *options: str) -> None:
+        """Run the scheduler's cancel command; an error of a job that is over is none."""
+        command = self.cancel_command
+        done = self.queue.run(command, *options, self.job_id)
+        if done.returncode and self.state().is_alive:
+            raise UserError(
+                f"{command} does not end job {self.job_id}: {last_line(done)}",
+                where=self.text,
+                fix=f"by hand: {command} {self.job_id}; it must be a job of yours",
+                id="queue.commands",
+            )
+
+    def write_outcome(self, report: JobReport) -> None:
+        """Write the outcome of a job whose script was killed, unless the run has one."""
+        saved = newest_step(self.run_dir)
+        kept = "nothing was saved" if saved is None else f"everything up to step {saved} is saved"
+        code, is_stop = self.judge(report)
+        error = None
+        if not is_stop:
+            error = error_record(
+                f"{self.text}: {report.reason}",
+                id="",
+                kind="JobEnded",
+                code=code,
+                where=str(self.output()),
+                fix=report.fix or f"look at the end of {self.output().name}",
+                at=report.at,
+                host=None,
+            )
+        reason = f"{self.text}: {report.reason}; {kept}"
+        state: Literal["stopped", "failed"] = "stopped" if is_stop else "failed"
+        end(self.attempt, state, code, reason, step=saved, error=error)
+
+    @abstractmethod
+    def judge(self, report: JobReport) -> tuple[ExitCode, bool]:
+        """The exit code of an ended job without an outcome, and whether it was stopped."""
+
+    @abstractmethod
+    def output(self) -> Path:
+        """The file with what the job has printed."""
+
+    def report(
+        self,
+        state: JobState,
+        reason: str,
+        word: str,
+        *,
+        nodes: str = "",
+        fix: str = "",
+        starts_at: float | None = None,
+    ) -> JobReport:
+        """A report of this moment."""
+        return JobReport(state, reason, self.job_id, time.time(), word, nodes, fix, starts_at)
+
+
+def resubmitted_id(attempt: Attempt) -> str | None:
+    """The id of the job that goes on in place of the first one; None while that one does."""
+    try:
+        words = (attempt.path / "job-id").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return words[-1].partition(";")[0] if words else None
+
+
+def last_line(done: Result) -> str:
+    """The last line that a command has printed."""
+    lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"exit status {done.returncode}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobNode:
+    """A node of a job.
+
+    Args:
+        name: of the host, as the scheduler writes it.
+        address: at which the other nodes reach it; 127.0.0.1 in a job of one node.
+    """
+
+    name: str
+    address: str
+
+
+class Allocation(ABC):
+    """The nodes of a job, as its own script sees them; the coordinator runs there.
+
+    Attributes:
+        job: for messages, such as `Slurm job 4711`.
+        key: a word that no other start of any job has.
+        nodes: in the order of their numbers; the first one is this host.
+        first_port: added to network.port, so that two jobs on one node begin at different ports.
+    """
+
+    nodes: list[JobNode]
+
+    def __init__(self, scheduler: str, job_id: str, key: str, attempt: Attempt) -> None:
+        self.job = f"{scheduler} job {job_id}"
+        self.key = key
+        self.first_port = int(re.sub(r"\D", "", job_id.partition(".")[0])) % 100
+        self._id = job_id
+        self._attempt = attempt
+
+    @abstractmethod
+    def on_all_nodes(self, words: list[str], log: Path) -> list[list[str]]:
+        """Command lines that run `python -m isles.agent RUN_DIR --attempt N WORDS` on each node.
+
+        Args:
+            words: the agent's further arguments.
+            log: a path in which `%n` stands for the number of the node.
+        """
+
+    def save_at(self) -> float | None:
+        """When to save before the time limit, by time.monotonic(); None: a signal tells."""
+        return None
+
+    def is_preempted(self) -> bool:
+        """Whether another job takes the nodes, and this one is not queued again by itself."""
+        return False
+
+    @abstractmethod
+    def queue_again(self) -> str:
+        """Queue this job again, to go on.
+
+        Returns:
+            What was done, in words.
+
+        Raises:
+            UserError: the scheduler refuses.
+        """
+
+
+def address_of(names: list[str], host: str) -> str:
+    """An IPv4 address at which other hosts reach a host: never one of its own loopback.
+
+    Args:
+        names: of the host, or addresses, the best first.
+        host: its name, for the error.
+
+    Raises:
+        CommunicationError: none of the names has one.
+    """
+    for name in names:
+        try:
+            found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:
+            continue
+        for entry in found:
+            address = str(entry[4][0])
+            if not address.startswith("127."):
+                return address
+    raise CommunicationError(
+        f"no address is known for the node {host}",
+        where=f"host {socket.gethostname()}",
+        fix=f"getent ahostsv4 {host} should say it; set clusters[0].network.interface otherwise",
+        id="net.names",
+    )

@@ -51,7 +51,7 @@ def install(asked: dict[str, Any], folder: Path) -> str:
     return ""
 
 
-def settle(asked: dict[str, Any]) -> tuple[str, bool]:
+def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
     """Install where something is missing; returns an error text, and whether it did."""
     wanted = {key: asked[key] for key in ("extras", "requirements", "constraints")}
     wanted["code"] = asked["wanted"]["code"]
@@ -82,7 +82,7 @@ def main() -> None:
     error, changed = "", False
     if not asked["check"]:
         try:
-            error, changed = settle(asked)
+            error, changed = ensure(asked)
         except OSError as fault:
             error = f"{sys.prefix} cannot be written: {fault.strerror}"
     found, why = look()

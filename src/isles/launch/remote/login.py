@@ -1,4 +1,8 @@
-"""Starting from elsewhere: isles on the login node does the work, this machine passes text on."""
+"""isles on another machine, over ssh: it starts a run there, or answers about one that is there.
+
+A run that was started on a login node or on other hosts has its directory there; this machine keeps
+a record of it (`RemoteRun`), by which every verb runs isles there and passes on what that says.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,35 @@ import secrets
 import shlex
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from isles import __version__
 from isles.config.load import Loaded
 from isles.config.sections.cluster import QueueSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.remote.login import SSH_FAILED, STARTED, lost_python, remember
+from isles.launch.remote.login import SSH_FAILED, STARTED, remember
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import Shell
+from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, python_fault
+from isles.run.env import NAMED
 from isles.run.paths import RunDir
-from isles.run.remote import RemoteRun
+from isles.run.remote import RemoteRun, write_remote
+
+STARTED = "ISLES-STARTED "
+"""Begins the line by which `isles train --announce` says which run it has started."""
 
 _START_S = 600.0
 """Longest wait for isles on the login node to have submitted the job."""
 
+_CONNECT_S = 5.0
+"""Longest wait for a host that the user waits for."""
+
 
 class LoginError(UserError):
-    """What isles on the login node has said, word for word."""
+    """An error that isles on the login node has printed, as it is."""
 
     def __str__(self) -> str:
         return self.what
@@ -36,10 +47,6 @@ class LoginError(UserError):
 
 def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
     """Start a run by isles on the login node of its launcher; called where `login` is given.
-
-    Args:
-        loaded: the run file.
-        options: how `isles train` was typed here.
 
     Returns:
         The started run, whose directory is there; in a dry run the text to print.
@@ -49,44 +56,99 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
         PreflightError: the login node cannot be reached, or has no isles.
     """
     launcher = loaded.config.clusters[0].launcher
-    assert isinstance(launcher, QueueSection)
-    assert launcher.login is not None
-    there = place_there(loaded)
+    assert isinstance(launcher, QueueSection) and launcher.login is not None
+    login, there = launcher.login, place_there(loaded)
     lines, python = login_setting(loaded)
-    said = _Said(Shell(launcher.login), there, str(loaded.path))
-    script = _script(there, lines, python, options)
+    words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]
+    words += [f"--resume={options.resume}", "--dry-run" if options.dry_run else "--announce"]
+    words += [f"--typed={options.typed}"] if options.typed else []
+    secret = f"{there.rpartition('/')[0]}/join-line" if options.join else ""
+    words += [f"--join-file={secret}"] if secret else []
+    script = copied_file_script(there, lines, python, words, secret=secret)
     # The secret travels as the first line, not in a command line that others there can see.
     text = f"{options.join}\n{loaded.text}" if options.join else loaded.text
-    code = said.listen(["bash", "-c", script], text, options)
+    printed: list[str] = []
+    begun: dict[str, Any] = {}
+
+    def take(raw: str) -> None:
+        line = raw.replace(there, str(loaded.path))
+        if line.startswith(STARTED):
+            begun.update(json.loads(line.removeprefix(STARTED)))
+        elif options.dry_run:
+            printed.append(line)
+        else:
+            options.say(line)
+
+    shell = Shell(login)
+    command = ["bash", "-c", script]
+    # A submission is not interrupted halfway; a Ctrl+C is for the run, once it is there.
+    code, noise = shell.stream(command, take, stdin=text, timeout_s=_START_S, own_group=True)
+    errors = noise.replace(there, str(loaded.path))
+    if code is None:
+        raise PreflightError(
+            f"isles there has not started the run within {_START_S:.0f} s",
+            where=f"host {login}",
+            fix=f"try it by hand: ssh {login}",
+            id="host.login",
+        )
     if code:
-        said.raise_for(code, python)
+        raise _refused(shell, code, errors.rstrip("\n"), python)
+    sys.stderr.write(errors)
     if options.dry_run:
-        return "\n".join(said.lines)
-    begun = said.started
-    if begun is None:
+        return "\n".join(printed)
+    if not begun:
         raise PreflightError(
             "isles there ended well, and has not said which run it started",
-            where=f"host {launcher.login}",
+            where=f"host {login}",
             fix=f"install the same isles there as here ({__version__})",
             id="host.login",
         )
     if begun["version"] != __version__:
-        options.warn(f"isles is {begun['version']} on {launcher.login}, and {__version__} here")
-    path = Path(begun["path"])
+        options.warn(f"isles is {begun['version']} on {login}, and {__version__} here")
+    run_dir = RunDir(Path(begun["path"]))
     remote = RemoteRun(
-        name=path.name,
-        ssh=launcher.login,
-        path=str(path),
+        name=run_dir.name,
+        ssh=login,
+        path=begun["path"],
         lines=tuple(lines),
         python=python,
         launcher=loaded.config.clusters[0].launcher.kind,
-        hosts=(launcher.login,),
+        hosts=(login,),
         started_at=time.time(),
     )
     output_dir = Path(loaded.config.output_dir).expanduser()
     remote = remember(output_dir, remote, options.warn)
-    run_dir = RunDir(path)
     return Started(run_dir, run_dir.attempt(int(begun["attempt"])), None, remote=remote)
+
+
+def started_line(started: Started) -> str:
+    """The line by which isles tells isles elsewhere which run it has started."""
+    record = {
+        "version": __version__,
+        "path": str(started.run_dir.path.absolute()),
+        "attempt": started.attempt.number,
+        "ssh": started.remote.ssh if started.remote is not None else "",
+    }
+    return STARTED + json.dumps(record)
+
+
+def _refused(shell: Shell, code: int, text: str, python: str) -> UserError:
+    if code == SSH_FAILED:
+        return shell.fault(text)
+    if (fault := python_fault(shell.name, python, code, text)) is not None:
+        return fault
+    if not text.startswith(("error: ", "warning: ")):
+        # Not isles has printed this, but the shell.
+        words = text.splitlines()[-1] if text else f"exit status {code}"
+        return PreflightError(
+            f"isles could not be started there: {words}",
+            where=f"host {shell.name}",
+            fix=f"correct workdir and environment in clusters[0]; by hand: ssh {shell.name}",
+            id="host.login",
+        )
+    error = LoginError(text.removeprefix("error: "))
+    error.exit_code = code  # type: ignore[assignment]
+    return error
 
 
 def place_there(loaded: Loaded) -> str:
@@ -95,7 +157,7 @@ def place_there(loaded: Loaded) -> str:
 
 
 def login_setting(loaded: Loaded) -> tuple[list[str], str]:
-    """What comes before Python on the login node, and its Python."""
+    """The lines of bash before Python on the login node, and its Python."""
     cluster = loaded.config.clusters[0]
     lines = setting_lines(cluster, cluster.workdir or ".")
     if cluster.workdir is None:
@@ -104,25 +166,14 @@ def login_setting(loaded: Loaded) -> tuple[list[str], str]:
     return lines, python_of(cluster.environment)
 
 
-def _script(there: str, lines: list[str], python: str, options: StartOptions) -> str:
-    words = ["train", there, *options.overrides, "clusters.0.launcher.login=null"]
-    words += [f"--resume={options.resume}", "--dry-run" if options.dry_run else "--announce"]
-    words += [f"--typed={options.typed}"] if options.typed else []
-    secret = ""
-    if options.join:
-        secret = f"{there.rpartition('/')[0]}/join-line"
-        words.append(f"--join-file={secret}")
-    return copied_file_script(there, lines, python, words, secret=secret)
-
-
 def copied_file_script(
     there: str, lines: list[str], python: str, words: list[str], *, secret: str = ""
 ) -> str:
     """The bash that takes the run file from stdin and calls isles with it.
 
     Args:
-        there: as `place_there`.
-        lines, python: as `login_setting`.
+        there: of `place_there`.
+        lines, python: of `login_setting`.
         words: the verb and what follows it.
         secret: the file that gets the first line of stdin; empty: there is none before the file.
     """
@@ -138,100 +189,78 @@ def copied_file_script(
     )
 
 
-def started_line(started: Started) -> str:
-    """The line by which isles says to isles elsewhere which run it has started."""
-    record = {
-        "version": __version__,
-        "path": str(started.run_dir.path.absolute()),
-        "attempt": started.attempt.number,
-        "ssh": started.remote.ssh if started.remote is not None else "",
-    }
-    return STARTED + json.dumps(record)
+def remote_script(run: RemoteRun, words: Sequence[str]) -> str:
+    """The bash that runs one isles command where the run directory is."""
+    command = shlex.join([run.python, "-m", "isles", *words])
+    return "\n".join([*run.lines, f"export {NAMED}={shlex.quote(run.behind)}", f"exec {command}"])
 
 
-class _Said:
-    """What isles on the login node says, as it says it, with this machine's name of the file."""
+def remote_isles(
+    run: RemoteRun, words: Sequence[str], *, host: str = "", connect_timeout_s: float = 10.0
+) -> list[str]:
+    """The command line, to be run here, that runs an isles command on a host of a run.
 
-    def __init__(self, shell: Shell, there: str, here: str) -> None:
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-        self.started: dict[str, Any] | None = None
-        self._shell = shell
-        self._there, self._here = there, here
+    Args:
+        words: the verb and what follows it.
+        host: one of `run.hosts`; empty: the one that has the run directory.
+        connect_timeout_s: see `Shell`.
+    """
+    shell = Shell(host or run.ssh, connect_timeout_s)
+    return shell.argv(["bash", "-c", remote_script(run, words)])
 
-    def listen(self, command: list[str], text: str, options: StartOptions) -> int:
-        """Run a command there to its end; its exit status.
 
-        Raises:
-            PreflightError: it has not ended in time, or the login node cannot be reached.
-        """
-        process = subprocess.Popen(
-            self._shell.argv(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # Ctrl+C is for the run, once it is there: half a submission helps nobody.
-            start_new_session=True,
+def ask_isles(
+    run: RemoteRun, words: Sequence[str], *, host: str = "", timeout_s: float = 15.0
+) -> Result:
+    """Run an isles command on a host of a run, and take what it prints.
+
+    Args:
+        run, words, host: as for `remote_isles`.
+        timeout_s: longest wait for its end.
+
+    Raises:
+        PreflightError: the host cannot be reached, or has not answered in time.
+    """
+    shell = Shell(host or run.ssh, _CONNECT_S)
+    return shell.run(["bash", "-c", remote_script(run, words)], timeout_s=timeout_s)
+
+
+def pass_on(run: RemoteRun, words: Sequence[str]) -> int:
+    """Run an isles command where the run directory is, on this terminal; its exit code.
+
+    Raises:
+        PreflightError: the host cannot be reached, or has no isles.
+    """
+    try:
+        done = subprocess.run(remote_isles(run, words), stdin=subprocess.DEVNULL, check=False)
+    except FileNotFoundError as error:
+        raise PreflightError(
+            "there is no program ssh",
+            where="this machine",
+            fix="apt install openssh-client",
+            id="ssh.connect",
+        ) from error
+    if done.returncode == SSH_FAILED:
+        raise PreflightError(
+            f"{run.ssh}, which has the directory of {run.name}, cannot be reached",
+            where=f"host {run.ssh}",
+            fix=f"try it by hand: ssh {run.ssh}",
+            id="host.answers",
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        alarm = threading.Timer(_START_S, process.kill)
-        alarm.daemon = True
-        alarm.start()
-        reader = threading.Thread(target=self._read_errors, args=(process.stderr,), daemon=True)
-        reader.start()
-        try:
-            process.stdin.write(text)
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # the end of the process says why
-        for raw in process.stdout:
-            line = raw.rstrip("\n").replace(self._there, self._here)
-            if line.startswith(STARTED):
-                self.started = json.loads(line.removeprefix(STARTED))
-            elif options.dry_run:
-                self.lines.append(line)
-            else:
-                options.say(line)
-        code = process.wait()
-        reader.join(timeout=5)
-        if alarm.finished.is_set():
-            raise PreflightError(
-                f"isles there has not started the run within {_START_S:.0f} s",
-                where=f"host {self._shell.name}",
-                fix=f"try it by hand: ssh {self._shell.name}",
-                id="host.login",
-            )
-        alarm.cancel()
-        if not code:
-            for line in self.errors:
-                sys.stderr.write(f"{line}\n")
-        return code
+    return done.returncode
 
-    def raise_for(self, code: int, python: str) -> None:
-        """Say why it failed as isles there has said it."""
-        text = "\n".join(self.errors)
-        if code == SSH_FAILED:
-            raise self._shell.fault(text)
-        if (fault := lost_python(self._shell.name, python, text, code)) is not None:
-            raise fault
-        if not text.startswith(("error: ", "warning: ")):
-            # Not isles has said this, but the shell: a folder that is not there, a module.
-            words = self.errors[-1] if self.errors else f"exit status {code}"
-            raise PreflightError(
-                f"isles could not be started there: {words}",
-                where=f"host {self._shell.name}",
-                fix="correct workdir and environment in clusters[0]; by hand: "
-                f"ssh {self._shell.name}",
-                id="host.login",
-            )
-        error = LoginError(text.removeprefix("error: "))
-        error.exit_code = code  # type: ignore[assignment]
-        raise error
 
-    def _read_errors(self, stream: IO[str]) -> None:
-        for raw in stream:
-            self.errors.append(raw.rstrip("\n").replace(self._there, self._here))
+def remember(output_dir: Path, run: RemoteRun, warn: Callable[[str], object]) -> RemoteRun:
+    """Record a run that was started elsewhere; it goes on also where that cannot be done here.
+
+    Returns:
+        The run, as it is found again.
+    """
+    try:
+        return write_remote(output_dir, run)
+    except UserError as error:
+        warn(
+            f"{run.name} has started, and cannot be remembered here: {error.what} ({error.where}); "
+            f"isles status, logs and stop find it on {run.ssh}: {run.path}"
+        )
+        return run

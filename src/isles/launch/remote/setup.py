@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import importlib.metadata
+import io
 import json
 import re
 import shlex
-import subprocess
 import sys
-import threading
+import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isles import __version__
 from isles.config.load import Loaded
 from isles.config.sections.cluster import (
     ClusterConfig,
@@ -27,9 +29,9 @@ from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.remote.setup import wheel_bytes, wheel_name
 from isles.launch.ssh.environment import python_of, quoted, setting_lines, tool_lines
-from isles.launch.ssh.facts import PACKAGES, fingerprint
+from isles.launch.ssh.facts import PACKAGES, code_files, fingerprint
 from isles.launch.ssh.hosts import refuse
-from isles.launch.ssh.shell import Shell, on_all
+from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all
 
 Say = Callable[[str], object]
 
@@ -37,22 +39,14 @@ _MAKE_S = 600.0
 _INSTALL_S = 3600.0
 _RESULT = "RESULT "
 
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What every host is asked to do."""
-
-    cluster: ClusterConfig
-    workdir: str
-    payload: str
-    say: Say
+_WHEEL = "Wheel-Version: 1.0\nGenerator: isles\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_THEN = (2020, 1, 1, 0, 0, 0)
 
 
 def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
     """Make the environments of the hosts of each cluster equal, or only compare them.
 
     Args:
-        loaded: the run file.
         check: install nothing.
         say: takes a line for each step of each host.
 
@@ -86,10 +80,14 @@ def _setup_cluster(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: 
     if isinstance(cluster.launcher, SshLauncherConfig):
         timeout_s = cluster.launcher.connect_timeout
     shells = [Shell(host, timeout_s) for host in hosts]
-    plan = _Plan(cluster, cluster.workdir or str(Path.cwd()), _payload(loaded, cluster, check), say)
+    workdir = cluster.workdir or str(Path.cwd())
+    payload = _payload(loaded, cluster, check)
     if not check:
-        _make_environments(plan, shells)
-    results, faults = on_all(shells, lambda shell: _work(plan, shell))
+        _make_environments(cluster.environment, workdir, shells, say)
+    lines, python = setting_lines(cluster, workdir), shlex.quote(python_of(cluster.environment))
+    program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
+    script = "\n".join([*lines, f"exec {python} -c {shlex.quote(program)}"])
+    results, faults = on_all(shells, lambda shell: _install(shell, script, payload, say))
     refuse([fault for _, fault in faults], len(shells))
     found = {
         shell.name: dict(result["fingerprint"])
@@ -143,7 +141,7 @@ def _compare(found: dict[str, dict[str, str]], say: Say) -> bool:
 
 
 def _hosts(cluster: ClusterConfig) -> list[str]:
-    """Machines of a cluster that ssh leads to; none: it is this machine, or others start it."""
+    # Machines of a cluster that ssh leads to; none: it is this machine, or others start it.
     launcher = cluster.launcher
     if isinstance(launcher, SshLauncherConfig):
         return [host.ssh for host in cluster.hosts]
@@ -153,7 +151,6 @@ def _hosts(cluster: ClusterConfig) -> list[str]:
 
 
 def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
-    """The extras of isles that a cluster of the run file makes use of."""
     kinds = {tracker.kind for tracker in tracker_sections(config.track)}
     strategy = cluster.strategy or config.strategy
     extras = {
@@ -168,7 +165,7 @@ def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
 
 
 def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
-    """What the host's side reads: see `setup_remote`."""
+    # What `install.py` reads.
     wanted = fingerprint()
     named = {
         re.split(r"[\[=<>!~; ]", text, maxsplit=1)[0].lower()
@@ -193,9 +190,11 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
     )
 
 
-def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
-    """Where the named environment is missing; on the first host first, since they may share it."""
-    script = _make_script(plan.cluster.environment, plan.workdir)
+def _make_environments(
+    environment: EnvironmentConfig, workdir: str, shells: Sequence[Shell], say: Say
+) -> None:
+    # Where the named environment is missing.
+    script = _make_script(environment, workdir)
     if script is None:
         return
 
@@ -203,7 +202,7 @@ def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
         done = shell.run(["bash", "-c", script], timeout_s=_MAKE_S)
         for line in done.stdout.splitlines():
             if line.startswith("made "):
-                plan.say(f"{shell.name}: {line}")
+                say(f"{shell.name}: {line}")
         if done.returncode:
             words = (done.stderr.strip() or done.stdout.strip()).splitlines()
             raise PreflightError(
@@ -213,7 +212,7 @@ def _make_environments(plan: _Plan, shells: Sequence[Shell]) -> None:
                 id="setup.failed",
             )
 
-    for some in (shells[:1], shells[1:]):
+    for some in (shells[:1], shells[1:]):  # the hosts may share the environment
         _, faults = on_all(some, make)
         refuse([fault for _, fault in faults], len(some))
 
@@ -253,36 +252,19 @@ def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
     return None
 
 
-def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
-    """Run the host's side, and pass its steps on."""
-    lines = setting_lines(plan.cluster, plan.workdir)
-    program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
-    python = shlex.quote(python_of(plan.cluster.environment))
-    script = "\n".join([*lines, f"exec {python} -c {shlex.quote(program)}"])
-    process = shell.popen(["bash", "-c", script])
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    timer = threading.Timer(_INSTALL_S, process.kill)
-    timer.daemon = True
-    timer.start()
-    errors: list[str] = []
-    reader = threading.Thread(target=_drain, args=(process, errors), daemon=True)
-    reader.start()
-    try:
-        threading.Thread(target=_feed, args=(process, plan.payload), daemon=True).start()
-        result = None
-        for raw in process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            if line.startswith(_RESULT):
-                result = json.loads(line.removeprefix(_RESULT))
-            elif result is None and line.startswith("installing "):
-                plan.say(f"{shell.name}: {line}")
-        code = process.wait()
-        reader.join(timeout=1.0)
-        is_late = timer.finished.is_set()
-    finally:
-        timer.cancel()
-    text = "".join(errors)
-    if is_late and result is None:
+def _install(shell: Shell, script: str, payload: str, say: Say) -> dict[str, Any]:
+    # Run `install.py` there, and pass its steps on.
+    result: dict[str, Any] = {}
+
+    def take(line: str) -> None:
+        if line.startswith(_RESULT):
+            result.update(json.loads(line.removeprefix(_RESULT)))
+        elif not result and line.startswith("installing "):
+            say(f"{shell.name}: {line}")
+
+    command = ["bash", "-c", script]
+    code, text = shell.stream(command, take, stdin=payload, timeout_s=_INSTALL_S)
+    if code is None and not result:
         raise PreflightError(
             f"it has not been set up within {format_duration(_INSTALL_S)}; pip may be at it still",
             where=f"host {shell.name}",
@@ -290,29 +272,46 @@ def _work(plan: _Plan, shell: Shell) -> dict[str, Any]:
             "goes on with what is there",
             id="setup.failed",
         )
-    if result is None and code == 255 and shell.destination is not None:
+    if not result and code == SSH_FAILED and shell.destination is not None:
         raise shell.fault(text)
-    if result is None or result["error"]:
+    if not result or result["error"]:
         words = (text.strip().splitlines() or [f"exit code {code}"])[-1]
         raise PreflightError(
-            result["error"] if result is not None else f"it could not be set up: {words}",
+            result["error"] if result else f"it could not be set up: {words}",
             where=f"host {shell.name}",
             fix="mend what it says, then isles setup again; clusters[0].environment names the "
             "Python and what pip is given",
             id="setup.failed",
         )
-    return dict(result)
+    return result
 
 
-def _feed(process: subprocess.Popen[bytes], payload: str) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(payload.encode())
-        process.stdin.close()
-    except OSError:
-        return  # it has ended; what it said tells why
+def wheel_name() -> str:
+    """The file name of `wheel_bytes`, which pip reads."""
+    return f"isles-{__version__}-py3-none-any.whl"
 
 
-def _drain(process: subprocess.Popen[bytes], errors: list[str]) -> None:
-    assert process.stderr is not None
-    errors += [raw.decode(errors="replace") for raw in process.stderr]
+def wheel_bytes() -> bytes:
+    """isles as it is installed here, as a wheel: the same bytes for the same code."""
+    distribution = importlib.metadata.distribution("isles")
+    info = f"isles-{__version__}.dist-info"
+    scripts = [e for e in distribution.entry_points if e.group == "console_scripts"]
+    entries = "".join(f"{entry.name} = {entry.value}\n" for entry in scripts)
+    files = [(f"isles/{name}", content) for name, content in code_files()]
+    files += [
+        (f"{info}/METADATA", (distribution.read_text("METADATA") or "").encode()),
+        (f"{info}/WHEEL", _WHEEL.encode()),
+        (f"{info}/entry_points.txt", f"[console_scripts]\n{entries}".encode()),
+    ]
+    rows = "".join(f"{name},{_digest(content)},{len(content)}\n" for name, content in files)
+    files.append((f"{info}/RECORD", f"{rows}{info}/RECORD,,\n".encode()))
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files:
+            archive.writestr(zipfile.ZipInfo(name, _THEN), content, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _digest(content: bytes) -> str:
+    value = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+    return f"sha256={value.decode()}"

@@ -18,22 +18,19 @@ from isles.launch.ssh.channel import open_channel
 from isles.launch.ssh.environment import python_of, quoted, setting_lines
 from isles.launch.ssh.facts import machine_id
 from isles.launch.ssh.hosts import refuse
-from isles.launch.ssh.shell import Shell, on_all
+from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all
 
 _COPY_S = 3600.0
 _LOOK_S = 60.0
 _NO_RSYNC = 127
-_SSH_FAILED = 255
 
 
 def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOptions) -> str:
     """Copy what `sync` names to all hosts at once; in a dry run only say so.
 
     Args:
-        loaded: the run file.
         sync: what is copied.
         workdir: the folder on the hosts; made where it is missing.
-        options: how `isles train` was typed.
 
     Returns:
         In a dry run, all that can be said where hosts have no such folder yet; else nothing.
@@ -62,7 +59,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     try:
         said, faults = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
     finally:
-        # All have ended, but after a Ctrl+C: what goes on copying then would be nobody's.
+        # After a Ctrl+C some are still copying.
         for process in running:
             process.terminate()
     refuse([fault for _, fault in faults], len(said))
@@ -72,7 +69,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
 
 
 def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: StartOptions) -> str:
-    """What would be copied; more only where the hosts can be asked in the folder itself."""
+    # More can be said only where the hosts can be asked in the folder itself.
     look = f"[ -d {quoted(workdir)} ] && echo there || echo missing"
 
     def is_there(shell: Shell) -> bool:
@@ -93,7 +90,7 @@ def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: S
 
 
 def _refuse_second(loaded: Loaded, head: Shell, workdir: str, options: StartOptions) -> None:
-    """Before anything is copied into the folder of a run that is on its way."""
+    # Before anything is copied into the folder of a run that goes on.
     config = loaded.config
     lines = setting_lines(config.clusters[0], workdir)
     python = python_of(config.clusters[0].environment)
@@ -113,6 +110,8 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
     """The command line of rsync."""
     # What [.] names is what is in the folder, every other path comes under its own name.
     paths = ["./" if path in (".", "./") else path.rstrip("/") for path in sync.paths]
+    # With --protect-args no shell expands a ~; a relative path is in the home there.
+    folder = "." if workdir in ("~", "~/") else workdir.removeprefix("~/")
     return [
         "rsync",
         "--archive",
@@ -122,13 +121,8 @@ def rsync_argv(shell: Shell, sync: SyncConfig, workdir: str) -> list[str]:
         *(f"--exclude={pattern}" for pattern in sync.exclude),
         f"--rsh={shlex.join(['ssh', *shell.ssh_options()])}",
         *(os.path.expanduser(path) for path in paths),  # noqa: PTH111  # Path drops the slash
-        f"{shell.destination}:{_in_home(workdir)}/",
+        f"{shell.destination}:{folder}/",
     ]
-
-
-def _in_home(workdir: str) -> str:
-    """What is relative is in the home there; with --protect-args nobody reads a ~."""
-    return "." if workdir in ("~", "~/") else workdir.removeprefix("~/")
 
 
 def _copy(
@@ -165,10 +159,6 @@ def _copy(
         errors="replace",
     )
     running.append(process)
-    return _rsync(shell, process, workdir)
-
-
-def _rsync(shell: Shell, process: subprocess.Popen[str], workdir: str) -> str:
     try:
         out, err = process.communicate(timeout=_COPY_S)
     except subprocess.TimeoutExpired as error:
@@ -187,7 +177,7 @@ def _rsync(shell: Shell, process: subprocess.Popen[str], workdir: str) -> str:
 
 
 def _fault(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
-    if code == _SSH_FAILED:
+    if code == SSH_FAILED:
         return shell.fault(noise)
     if "is your shell clean" in noise:
         return PreflightError(

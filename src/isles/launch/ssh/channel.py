@@ -1,14 +1,20 @@
-"""Questions to a node over any pair of streams: to `isles.launch.ssh.node`, JSON lines."""
+"""Questions to a process on a node and its answers: one JSON object a line, over any streams.
+
+`serve` is the end on the node, `Channel` the one that asks; `open_channel` starts a process that
+serves, here or over ssh, and explains why it could not.
+"""
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import shlex
 import subprocess
+import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
@@ -16,23 +22,74 @@ from types import TracebackType
 from typing import IO, Any
 
 from isles.errors import PreflightError, UserError
-from isles.launch.ssh.channel import READY
-from isles.launch.ssh.shell import Shell
+from isles.launch.ssh.shell import SSH_FAILED, Shell, python_fault
 
-_SSH_FAILED = 255
-_CANNOT_RUN, _NOT_FOUND = 126, 127
+Operation = Callable[[dict[str, Any]], dict[str, Any]]
+
+READY = "ISLES-NODE"
+"""Begins the first line of the answers; what a login prints before it is skipped."""
+
 _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
-_NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
-_NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
+
+
+def serve(operations: Mapping[str, Operation]) -> int:
+    """Answer on stdout what is asked on stdin, each question in a thread, until stdin is closed.
+
+    So nothing is left behind when the connection is lost, but what an operation has started.
+
+    Args:
+        operations: by name; each takes and returns what JSON can hold.
+    """
+    # What the operations print must not be taken for answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    lock = threading.Lock()
+    answers.write(f"{READY}\n")
+    for line in sys.stdin:
+        question = json.loads(line)
+        work = operations.get(question["op"])
+        threading.Thread(target=_answer, args=(work, question, answers, lock), daemon=True).start()
+    return 0
+
+
+def error_words(error: UserError) -> dict[str, Any]:
+    """A user error as an answer carries it."""
+    return {
+        "what": error.what,
+        "where": error.where,
+        "fix": error.fix,
+        "id": error.id,
+        "exit_code": int(error.exit_code),
+    }
+
+
+def _answer(
+    work: Operation | None, question: dict[str, Any], answers: IO[str], lock: threading.Lock
+) -> None:
+    reply: dict[str, Any] = {"id": question["id"]}
+    try:
+        if work is None:
+            raise UserError(
+                f"this isles does not know {question['op']!r}",
+                fix="install the same isles on all hosts: isles setup",
+                id="version.isles",
+            )
+        reply["result"] = work(question["args"])
+    except UserError as error:
+        reply["error"] = error_words(error)
+    except Exception as error:  # the process' edge: the asker shows it
+        found = UserError(f"{type(error).__name__}: {error}")
+        reply["error"] = {**error_words(found), "traceback": traceback.format_exc()}
+    with lock:
+        answers.write(json.dumps(reply) + "\n")
 
 
 class Channel:
     """Questions to one node, answered in any order. Closing it ends the process there.
 
     Args:
-        name: of the node, for messages.
-        reader: brings what `isles.launch.ssh.node.serve` writes there.
+        reader: brings what `serve` writes there.
         writer: takes the questions.
         lost: called once, when the answers end, with whether the node was ever ready: what is
             raised for every question without an answer.
@@ -78,7 +135,7 @@ class Channel:
             self._number += 1
             self._waiting[self._number] = future
             line = json.dumps({"id": self._number, "op": op, "args": args}) + "\n"
-            with suppress(OSError, ValueError):  # the reader finds out that it is at its end
+            with suppress(OSError, ValueError):  # the node is gone: the reader finds that out
                 self._writer.write(line.encode())
                 self._writer.flush()
         return future
@@ -90,19 +147,19 @@ class Channel:
             UserError: what the node says is wrong, with its name.
             PreflightError: the host cannot be reached, has no isles, or does not answer in time.
         """
-        try:
-            return self.ask(op, **args).result(timeout=timeout_s)
-        except NoAnswer:
-            raise self.no_answer(op, timeout_s) from None
+        return self.wait(self.ask(op, **args), op, timeout_s)
 
-    def no_answer(self, op: str, timeout_s: float) -> PreflightError:
-        """What to raise where an answer takes too long."""
-        return PreflightError(
-            f"no answer to `{op}` within {timeout_s:.0f} s",
-            where=f"host {self.name}",
-            fix="is it overloaded, or the connection cut? try again, or leave the host out",
-            id="host.answers",
-        )
+    def wait(self, future: Future[dict[str, Any]], op: str, timeout_s: float) -> dict[str, Any]:
+        """Wait for the answer to a question; errors as `call`."""
+        try:
+            return future.result(timeout=timeout_s)
+        except NoAnswer:
+            raise PreflightError(
+                f"no answer to `{op}` within {timeout_s:.0f} s",
+                where=f"host {self.name}",
+                fix="is it overloaded, or the connection cut? try again, or leave the host out",
+                id="host.answers",
+            ) from None
 
     def close(self) -> None:
         """End the conversation; the process there ends with it."""
@@ -115,7 +172,7 @@ class Channel:
                 line = raw.decode(errors="replace")
                 if is_ready:
                     self._take(line)
-                else:  # what a login prints comes before
+                else:
                     is_ready = line.startswith(READY)
         fault = self._lost(is_ready)
         with self._lock:
@@ -133,16 +190,14 @@ class Channel:
             future = self._waiting.pop(reply["id"], None)
         if future is None:
             return
-        if "error" in reply:
-            future.set_exception(self._named(reply["error"]))
-        else:
+        if "error" not in reply:
             future.set_result(reply["result"])
-
-    def _named(self, error: dict[str, Any]) -> UserError:
+            return
+        error = reply["error"]
         where = f"host {self.name}" + (f": {error['where']}" if error["where"] else "")
         fault = UserError(error["what"], where=where, fix=error["fix"], id=error.get("id", ""))
         fault.exit_code = error["exit_code"]
-        return fault
+        future.set_exception(fault)
 
 
 def open_channel(
@@ -153,14 +208,12 @@ def open_channel(
     module: str = "isles.launch.ssh.node",
     name: str = "",
 ) -> Channel:
-    """Start a process that answers, here or over ssh.
+    """Start a process that serves, here or over ssh.
 
     Args:
         shell: where the node is.
         lines: lines of bash that come first, of `setting_lines`.
-        python: Python there.
-        module: what answers.
-        name: of the node, for messages.
+        module: what serves.
 
     Raises:
         PreflightError: there is no ssh on this machine.
@@ -168,16 +221,32 @@ def open_channel(
     script = "\n".join([*lines, f"exec {shlex.quote(python)} -m {module}"])
     process = shell.popen(["bash", "-c", script], own_group=True)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    writer, messages = process.stdin, process.stderr
+    writer, host = process.stdin, name or shell.name
     last: deque[bytes] = deque(maxlen=31)
-    reading = threading.Thread(target=lambda: last.extend(messages), daemon=True)
+    reading = threading.Thread(target=last.extend, args=(process.stderr,), daemon=True)
     reading.start()
 
     def lost(was_ready: bool) -> UserError:
         code = process.wait()
         reading.join(timeout=_LAST_WORDS_S)
         noise = b"".join(list(last)).decode(errors="replace")
-        return _why_lost(shell, name or shell.name, python, code, noise, was_ready=was_ready)
+        if shell.destination is not None and code == SSH_FAILED:
+            return shell.fault(noise)
+        if was_ready:
+            return PreflightError(
+                f"the process that answered there has ended (exit status {code})",
+                where=f"host {host}",
+                fix="somebody killed it, or the machine ran out of memory: see dmesg | tail",
+                id="host.answers",
+            )
+        words = noise.strip().splitlines() or [f"exit status {code}"]
+        return python_fault(host, python, code, noise) or PreflightError(
+            f"the environment cannot be set up there: {words[-1]}",
+            where=f"host {host}",
+            fix="correct setup, modules, venv or conda in clusters[0].environment; by hand: "
+            f"ssh {shell.destination}",
+            id="python.runs",
+        )
 
     def end() -> None:
         with suppress(OSError):  # it has ended
@@ -187,44 +256,4 @@ def open_channel(
         except subprocess.TimeoutExpired:
             process.kill()  # the connection hangs
 
-    return Channel(name or shell.name, process.stdout, writer, lost=lost, end=end)
-
-
-def _why_lost(
-    shell: Shell, name: str, python: str, code: int, noise: str, *, was_ready: bool
-) -> PreflightError:
-    """Why a process answers no more, by its exit status and what it has printed."""
-    if shell.destination is not None and code == _SSH_FAILED:
-        return shell.fault(noise)
-    words = noise.strip().splitlines() or [f"exit status {code}"]
-    module, folder = _NO_MODULE.search(noise), _NO_FOLDER.search(noise)
-    if was_ready:
-        id, what = "host.answers", f"the process that answered there has ended (exit status {code})"
-        fix = "somebody killed it, or the machine ran out of memory: see dmesg | tail"
-    elif module and module["name"] == "isles":
-        id, what = "isles.installed", f"isles is not installed for {python}"
-        fix = (
-            "isles setup run.yaml installs it; or name the right Python in "
-            "clusters[0].environment (venv, conda or python)"
-        )
-    elif module:
-        id = "version.isles"
-        what = f"{python} has another version of isles, which lacks {module['name']}"
-        fix = "install the same isles on all hosts: isles setup"
-    elif folder:
-        id = "files.workdir"
-        what = f"there is no folder {folder['folder']}, in which the ranks are to run"
-        fix = (
-            "make it there, name another in clusters[0].workdir, or let isles copy this one: "
-            "clusters[0].sync"
-        )
-    elif code in (_CANNOT_RUN, _NOT_FOUND):
-        id, what = "python.runs", f"{python} cannot be run there: {words[-1]}"
-        fix = "name the right Python in clusters[0].environment (venv, conda or python)"
-    else:
-        id, what = "python.runs", f"the environment cannot be set up there: {words[-1]}"
-        fix = (
-            "correct setup, modules, venv or conda in clusters[0].environment; by hand: "
-            f"ssh {shell.destination}"
-        )
-    return PreflightError(what, where=f"host {name}", fix=fix, id=id)
+    return Channel(host, process.stdout, writer, lost=lost, end=end)

@@ -1,17 +1,23 @@
-"""The hosts of an ssh launcher: reached at once, asked for their facts, and compared."""
+"""The hosts of an ssh launcher: reached at once, asked for their facts, compared, and addressed."""
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import ExitStack
 from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv4Address, IPv4Network
 from typing import Any, Literal
 
 from isles import __version__
-from isles.config.sections.cluster import ClusterConfig, HostConfig, SshLauncherConfig
+from isles.config.sections.cluster import (
+    ClusterConfig,
+    HostConfig,
+    NetworkConfig,
+    SshLauncherConfig,
+)
 from isles.errors import PreflightError, UserError, ids_of
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.environment import python_of, setting_lines
@@ -29,14 +35,8 @@ _BETTER_SAME = ("transformers", "safetensors", "datasets", "peft", "deepspeed")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Host:
-    """One host that has answered.
-
-    Args:
-        node: its number.
-        given: as in the run file.
-        channel: to ask it more.
-        facts: of `isles.launch.ssh.facts`.
-    """
+    """One host that has answered: its number, its entry in the run file, a channel to ask it more,
+    and its facts (`node_facts`)."""
 
     node: int
     given: HostConfig
@@ -52,7 +52,7 @@ class Host:
 def connect(
     cluster: ClusterConfig, workdir: str, stack: ExitStack, *, timeout_s: float
 ) -> list[Channel]:
-    """A conversation with every host, begun at once; `stack` ends them.
+    """A channel to every host, opened at once; `stack` closes them.
 
     Raises:
         PreflightError: there is no ssh on this machine.
@@ -71,30 +71,15 @@ def connect(
     return channels
 
 
-def ask_all(
-    channels: Sequence[Channel], op: str, *, timeout_s: float, **args: Any
+def gather(
+    asked: Sequence[tuple[Channel, Future[dict[str, Any]]]], op: str, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Ask all the same, at once.
+    """The answers to questions to several hosts.
 
     Raises:
         PreflightError: what is wrong, of every host that has not answered well.
     """
-    return gather([(c, c.ask(op, **args)) for c in channels], op, timeout_s)
-
-
-def gather(
-    asked: Sequence[tuple[Channel, Future[dict[str, Any]]]], op: str, timeout_s: float
-) -> list[dict[str, Any]]:
-    """The answers to questions that were asked already; errors as in `ask_all`."""
-
-    def answer(question: tuple[Channel, Future[dict[str, Any]]]) -> dict[str, Any]:
-        channel, future = question
-        try:
-            return future.result(timeout=timeout_s)
-        except NoAnswer:
-            raise channel.no_answer(op, timeout_s) from None
-
-    answers, faults = on_all(asked, answer)
+    answers, faults = on_all(asked, lambda pair: pair[0].wait(pair[1], op, timeout_s))
     refuse([fault for _, fault in faults], len(asked))
     return [found for found in answers if found is not None]
 
@@ -111,16 +96,15 @@ def refuse(faults: Sequence[UserError], num_hosts: int) -> None:
     raise error
 
 
-def meet(
+def ask_facts(
     cluster: ClusterConfig, channels: Sequence[Channel], warn: Warn, needed: Sequence[str]
 ) -> list[Host]:
     """The facts of all hosts, compared.
 
     Args:
-        cluster: the run file's section.
         channels: to its hosts, in their order.
-        needed: packages without which nothing can run there.
         warn: takes what is not as it should be, and no reason to stop.
+        needed: packages without which nothing can run there.
 
     Raises:
         PreflightError: hosts that do not answer, lack what training needs, are one machine, or
@@ -128,14 +112,10 @@ def meet(
     """
     launcher = cluster.launcher
     assert isinstance(launcher, SshLauncherConfig)
-    timeout_s = launcher.connect_timeout + _ANSWER_S
-    facts = ask_all(channels, "facts", timeout_s=timeout_s, port=cluster.network.port)
-    hosts = [
-        Host(node, given, channel, fact)
-        for node, (given, channel, fact) in enumerate(
-            zip(cluster.hosts, channels, facts, strict=True)
-        )
-    ]
+    asked = [(channel, channel.ask("facts", port=cluster.network.port)) for channel in channels]
+    facts = gather(asked, "facts", launcher.connect_timeout + _ANSWER_S)
+    places = zip(cluster.hosts, channels, facts, strict=True)
+    hosts = [Host(node, *place) for node, place in enumerate(places)]
     compare(hosts, needed, warn)
     return hosts
 
@@ -144,35 +124,24 @@ def compare(hosts: Sequence[Host], needed: Sequence[str], warn: Warn) -> None:
     """See whether the hosts are several machines, equal in what must be.
 
     Raises:
-        PreflightError: as in `meet`.
+        PreflightError: as `ask_facts`.
     """
     for host in hosts:
         if host.facts["gpu_warning"]:
             warn(f"host {host.name}: {host.facts['gpu_warning']}")
-    refuse([*_duplicates(hosts), *_missing(hosts, needed), *_different(hosts)], len(hosts))
+    refuse(list(_unfit(hosts, needed)), len(hosts))
     here = code_digest()
     for host in hosts:
         if host.facts["code"] != here:
             warn(f"host {host.name} has other code of isles {__version__} than this machine")
     for package in _BETTER_SAME:
-        _warn_different(hosts, package, warn)
+        versions = {host.name: _version(host, package) for host in hosts}
+        if len(set(versions.values())) > 1:
+            words = ", ".join(f"{version} on {name}" for name, version in versions.items())
+            warn(f"the hosts differ in {package}: {words}; isles setup makes them equal")
 
 
-def reach(cluster: ClusterConfig, hosts: Sequence[Host]) -> list[Reach]:
-    """The address of every host, as the others take it.
-
-    Raises:
-        PreflightError: see `choose_addresses`.
-    """
-    return choose_addresses(
-        [host.name for host in hosts],
-        [host.facts for host in hosts],
-        [host.given.address for host in hosts],
-        cluster.network,
-    )
-
-
-def settle_ranks(
+def resolve_ranks(
     cluster: ClusterConfig, hosts: Sequence[Host]
 ) -> tuple[tuple[int, ...], Literal["cuda", "cpu"]]:
     """Ranks of every host, and what they compute on.
@@ -211,58 +180,39 @@ def settle_ranks(
     return tuple(ranks), "cpu" if is_cpu else "cuda"
 
 
-def _duplicates(hosts: Sequence[Host]) -> list[PreflightError]:
+def _unfit(hosts: Sequence[Host], needed: Sequence[str]) -> Iterator[PreflightError]:
     first: dict[str, Host] = {}
-    faults = []
     for host in hosts:
         other = first.setdefault(host.facts["machine_id"] or host.name, host)
         if other is not host:
-            faults.append(
-                PreflightError(
-                    f"{other.name} and {host.name} are one machine, {host.facts['host']}",
-                    where=f"host {host.name}",
-                    fix="name it once; gpus says how many ranks it has",
-                    id="host.duplicate",
-                )
+            yield PreflightError(
+                f"{other.name} and {host.name} are one machine, {host.facts['host']}",
+                where=f"host {host.name}",
+                fix="name it once; gpus says how many ranks it has",
+                id="host.duplicate",
             )
-    return faults
-
-
-def _missing(hosts: Sequence[Host], needed: Sequence[str]) -> list[PreflightError]:
-    faults = []
     for host in hosts:
         missing = [name for name in host.facts["missing"] if name in needed]
         if missing:
-            faults.append(
-                PreflightError(
-                    f"packages are not installed for {host.facts['executable']}: "
-                    + ", ".join(missing),
-                    where=f"host {host.name}",
-                    fix="isles setup run.yaml installs them; or name the right Python in "
-                    "clusters[0].environment",
-                    id="packages.missing",
-                )
+            yield PreflightError(
+                f"packages are not installed for {host.facts['executable']}: {', '.join(missing)}",
+                where=f"host {host.name}",
+                fix="isles setup run.yaml installs them; or name the right Python in "
+                "clusters[0].environment",
+                id="packages.missing",
             )
-    return faults
-
-
-def _different(hosts: Sequence[Host]) -> list[PreflightError]:
-    """Whoever has another isles than this machine, or another Python or torch than most."""
-    faults = []
+    # Another isles than this machine's, or another Python or torch than most hosts have.
     for host in hosts:
         if host.facts["isles"] != __version__:
-            faults.append(_odd(host, "isles", host.facts["isles"], f"{__version__} here"))
+            yield _odd(host, "isles", host.facts["isles"], f"{__version__} here")
     torches = [_version(host, "torch") for host in hosts]
     pythons = [".".join(host.facts["python"].split(".")[:2]) for host in hosts]
     for what, values in (("torch", torches), ("Python", pythons)):
         usual, _ = Counter(values).most_common(1)[0]
         others = [host.name for host, value in zip(hosts, values, strict=True) if value == usual]
-        faults += [
-            _odd(host, what, value, f"{usual} on {', '.join(others)}")
-            for host, value in zip(hosts, values, strict=True)
-            if value != usual and not host.facts["missing"]
-        ]
-    return faults
+        for host, value in zip(hosts, values, strict=True):
+            if value != usual and not host.facts["missing"]:
+                yield _odd(host, what, value, f"{usual} on {', '.join(others)}")
 
 
 def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
@@ -274,12 +224,137 @@ def _odd(host: Host, what: str, value: str, usual: str) -> PreflightError:
     )
 
 
-def _warn_different(hosts: Sequence[Host], package: str, warn: Warn) -> None:
-    versions = {host.name: _version(host, package) for host in hosts}
-    if len(set(versions.values())) > 1:
-        words = ", ".join(f"{version} on {name}" for name, version in versions.items())
-        warn(f"the hosts differ in {package}: {words}; isles setup makes them equal")
-
-
 def _version(host: Host, package: str) -> str:
     return str(host.facts["packages"].get(package, "none"))
+
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How one node is reached.
+
+    Args:
+        address: IPv4.
+        interface: the node's interface that has it; None: the node has no such address itself.
+        network: the network that it belongs to there.
+    """
+
+    address: str
+    interface: str | None
+    network: IPv4Network | None
+
+
+def choose_addresses(
+    names: Sequence[str],
+    facts: Sequence[Facts],
+    given: Sequence[str | None],
+    network: NetworkConfig,
+) -> list[Reach]:
+    """An address for every node that the others can be expected to reach.
+
+    Args:
+        names: of the hosts, for messages.
+        facts: of each, of `isles.launch.ssh.facts.node_facts`.
+        given: what the run file says: an address, a name, or None.
+        network: the run file's section; an interface that it names decides.
+
+    Returns:
+        What the run file says; else the address on the interface that it names; else on the one
+        network that all have in common, the one over which ssh came if it is one of them; else
+        where ssh came.
+
+    Raises:
+        PreflightError: a host has no such address, or none at all that others could reach.
+    """
+    # Docker and its like give every machine the same address, which no other machine reaches.
+    count = Counter(reach.address for fact in facts for reach in set(_all(fact)))
+    usable = [[reach for reach in _all(fact) if count[reach.address] == 1] for fact in facts]
+    common = _common(facts, usable)
+    return [
+        _reach(name, fact, own, address, network, common)
+        for name, fact, own, address in zip(names, facts, usable, given, strict=True)
+    ]
+
+
+def _reach(
+    name: str,
+    facts: Facts,
+    usable: list[Reach],
+    given: str | None,
+    network: NetworkConfig,
+    common: IPv4Network | None,
+) -> Reach:
+    if given is not None:
+        address = _resolve(given, name)
+        return _of(facts, address) or Reach(address, network.interface, None)
+    if network.interface is not None:
+        for reach in _all(facts):
+            if reach.interface == network.interface:
+                return reach
+        there = ", ".join(f"{r.interface} {r.address}" for r in _all(facts)) or "none"
+        raise PreflightError(
+            f"there is no interface {network.interface} with an IPv4 address; there are: {there}",
+            where=f"host {name}",
+            fix="correct clusters[0].network.interface, or leave it out",
+            id="net.interface",
+        )
+    for reach in usable:
+        if common is not None and reach.network == common:
+            return reach
+    came = _of(facts, facts["reached_at"] or "")
+    if came is not None or len(usable) == 1:
+        return came or usable[0]
+    there = ", ".join(f"{r.interface} {r.address}" for r in usable) or "none but the loopback"
+    raise PreflightError(
+        f"it is not clear at which address the other hosts reach it; it has: {there}",
+        where=f"host {name}",
+        fix=f"write it into clusters[0].launcher.hosts: {{ssh: {name}, address: 192.168.1.100}}",
+        id="net.interface",
+    )
+
+
+def _resolve(given: str, name: str) -> str:
+    try:
+        return str(IPv4Address(given))
+    except AddressValueError:
+        pass
+    try:
+        return socket.gethostbyname(given)
+    except OSError:
+        raise PreflightError(
+            f"no IPv4 address is known for {given}",
+            where=f"host {name}, clusters[0].launcher.hosts",
+            fix="write its address in numbers, such as 192.168.1.100",
+            id="net.names",
+        ) from None
+
+
+def _all(facts: Facts) -> list[Reach]:
+    return [
+        Reach(
+            entry["address"],
+            entry["interface"],
+            IPv4Network(f"{entry['address']}/{entry['prefix']}", strict=False),
+        )
+        for entry in facts["networks"]
+    ]
+
+
+def _of(facts: Facts, address: str) -> Reach | None:
+    return next((reach for reach in _all(facts) if reach.address == address), None)
+
+
+def _common(facts: Sequence[Facts], usable: Sequence[list[Reach]]) -> IPv4Network | None:
+    # The network on which all hosts are; the one that ssh took to the most of them first.
+    shared = set.intersection(*({r.network for r in own if r.network} for own in usable))
+    came = Counter(
+        reach.network
+        for fact, own in zip(facts, usable, strict=True)
+        for reach in own
+        if reach.address == fact["reached_at"]
+    )
+    # A network of one address, such as that of a tunnel, is not shared.
+    found = [network for network in shared if network.prefixlen < 32]
+    return max(found, key=lambda n: (came[n], n.num_addresses, str(n)), default=None)

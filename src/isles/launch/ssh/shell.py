@@ -1,37 +1,40 @@
-"""The one place that runs a command, on this machine or over the user's own ssh."""
+"""Runs commands on this machine or over the user's own ssh, and explains why one failed."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from isles.errors import PreflightError, UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_SSH_FAILED = 255
+SSH_FAILED = 255
+"""Exit status of ssh itself where it cannot connect."""
+
+_CANNOT_RUN, _NOT_FOUND = 126, 127
+_LAST_WORDS_S = 1.0
 _SHORT = 20
 _WORD_CHARS = 1000
+_NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
+_NO_MODULE = re.compile(r"No module named '?(?P<name>isles[\w.]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a command ended.
-
-    Args:
-        returncode: its exit status; 255 may be ssh's own.
-        stdout, stderr: what it printed.
-    """
+    """How a command ended; an exit status of 255 may be ssh's own."""
 
     returncode: int
     stdout: str
@@ -53,7 +56,6 @@ class Shell:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return self.destination or "this machine"
 
     def argv(self, command: Sequence[str]) -> list[str]:
@@ -72,7 +74,9 @@ class Shell:
                 "ServerAliveCountMax": "3",
             }
             assert self.destination is not None
-            folder = None if _has_own_master(self.destination) else _socket_dir()
+            own = ssh_config(self.destination).get("controlmaster", "false")
+            # Where the user's configuration shares connections already, nothing is added.
+            folder = _socket_dir() if own in ("false", "no") else None
             if folder is not None:
                 # The first connection carries the others of this process while it lives, and
                 # leaves nothing. Not those of other commands: it could not end before them, and
@@ -110,15 +114,14 @@ class Shell:
                 fix=f"try it by hand: ssh {self.destination}" if self.destination else "",
                 id="host.answers",
             ) from error
-        if self.destination is not None and done.returncode == _SSH_FAILED:
+        if self.destination is not None and done.returncode == SSH_FAILED:
             raise self.fault(done.stderr)
         return Result(done.returncode, done.stdout, done.stderr)
 
     def popen(self, command: Sequence[str], *, own_group: bool = False) -> subprocess.Popen[bytes]:
-        """Start a command with pipes to its three streams. `fault` says what ssh's 255 means.
+        """Start a command with pipes to its three streams. `fault` explains ssh's 255.
 
         Args:
-            command: what is run.
             own_group: whether a Ctrl+C on this terminal is kept from it.
 
         Raises:
@@ -132,6 +135,48 @@ class Shell:
         except FileNotFoundError as error:
             raise self._missing(str(error.filename)) from error
 
+    def stream(
+        self,
+        command: Sequence[str],
+        take: Callable[[str], object],
+        *,
+        stdin: str,
+        timeout_s: float,
+        own_group: bool = False,
+    ) -> tuple[int | None, str]:
+        """Run a command to its end, and hand on each line of its output at once.
+
+        Args:
+            command, own_group: as for `popen`.
+            take: gets each line.
+            stdin: all that it reads.
+            timeout_s: it is killed after so long.
+
+        Returns:
+            Its exit status, None where it was killed for its time; and its error output.
+
+        Raises:
+            PreflightError: there is no such command here.
+        """
+        process = self.popen(command, own_group=own_group)
+        assert process.stdin is not None and process.stdout is not None
+        alarm = threading.Timer(timeout_s, process.kill)
+        alarm.daemon = True
+        alarm.start()
+        errors: list[bytes] = []
+        reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+        reader.start()
+        threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
+        try:
+            for raw in process.stdout:
+                take(raw.decode(errors="replace").rstrip("\r\n"))
+            code = process.wait()
+            reader.join(timeout=_LAST_WORDS_S)
+            is_late = alarm.finished.is_set()
+        finally:
+            alarm.cancel()
+        return None if is_late else code, b"".join(errors).decode(errors="replace")
+
     def fault(self, stderr: str) -> PreflightError:
         """What ssh's own error means, and the line to type against it."""
         lines = [line for line in stderr.strip().splitlines() if line.strip()]
@@ -140,7 +185,7 @@ class Shell:
         for sign, meaning, cure in _FAULTS:
             if sign in stderr:
                 what = f"{meaning} ({text})"
-                fix = cure.format(destination=self.destination, host=_host(self.destination))
+                fix = cure.format(destination=self.destination, host=self.name.rpartition("@")[2])
                 break
         return PreflightError(what, where=f"host {self.name}", fix=fix, id="ssh.connect")
 
@@ -176,6 +221,70 @@ _FAULTS = (
 )
 
 
+def _feed(stream: IO[bytes], text: str) -> None:
+    with suppress(OSError):  # it has ended; what it printed says why
+        stream.write(text.encode())
+        stream.close()
+
+
+def python_fault(host: str, python: str, code: int, stderr: str) -> PreflightError | None:
+    """Why a command of isles could not be run on a host; None where isles itself has failed.
+
+    Args:
+        code: exit status of the command.
+        stderr: what it printed.
+    """
+    module, folder = _NO_MODULE.search(stderr), _NO_FOLDER.search(stderr)
+    fix = "name the right Python in clusters[0].environment (venv, conda or python)"
+    if module and module["name"] == "isles":
+        id, what = "isles.installed", f"isles is not installed for {python}"
+        fix = f"isles setup run.yaml installs it; or {fix}"
+    elif module:
+        id = "version.isles"
+        what = f"{python} has another version of isles, which lacks {module['name']}"
+        fix = "install the same isles on all hosts: isles setup"
+    elif folder:
+        id = "files.workdir"
+        what = f"there is no folder {folder['folder']}, in which the ranks are to run"
+        fix = "make it there, name another in clusters[0].workdir, or let isles copy this one: "
+        fix += "clusters[0].sync"
+    elif code in (_CANNOT_RUN, _NOT_FOUND):
+        words = stderr.strip().splitlines() or [f"exit status {code}"]
+        id, what = "python.runs", f"{python} cannot be run there: {words[-1]}"
+    else:
+        return None
+    return PreflightError(what, where=f"host {host}", fix=fix, id=id)
+
+
+def start_detached(
+    command: Sequence[str], environ: Mapping[str, str], log: IO[bytes], where: Path
+) -> subprocess.Popen[bytes]:
+    """Start a process of this machine in a session of its own, which outlives this one.
+
+    Args:
+        command, environ: its words, and all of its environment.
+        log: takes what it prints.
+
+    Raises:
+        UserError: the machine cannot start a process.
+    """
+    try:
+        return subprocess.Popen(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UserError(
+            f"the run cannot be started: {error.strerror or error}",
+            where=str(error.filename or where),
+            fix="make room for a new process or file on this machine, then start again",
+        ) from error
+
+
 def login_line(command: Sequence[str]) -> str:
     """A command as one line that every login shell takes alike: sh, bash, zsh, csh, fish.
 
@@ -199,14 +308,25 @@ def login_line(command: Sequence[str]) -> str:
 def on_all(
     places: Sequence[T], work: Callable[[T], R]
 ) -> tuple[list[R | None], list[tuple[T, UserError]]]:
-    """Do the same at all places at once; errors are gathered, not raised.
+    """Do the same at all places at once, in threads; user errors are gathered, not raised.
 
     Returns:
         The results in the order of the places, None where there was an error; and the errors.
     """
+    futures: list[Future[R]] = [Future() for _ in places]
+
+    def do(future: Future[R], place: T) -> None:
+        try:
+            future.set_result(work(place))
+        except BaseException as error:  # raised again where the result is wanted
+            future.set_exception(error)
+
+    # Not an executor, whose threads are waited for at the end, as after a Ctrl+C.
+    for pair in zip(futures, places, strict=True):
+        threading.Thread(target=do, args=pair, daemon=True).start()
     results: list[R | None] = []
     faults: list[tuple[T, UserError]] = []
-    for place, future in zip(places, [_begin(work, place) for place in places], strict=True):
+    for place, future in zip(places, futures, strict=True):
         try:
             results.append(future.result())
         except UserError as error:
@@ -215,41 +335,20 @@ def on_all(
     return results, faults
 
 
-def _begin(work: Callable[[T], R], place: T) -> Future[R]:
-    """Work in a thread for which nobody waits at the end, as after a Ctrl+C."""
-    future: Future[R] = Future()
-
-    def do() -> None:
-        try:
-            future.set_result(work(place))
-        except BaseException as error:  # raised again where the result is wanted
-            future.set_exception(error)
-
-    threading.Thread(target=do, daemon=True).start()
-    return future
-
-
-def _host(destination: str | None) -> str:
-    return (destination or "").rpartition("@")[2]
-
-
-def _has_own_master(destination: str) -> bool:
-    """Whether the user's own configuration shares connections already."""
+def ssh_config(destination: str) -> dict[str, str]:
+    """The user's own configuration for a destination, as `ssh -G` prints it; empty: no ssh."""
     try:
         done = subprocess.run(
             ["ssh", "-G", destination], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    lines = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
-    return lines.get("controlmaster", "false") not in ("false", "no")
+        return {}
+    return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
 
 
 def _socket_dir() -> Path | None:
-    """A folder of this user alone; short, since a socket's path has 100 characters at most.
-
-    None where there cannot be one: then connections are not shared.
-    """
+    # A folder of this user alone; short, since a socket's path has 100 characters at most. None:
+    # connections are not shared.
     folder = Path(tempfile.gettempdir())
     if len(str(folder)) > _SHORT and Path("/tmp").is_dir():
         folder = Path("/tmp")

@@ -1,46 +1,55 @@
 """The launcher ssh: one run on a list of hosts, started from here by the user's own ssh.
 
-One Python process on each host answers (`isles.launch.ssh.node`), all at once: facts, then
-the run directory on the first host, then the start. Either all hosts have started, or what has
-started is ended again and the host that did not is named. After that nothing needs ssh: the nodes
-hold together by themselves.
+One Python process on each host answers (`node.py`), all at once: facts, then the run directory on
+the first host, then the start. Either all hosts have started, or what has started is ended again
+and the host that did not is named. After that nothing needs ssh: the agents keep connections of
+their own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isles.config.load import Loaded
-from isles.config.resolve import Resolved, dump_resolved, resolve
+from isles.config.resolve import dump_resolved, resolve
 from isles.config.sections.cluster import ClusterConfig, SshLauncherConfig
+from isles.config.show import show
 from isles.errors import ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.remote.login import remember
 from isles.launch.remote.sync import sync_hosts
+from isles.launch.ssh.channel import error_words
 from isles.launch.ssh.environment import network_line, network_variables, python_of, setting_lines
-from isles.launch.ssh.facts import machine_id
-from isles.launch.ssh.hosts import Host, ask_all, connect, gather, meet, reach, settle_ranks
+from isles.launch.ssh.facts import machine_id, port_taken
+from isles.launch.ssh.hosts import (
+    Host,
+    ask_facts,
+    choose_addresses,
+    connect,
+    gather,
+    resolve_ranks,
+)
 from isles.launch.ssh.node import FORGOTTEN_AFTER_S
-from isles.launch.ssh.text import dry_run_text, fleet_text
 from isles.launch.worker import NEEDED_TO_TRAIN
 from isles.run.nodes import Fleet, FleetNode
-from isles.run.paths import Attempt, RunDir
+from isles.run.paths import RunDir
 from isles.run.process import ProcessId
+from isles.run.records import read_record
 from isles.run.remote import RemoteRun
 
 _ASK_S = 60.0
 """Longest wait for a host to do its part: to read the run file's data folder, to write a folder."""
 
 _SIGN_S = 3.0
-"""So often a host hears from here while its ranks begin."""
+"""So often a host is asked while its ranks begin."""
 
 _GIVE_UP_S = 15.0
 
@@ -48,13 +57,8 @@ _GIVE_UP_S = 15.0
 def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions) -> Started | str:
     """Start a run on all hosts of the list, or say what would be done.
 
-    Args:
-        loaded: the run file.
-        launcher: its section.
-        options: how `isles train` was typed.
-
     Raises:
-        ConfigErrors: every fault that the first host finds in the run file.
+        ConfigErrors: every issue that the first host finds in the run file.
         UserError: hosts that cannot take part, or the run cannot be begun.
     """
     cluster = loaded.config.clusters[0]
@@ -63,17 +67,30 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         if cluster.sync and (text := sync_hosts(loaded, cluster.sync, workdir, options)):
             return text
         channels = connect(cluster, workdir, stack, timeout_s=launcher.connect_timeout)
-        # The head loads what reads run files while it is asked for its facts.
-        files = channels[0].ask("faults", **_portable(loaded))
+        # The first host loads what reads run files while it is asked for its facts.
+        files = channels[0].ask(
+            "faults",
+            config=loaded.config.model_dump(),
+            origins=loaded.origins,
+            text=loaded.text,
+            path=str(loaded.path),
+        )
         # A script of the user's own needs no more than torchrun does.
         needed = ("torch",) if loaded.config.training.script else NEEDED_TO_TRAIN
-        hosts = meet(cluster, channels, options.warn, needed)
+        hosts = ask_facts(cluster, channels, options.warn, needed)
         start = _SshStart(loaded, options, cluster, hosts, workdir)
-        start.settle()
-        _refuse_faults(hosts[0], gather([(channels[0], files)], "faults", _ASK_S)[0])
-        if options.dry_run:
-            return start.dry_run()
-        return start.run(hand_back)
+        answer = channels[0].wait(files, "faults", _ASK_S)
+        if issues := [
+            ConfigError(
+                fault["what"],
+                where=f"{fault['where']} (on host {hosts[0].name})",
+                fix=fault["fix"],
+                id=fault.get("id", ""),
+            )
+            for fault in answer["faults"]
+        ]:
+            raise ConfigErrors(issues)
+        return start.dry_run() if options.dry_run else start.run(hand_back)
 
 
 @contextmanager
@@ -81,7 +98,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
     """Ctrl+C, SIGTERM and SIGHUP end a start that is on its way, and not only the following.
 
     Yields:
-        What gives the signals back to whoever had them, once the run is there: from then on they
+        A function that restores the former handlers, once the run is there: from then on signals
         are for the run.
     """
 
@@ -103,35 +120,38 @@ def interruptible() -> Iterator[Callable[[], None]]:
         hand_back()
 
 
-@dataclass(slots=True)
 class _SshStart:
-    """One start, once all hosts have answered."""
+    # One start, once all hosts have answered.
 
-    loaded: Loaded
-    options: StartOptions
-    cluster: ClusterConfig
-    hosts: list[Host]
-    workdir: str
-    fleet: Fleet | None = None
-    resolved: Resolved | None = None
-    text: str = ""
-
-    def settle(self) -> None:
-        """Addresses, ranks, port: what the hosts are to agree on."""
-        nproc, device = settle_ranks(self.cluster, self.hosts)
-        reaches = reach(self.cluster, self.hosts)
-        self.resolved = resolve(self.loaded, nproc=nproc, device=device)
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: StartOptions,
+        cluster: ClusterConfig,
+        hosts: list[Host],
+        workdir: str,
+    ) -> None:
+        self.options = options
+        self.cluster = cluster
+        self.hosts = hosts
+        self.lines = setting_lines(cluster, workdir)
+        self.python = python_of(cluster.environment)
+        self.loaded = loaded
+        nproc, device = resolve_ranks(cluster, hosts)
+        reaches = choose_addresses(
+            [host.name for host in hosts],
+            [host.facts for host in hosts],
+            [host.given.address for host in hosts],
+            cluster.network,
+        )
+        self.resolved = resolve(loaded, nproc=nproc, device=device)
         self.text = dump_resolved(self.resolved)
-        names = _names(self.hosts)
-        port = self.hosts[0].facts["port"]
-        if port is None:
-            first = self.cluster.network.port
-            raise PreflightError(
-                f"all ports from {first} to {first + 99} are taken",
-                where=f"host {self.hosts[0].name}",
-                fix="set clusters[0].network.port to the first of a hundred others",
-                id="port.taken",
-            )
+        if (port := hosts[0].facts["port"]) is None:
+            raise port_taken(cluster.network.port, hosts[0].name)
+        # The hosts' own names, where they tell them apart; else as ssh takes them.
+        names = [str(host.facts["host"]) for host in hosts]
+        if len(set(names)) < len(names):
+            names = [host.name for host in hosts]
         self.fleet = Fleet(
             launcher="ssh",
             nodes=tuple(
@@ -141,20 +161,19 @@ class _SshStart:
                     ssh=host.name,
                     address=found.address,
                     nproc=ranks,
-                    interface=self.cluster.network.interface or found.interface,
+                    interface=cluster.network.interface or found.interface,
                 )
-                for host, name, found, ranks in zip(self.hosts, names, reaches, nproc, strict=True)
+                for host, name, found, ranks in zip(hosts, names, reaches, nproc, strict=True)
             ),
             port=port,
-            min_nodes=self.cluster.min_nodes,
+            min_nodes=cluster.min_nodes,
             device=device,
-            start_timeout_s=self.cluster.start_timeout,
+            start_timeout_s=cluster.start_timeout,
             digest=hashlib.sha256(self.text.encode()).hexdigest(),
         )
 
     def variables(self, node: FleetNode) -> dict[str, str]:
         """What the launcher adds to the environment of a node's ranks."""
-        assert self.fleet is not None
         variables = network_variables(self.cluster.network, node.interface, self.fleet.device)
         if self.fleet.device == "cpu":
             # Without it every rank starts a thread per core, and they fight for the cores.
@@ -163,29 +182,38 @@ class _SshStart:
         return variables
 
     def dry_run(self) -> str:
-        """What `run` would do."""
-        assert self.fleet is not None and self.resolved is not None
-        begun = self._begin(dry_run=True)
-        lines = setting_lines(self.cluster, self.workdir)
-        variables = [self.variables(node) for node in self.fleet.nodes]
-        return dry_run_text(
-            self.resolved, self.fleet, begun, lines, python_of(self.cluster.environment), variables
-        )
+        """What `run` would do: every resolved value, and the commands of each host."""
+        fleet, begun = self.fleet, self._begin(dry_run=True)
+        run_dir, attempt = begun["run_dir"], begun["attempt"]
+        parts = [
+            show(self.resolved).rstrip(),
+            begun["note"] or f"this would be a new run: {run_dir.rpartition('/')[2]}",
+            f"this would start {_fleet_text(fleet, run_dir)}",
+            f"meeting at {fleet.head.address} port {fleet.port}",
+            "on every host, in bash:\n" + "\n".join(f"    {line}" for line in self.lines),
+        ]
+        for node in fleet.nodes:
+            there = run_dir if node.node == 0 else str(begun["elsewhere"])
+            words = [self.python, "-m", "isles.agent", there, "--attempt", str(attempt)]
+            # The first one coordinates the run as well.
+            words += ["--node", str(node.node)] if node.node else []
+            if added := self.variables(node):
+                words = ["env", *(f"{k}={v}" for k, v in added.items()), *words]
+            parts.append(f"then on {_place(node)}:\n    {shlex.join(words)}")
+        return "\n\n".join(parts)
 
     def run(self, hand_back: Callable[[], None]) -> Started:
-        """Begin the run on the head, start it on all, and see that all have begun.
+        """Begin the run on the first host, start it on all, and see that all have begun.
 
         Args:
             hand_back: called once the run goes on by itself; see `interruptible`.
         """
-        assert self.fleet is not None
-        say = self.options.say
+        say, fleet = self.options.say, self.fleet
         begun = self._begin(dry_run=False)
         if begun["note"]:
             say(begun["note"])
-        name = Path(begun["run_dir"]).name
-        say(fleet_text(name, self.fleet, begun["run_dir"]))
-        say(network_line(self.cluster.network, self.fleet.head.interface, self.fleet.device))
+        say(f"starting {_fleet_text(fleet, begun['run_dir'])}")
+        say(network_line(self.cluster.network, fleet.head.interface, fleet.device))
         try:
             started = self._start(begun)
             self._see_them_begin()
@@ -193,7 +221,8 @@ class _SshStart:
                 {"node": host.node, "ssh": host.name, **answer["process"]}
                 for host, answer in zip(self.hosts, started, strict=True)
             ]
-            ask_all([host.channel for host in self.hosts], "keep", timeout_s=_ASK_S, nodes=nodes)
+            kept = [(host.channel, host.channel.ask("keep", nodes=nodes)) for host in self.hosts]
+            gather(kept, "keep", _ASK_S)
             hand_back()
         except UserError as error:
             self._give_up(error)
@@ -204,7 +233,6 @@ class _SshStart:
         return self._started(begun)
 
     def _begin(self, *, dry_run: bool) -> dict[str, Any]:
-        assert self.fleet is not None
         return self.hosts[0].channel.call(
             "begin",
             timeout_s=_ASK_S,
@@ -219,29 +247,16 @@ class _SshStart:
 
     def _start(self, begun: dict[str, Any]) -> list[dict[str, Any]]:
         self.fleet = Fleet.of(begun["fleet"])
-        asked = [
-            (
-                host.channel,
-                host.channel.ask(
-                    "start",
-                    **begun,
-                    node=node.node,
-                    resolved=self.text,
-                    text=self.loaded.text,
-                    variables=self.variables(node),
-                ),
-            )
-            for host, node in zip(self.hosts, self.fleet.nodes, strict=True)
-        ]
-        # No host may take longer than the others wait to hear from here again.
+        shared = {**begun, "resolved": self.text, "text": self.loaded.text}
+        asked = []
+        for host, node in zip(self.hosts, self.fleet.nodes, strict=True):
+            own = {**shared, "node": node.node, "variables": self.variables(node)}
+            asked.append((host.channel, host.channel.ask("start", **own)))
+        # No host may take longer than the others wait to be asked again.
         return gather(asked, "start", FORGOTTEN_AFTER_S - 2 * _SIGN_S)
 
     def _see_them_begin(self) -> None:
-        """Wait until the ranks of every host have begun; name the host whose processes end.
-
-        Once start_timeout is over it is the nodes' own affair: they say whom they wait for.
-        """
-        assert self.fleet is not None
+        # Once start_timeout is over, the agents themselves say whom they wait for.
         waiting = set(self.hosts)
         deadline = time.monotonic() + self.cluster.start_timeout
         while waiting and time.monotonic() < deadline:
@@ -254,30 +269,13 @@ class _SshStart:
                 for future in as_completed(asked, timeout=_SIGN_S * 3):
                     host, answer = asked[future], future.result()
                     if answer["ended"] is not None:
-                        raise self._ended(host, answer)
+                        raise _ended(host, answer)
                     if answer["has_begun"]:
                         waiting.discard(host)
 
-    def _ended(self, host: Host, answer: dict[str, Any]) -> UserError:
-        words = "\n".join(f"    {line}" for line in answer["tail"]) or "    (not a word)"
-        return PreflightError(
-            f"the {answer['ended']} ended with exit code {answer['code']} before its ranks had "
-            f"begun; its last words:\n{words}",
-            where=f"host {host.name}",
-            fix="mend what it says; isles check finds more",
-            id="start.failed",
-        )
-
     def _give_up(self, error: UserError) -> None:
         """End on every host what was started there."""
-        record = {
-            "what": error.what,
-            "where": error.where,
-            "fix": error.fix,
-            "id": error.id,
-            "exit_code": int(error.exit_code),
-        }
-        asked = [(host, host.channel.ask("end", **record)) for host in self.hosts]
+        asked = [(host, host.channel.ask("end", **error_words(error))) for host in self.hosts]
         deadline = time.monotonic() + _GIVE_UP_S
         for host, future in asked:
             try:
@@ -290,20 +288,20 @@ class _SshStart:
                 )
 
     def _started(self, begun: dict[str, Any]) -> Started:
-        assert self.fleet is not None
         run_dir = RunDir(Path(begun["run_dir"]))
         attempt = run_dir.attempt(begun["attempt"])
-        head, output_dir = self.hosts[0], Path(self.loaded.config.output_dir).expanduser()
-        is_here = bool(machine_id()) and head.facts["machine_id"] == machine_id()
+        first, output_dir = self.hosts[0], Path(self.loaded.config.output_dir).expanduser()
+        is_here = bool(machine_id()) and first.facts["machine_id"] == machine_id()
         if is_here and run_dir.path.parent == output_dir.absolute():
-            return Started(run_dir, attempt, _coordinator(attempt))
+            coordinator = ProcessId.from_record(read_record(attempt.launch) or {})
+            return Started(run_dir, attempt, coordinator)
         remote = RemoteRun(
             name=run_dir.name,
-            ssh=head.name,
+            ssh=first.name,
             path=begun["run_dir"],
             elsewhere=begun["elsewhere"],
-            lines=tuple(setting_lines(self.cluster, self.workdir)),
-            python=python_of(self.cluster.environment),
+            lines=tuple(self.lines),
+            python=self.python,
             launcher="ssh",
             hosts=tuple(host.name for host in self.hosts),
             started_at=time.time(),
@@ -312,37 +310,28 @@ class _SshStart:
         return Started(run_dir, attempt, None, remote=remote)
 
 
-def _coordinator(attempt: Attempt) -> ProcessId | None:
-    from isles.run.records import read_record
-
-    return ProcessId.from_record(read_record(attempt.launch) or {})
-
-
-def _portable(loaded: Loaded) -> dict[str, Any]:
-    return {
-        "config": loaded.config.model_dump(),
-        "origins": loaded.origins,
-        "text": loaded.text,
-        "path": str(loaded.path),
-    }
+def _ended(host: Host, answer: dict[str, Any]) -> PreflightError:
+    words = "\n".join(f"    {line}" for line in answer["tail"]) or "    (not a word)"
+    return PreflightError(
+        f"the {answer['ended']} ended with exit code {answer['code']} before its ranks had "
+        f"begun; its last words:\n{words}",
+        where=f"host {host.name}",
+        fix="mend what it says; isles check finds more",
+        id="start.failed",
+    )
 
 
-def _refuse_faults(head: Host, answer: dict[str, Any]) -> None:
-    """Faults that only the head can see, with the run file's lines and the head's name."""
-    faults = [
-        ConfigError(
-            fault["what"],
-            where=f"{fault['where']} (on host {head.name})",
-            fix=fault["fix"],
-            id=fault.get("id", ""),
-        )
-        for fault in answer["faults"]
-    ]
-    if faults:
-        raise ConfigErrors(faults)
+def _fleet_text(fleet: Fleet, run_dir: str) -> str:
+    is_one = fleet.world_size == 1
+    kind = "GPU" if fleet.device == "cuda" else "CPU process"
+    plural = "" if is_one else "s" if fleet.device == "cuda" else "es"
+    hosts = f"{len(fleet.nodes)} host{'' if len(fleet.nodes) == 1 else 's'}"
+    places = ", ".join(_place(node) for node in fleet.nodes)
+    return (
+        f"{run_dir.rpartition('/')[2]}: {fleet.world_size} {kind}{plural} on {hosts} "
+        f"({places}), in {fleet.head.ssh}:{run_dir}"
+    )
 
 
-def _names(hosts: Sequence[Host]) -> list[str]:
-    """The hosts' own names, where they tell them apart; else as ssh takes them."""
-    own = [str(host.facts["host"]) for host in hosts]
-    return own if len(set(own)) == len(own) else [host.name for host in hosts]
+def _place(node: FleetNode) -> str:
+    return f"{node.ssh}: {node.address}, {node.nproc} rank{'s' if node.nproc > 1 else ''}"

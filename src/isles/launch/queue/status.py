@@ -1,4 +1,4 @@
-"""What a scheduler says about the job of a run: asked, kept in job.json, put into words."""
+"""How the jobs of runs stand: the scheduler is asked, and its answer is kept in job.json."""
 
 from __future__ import annotations
 
@@ -6,59 +6,54 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from isles.errors import UserError
 from isles.facts.units import format_duration
-from isles.launch.queue.job import ASK_S, JobReport, QueueJob
-from isles.launch.queue.pbs import PbsJob
-from isles.launch.queue.slurm import SlurmJob
+from isles.launch.queue.job import ASK_S, JobReport, QueueJob, resubmitted_id
+from isles.launch.queue.pbs import Pbs, PbsJob
+from isles.launch.queue.slurm import Slurm, SlurmJob
 from isles.launch.ssh.shell import on_all
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record
 
 _MAX_AGE_S = 4.0
-"""A word so young is not asked for again: a scheduler has better to do."""
+"""An answer younger than this is not asked for again."""
 
 _GLANCE_S = 5.0
-"""The same where many runs are shown at once, and what is known already will do."""
+"""Longest wait for a scheduler where many runs are shown at once."""
 
 Clock = Callable[[], float]
 
 
 def queue_job(run_dir: RunDir, attempt: Attempt, *, ask_s: float = ASK_S) -> QueueJob | None:
-    """The job of an attempt; None where no queue has started it.
+    """The job of an attempt, or the one that it was submitted again as; None: no queue started it.
 
     Args:
-        run_dir: the run.
-        attempt: a start of it.
         ask_s: longest wait for one answer of the scheduler.
     """
     launch = read_record(attempt.launch) or {}
     if not launch.get("job_id"):
         return None
+    job_id = resubmitted_id(attempt) or str(launch["job_id"])
     match launch.get("launcher"):
         case "slurm":
-            return SlurmJob.of(run_dir, attempt, launch, ask_s=ask_s)
+            slurm = Slurm(launch.get("bin_path"), ask_s=ask_s)
+            return SlurmJob(run_dir, attempt, job_id, slurm)
         case "pbs":
-            return PbsJob.of(run_dir, attempt, launch, ask_s=ask_s)
+            return PbsJob(run_dir, attempt, job_id, Pbs(launch.get("bin_path"), ask_s=ask_s))
         case _:
             return None
 
 
 def read_job(attempt: Attempt) -> JobReport | None:
-    """What the scheduler said when it was last asked; None where it never was."""
+    """The scheduler's last answer; None: it was never asked."""
     record = read_record(attempt.job)
     if record is None or "state" not in record:
         return None
     known = {name: record[name] for name in JobReport.__dataclass_fields__ if name in record}
     return JobReport(**{"reason": "", "job_id": "", "at": 0.0, **known})
-
-
-def write_job(attempt: Attempt, report: JobReport) -> None:
-    """Keep what the scheduler said, for who cannot ask it."""
-    write_record(attempt.job, report.record(), durable=False)
 
 
 def refresh(
@@ -72,15 +67,12 @@ def refresh(
     """Ask the scheduler how an attempt's job stands, and keep its answer in job.json.
 
     A job that is over, and whose run has no outcome, gets one: it was killed with its script.
-    Where the scheduler cannot be asked (another machine, a scheduler that is down), what it said
-    last stands.
+    Where the scheduler cannot be asked (another machine, a scheduler that is down), its last
+    answer stands.
 
     Args:
-        run_dir: the run.
-        attempt: a start of it.
-        max_age_s: an answer so young is taken as it is.
+        max_age_s: an answer younger than this is taken as it is.
         hasten: the run is to go on: see `QueueJob.hasten`.
-        now: the clock.
 
     Returns:
         The answer; None where no queue has started the attempt.
@@ -104,12 +96,11 @@ def refresh(
 def refresh_all(
     runs: Sequence[RunDir], *, ask_s: float = _GLANCE_S, now: Clock = time.time
 ) -> dict[Path, JobReport]:
-    """How the jobs of many runs stand, as `refresh`: a scheduler that is silent is asked once.
+    """How the jobs of many runs stand, as `refresh`; a scheduler that is silent is asked once.
 
     Args:
         runs: whose last starts are meant.
         ask_s: longest wait for one answer of a scheduler.
-        now: the clock.
 
     Returns:
         The answers by the folders of the attempts, of those that a queue has started.
@@ -125,8 +116,7 @@ def refresh_all(
         if known is not None:
             found[attempt.path] = known
         else:
-            launch = read_record(attempt.launch) or {}
-            queues[launch["launcher"], launch.get("bin_path")].append((job, attempt))
+            queues[job.queue.name, job.queue.bin_path].append((job, attempt))
     answers, _ = on_all(list(queues.values()), lambda jobs: _ask_together(jobs, now))
     for answer in answers:
         found |= answer or {}
@@ -134,16 +124,16 @@ def refresh_all(
 
 
 def _ask_together(jobs: list[tuple[QueueJob, Attempt]], now: Clock) -> Mapping[Path, JobReport]:
-    """Ask one scheduler about its jobs: the others only once it has answered for the first."""
     found: dict[Path, JobReport] = {}
 
     def ask(entry: tuple[QueueJob, Attempt]) -> None:
         job, attempt = entry
         report = job.state()
         found[attempt.path] = report
-        with suppress(OSError):  # in somebody else's directory it cannot be kept
+        with suppress(OSError):  # in another user's directory it cannot be kept
             _keep(job, attempt, report)
 
+    # The others only once the scheduler has answered for the first.
     silence: UserError | None = None
     for some in (jobs[:1], jobs[1:]):
         if silence is None and some:
@@ -156,7 +146,6 @@ def _ask_together(jobs: list[tuple[QueueJob, Attempt]], now: Clock) -> Mapping[P
 
 
 def _known(job: QueueJob, attempt: Attempt, max_age_s: float, now: Clock) -> JobReport | None:
-    """What it said last, if that still holds."""
     last = read_job(attempt)
     if last is None or last.job_id != job.job_id:
         return None
@@ -165,7 +154,6 @@ def _known(job: QueueJob, attempt: Attempt, max_age_s: float, now: Clock) -> Job
 
 
 def _unanswered(job: QueueJob, attempt: Attempt, error: UserError, now: Clock) -> JobReport:
-    """What it said last stands, with the time of it."""
     last = read_job(attempt)
     if last is None:
         return JobReport("unknown", error.what, job.job_id, now(), fix=error.fix)
@@ -174,6 +162,6 @@ def _unanswered(job: QueueJob, attempt: Attempt, error: UserError, now: Clock) -
 
 
 def _keep(job: QueueJob, attempt: Attempt, report: JobReport) -> None:
-    write_job(attempt, report)
-    if report.state == "ended" and not attempt.outcome.exists():
-        write_record(attempt.outcome, job.ended(report))
+    write_record(attempt.job, asdict(report), durable=False)
+    if report.state == "ended":
+        job.write_outcome(report)

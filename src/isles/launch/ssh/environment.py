@@ -1,4 +1,4 @@
-"""The lines of bash that bring a node to where its ranks run: folder, modules, venv or conda."""
+"""The lines of bash and variables that ranks need on a node: folder, modules, venv, network."""
 
 from __future__ import annotations
 
@@ -8,8 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a node uses this file without run files, whose classes take long to import
-    from isles.config.sections.cluster import ClusterConfig, EnvironmentConfig
+    from isles.config.sections.cluster import ClusterConfig, EnvironmentConfig, NetworkConfig
     from isles.config.sections.run import RunConfig
+
+_FIND_MODULE = "type module >/dev/null 2>&1 || source /etc/profile"
+_FIND_CONDA = "type conda >/dev/null 2>&1 || PATH=$PATH:" + ":".join(
+    f"{place}/condabin"
+    for place in ("~/miniforge3", "~/miniconda3", "~/mambaforge", "~/anaconda3", "/opt/conda")
+)
+_CONDA_FAILED = (
+    "Failed to activate conda environment: is conda on PATH, and the environment on this node?"
+)
+
+_PROFILES = {
+    "auto": {},
+    "infiniband": {"NCCL_IB_DISABLE": "0"},
+    # The index of the GID is a matter of RoCE; on InfiniBand it would choose a wrong one.
+    "roce": {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"},
+    "ethernet": {"NCCL_IB_DISABLE": "1"},
+}
 
 
 def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = False) -> list[str]:
@@ -17,7 +34,6 @@ def setting_lines(cluster: ClusterConfig, workdir: str, *, is_login: bool = Fals
     assumed, and every line that can fail says so in words and ends the shell with 1.
 
     Args:
-        cluster: the cluster.
         workdir: the folder in which the ranks run.
         is_login: whether a login shell reads them, as in the job scripts.
     """
@@ -47,11 +63,13 @@ def tool_lines(environment: EnvironmentConfig, *, is_login: bool = False) -> lis
     return [*lines, _FIND_CONDA] if environment.conda is not None and not is_login else lines
 
 
-_FIND_MODULE = "type module >/dev/null 2>&1 || source /etc/profile"
-_FIND_CONDA = "type conda >/dev/null 2>&1 || PATH=$PATH:" + ":".join(
-    f"{place}/condabin"
-    for place in ("~/miniforge3", "~/miniconda3", "~/mambaforge", "~/anaconda3", "/opt/conda")
-)
+def python_of(environment: EnvironmentConfig) -> str:
+    """Python on the nodes, as typed after `setting_lines`."""
+    if environment.python is not None:
+        return environment.python
+    if environment.venv is not None or environment.conda is not None:
+        return "python"
+    return sys.executable
 
 
 def quoted(path: str) -> str:
@@ -75,15 +93,28 @@ def path_elsewhere(run_dir: Path, config: RunConfig) -> str:
     return str(run_dir)
 
 
-def python_of(environment: EnvironmentConfig) -> str:
-    """Python on the nodes, as typed after `setting_lines`."""
-    if environment.python is not None:
-        return environment.python
-    if environment.venv is not None or environment.conda is not None:
-        return "python"
-    return sys.executable
+def network_variables(network: NetworkConfig, interface: str | None, device: str) -> dict[str, str]:
+    """Variables of gloo and NCCL that the ranks of one node need to reach the others.
+
+    Args:
+        interface: the interface that has the node's address; None: not known. One that the section
+            names wins.
+
+    Returns:
+        Variables; none for a network that its libraries are left to find out. Those of the user
+        (`environment.variables`) are to win over them.
+    """
+    name = network.interface or interface
+    # Ranks on GPUs also use gloo: for what is small, and for checkpoints beside training.
+    variables = {"GLOO_SOCKET_IFNAME": name} if name else {}
+    if device == "cuda":
+        variables |= {"NCCL_SOCKET_IFNAME": name} if name else {}
+        variables |= _PROFILES[network.profile]
+    return variables
 
 
-_CONDA_FAILED = (
-    "Failed to activate conda environment: is conda on PATH, and the environment on this node?"
-)
+def network_line(network: NetworkConfig, interface: str | None, device: str) -> str:
+    """The choice in one line, for the user."""
+    variables = network_variables(network, interface, device)
+    words = " ".join(f"{name}={value}" for name, value in variables.items())
+    return f"network {network.profile}: {words or 'left to gloo and NCCL'}"

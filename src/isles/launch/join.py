@@ -1,7 +1,7 @@
 """A cluster that joins a run which others have begun: their run file, with this site's own parts.
 
 What comes from elsewhere is read as a run file and nothing else: it cannot run code, choose where
-this machine writes, or name paths beyond the folder in which the run is started.
+this machine writes, or name paths outside the folder in which the run is started.
 """
 
 from __future__ import annotations
@@ -91,11 +91,21 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
     names = _cluster_names(text, path)
     index = _index(names, site, path)
     overrides = [_of_cluster(override, index) for override in site.overrides]
-    own = site.name or names[index] or _host_name()
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0]).strip("._-")
+    own = site.name or names[index] or host[:40] or "here"
     if not names[index]:
         overrides.append(f"clusters.{index}.name={own}")
     loaded = load_run_file(path, overrides, text=text, base=Base(document.value, name))
-    faults = [*_differences(theirs, loaded), *_untrusted(loaded, name)]
+    faults = [
+        ConfigError(
+            f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
+            where=loaded.where(change.key),
+            fix="leave it out: the run's own value is taken then",
+            id="join.unlike",
+        )
+        for change in unlike(theirs.config, loaded.config)
+    ]
+    faults += _untrusted(loaded, name)
     kind = loaded.config.clusters[index].launcher.kind
     if site.launcher and kind != site.launcher:
         where = loaded.where(f"clusters.{index}.launcher.kind")
@@ -113,7 +123,7 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
 def _warn(
     answer: dict[str, Any], line: JoinLine, mine: Loaded, own: str, warn: Callable[[str], object]
 ) -> None:
-    """What may be wrong with joining now; hours in a queue may lie before anybody else says so."""
+    # Before the cluster waits for hours in a queue.
     if answer.get("is_over"):
         warn(f"all clusters of {line.run} have finished: there may be nothing left to train")
     living = {
@@ -130,7 +140,6 @@ def _warn(
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:
-    """The run file that the rendezvous gives."""
     answer = ask_rendezvous(line, "/v1/run-file", _ASK_S)
     try:
         found = load_run_file(Path(name), text=str(answer.get("text", "")))
@@ -161,7 +170,7 @@ def _own_text(site: Site) -> tuple[str, Path]:
 
 
 def _cluster_names(text: str, path: Path) -> list[str]:
-    """The names of a run file's clusters, as far as they are given; at least one."""
+    # At least one; empty where it has none.
     value = scan_yaml(text, str(path))[0].value
     clusters = value.get("clusters") if isinstance(value, dict) else None
     if not isinstance(clusters, list) or not clusters:
@@ -170,7 +179,6 @@ def _cluster_names(text: str, path: Path) -> list[str]:
 
 
 def _index(names: list[str], site: Site, path: Path) -> int:
-    """Which of the run file's clusters this site is."""
     if site.name in names:
         return names.index(site.name)
     if len(names) == 1 and (not site.name or not names[0]):
@@ -183,33 +191,15 @@ def _index(names: list[str], site: Site, path: Path) -> int:
 
 
 def _of_cluster(override: str, index: int) -> str:
-    """An override that means the site's cluster, with its whole key."""
+    # `launcher.partition=gpu` means the site's own cluster.
     key = override.lstrip("-").partition("=")[0].partition(".")[0].strip().replace("-", "_")
     if key in ClusterConfig.model_fields and key != "name":
         return f"clusters.{index}.{override.lstrip('-')}"
     return override
 
 
-def _host_name() -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0]).strip("._-")
-    return name[:40] or "here"
-
-
-def _differences(theirs: Loaded, mine: Loaded) -> list[ConfigError]:
-    """Values that this site has, and must not have, otherwise."""
-    return [
-        ConfigError(
-            f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
-            where=mine.where(change.key),
-            fix="leave it out: the run's own value is taken then",
-            id="join.unlike",
-        )
-        for change in unlike(theirs.config, mine.config)
-    ]
-
-
 def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
-    """Values from elsewhere that count only where the user has typed them."""
+    # Values from elsewhere that count only where the user has typed them.
     faults: list[ConfigError] = []
     for key, origin in loaded.origins.items():
         if origin != name:

@@ -1,0 +1,212 @@
+"""What a run file takes from the Hugging Face hub, and whether this machine can read it there.
+
+`isles check` asks on every machine. A start asks once for what is not here yet, before there are
+ranks: each of them would try for a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from isles.config.files import BUILT_IN, may_be_hub_id
+from isles.config.load import Loaded
+from isles.config.sections.run import RunConfig
+from isles.errors import ConfigError
+from isles.facts.models import shape_names
+from isles.run.env import datasets_cache, hub_cache, inherited
+
+_REQUEST_S = 5.0
+
+_ANSWER_S = 10
+"""Longest wait of a start for the hub."""
+
+_GIVE_UP_S = 60.0
+"""Longest wait of a start for the process that asks it."""
+
+
+def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
+    """What may have to come from the hub: kind (model or dataset) and id -> the key that names it.
+
+    A run file of a script has stand-ins for both, which are not there.
+    """
+
+    def is_elsewhere(name: str) -> bool:
+        return may_be_hub_id(name) and not Path(name).expanduser().exists()
+
+    found: dict[tuple[str, str], str] = {}
+    for key, section in (("model", config.model), ("tokenizer", config.tokenizer)):
+        name = section.name_or_path
+        if name is not None and name not in shape_names() and is_elsewhere(name):
+            found.setdefault(("model", name), f"{key}.name_or_path")
+    for index, source in enumerate(config.data.sources):
+        name = source.path
+        if name is None or source.type == "fake" or name in BUILT_IN or not is_elsewhere(name):
+            continue
+        found.setdefault(("dataset", name), f"data.sources.{index}.path")
+    return found
+
+
+def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
+    """What a run lacks on this machine and cannot have from the hub.
+
+    It waits for a few seconds at most. An error of the hub itself is no fault: ranks try again.
+    """
+    keys = huggingface_repos(loaded.config)
+    environ = {**inherited(), **loaded.config.clusters[0].environment.variables}
+    wanted = [(kind, name) for kind, name in keys if not _is_cached(kind, name, environ)]
+    if not wanted:
+        return []
+    # A process of its own: the library reads the variables of the ranks once, when it is imported.
+    words = [f"{kind}={name}" for kind, name in wanted]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "isles.launch.huggingface", *words],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_GIVE_UP_S,
+            check=False,
+        )
+        answers = json.loads(done.stdout or "[]")
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return []  # the rank that reads it says more
+    if done.returncode == -signal.SIGALRM:
+        said = f"no answer within {_ANSWER_S} s"
+        answers = [_answer(kind, name, said) for kind, name in wanted]
+    faults = []
+    for row in answers:
+        if row["state"] not in ("ok", "cached", "unknown", "failing"):
+            id, what, fix = huggingface_issue(row)
+            where = loaded.where(keys[row["kind"], row["name"]])
+            faults.append(ConfigError(what, where=where, fix=fix, id=id))
+    return faults
+
+
+def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
+    """Whether this machine can read repositories of the hub.
+
+    Args:
+        repos: pairs of kind (model or dataset) and id.
+
+    Returns:
+        For each its kind and name, a state (ok, cached, licence, missing, unreachable, failing,
+        offline, unknown), what the hub said, and the page to visit.
+    """
+    answers: list[dict[str, str]] = []
+    silent = ""
+    for kind, name in repos:
+        # Where one cannot be asked for, the next would only cost the same time again.
+        state, said = ("unreachable", silent) if silent else _ask(kind, name)
+        silent = said if state == "unreachable" else ""
+        answer = _answer(kind, name, said, state)
+        with suppress(OSError):
+            if state != "ok" and _is_cached(kind, name, inherited()):
+                answer["state"] = "cached"
+        answers.append(answer)
+    return answers
+
+
+def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
+    """The id, what is wrong and what to do, for an answer of `ask_huggingface` that is not `ok`."""
+    what, said, name = f"{row['kind']} {row['name']}", row["said"], row["name"]
+    fetch = f"hf download {name}" + (" --repo-type dataset" if row["kind"] == "dataset" else "")
+    match row["state"]:
+        case "licence":
+            text = f"{what} needs a licence that this account has not accepted ({said})"
+            fix = f"visit https://{row['page']}, accept it, and log in there: hf auth login"
+            return "hub.licence", text, fix
+        case "missing":
+            text = f"the hub knows no {what}, or it is private ({said})"
+            fix = "correct the name; a folder is written with ./ before it; for a private one: "
+            return "hub.access", text, fix + "hf auth login"
+        case "offline":
+            fix = f"unset HF_HUB_OFFLINE, or fetch it before: {fetch}"
+            return "hub.access", f"{what} is not here, and {said}", fix
+        case "unknown":
+            fix = "isles setup run.yaml installs what training needs"
+            return "hub.access", f"{what} was not asked for: {said}", fix
+        case "failing":
+            text = f"the hub answers with an error for {what}: {said}"
+            return "hub.access", text, f"try again in a while, or fetch it elsewhere: {fetch}"
+        case _:
+            fix = "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it "
+            fix += f"where there is one, {fetch}, and copy the cache"
+            return "hub.access", f"the hub cannot be reached for {what}: {said}", fix
+
+
+def _ask(kind: str, name: str) -> tuple[str, str]:
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HfHubHTTPError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        return "unknown", "the package huggingface_hub is missing"
+    file = "config.json" if kind == "model" else "README.md"
+    state, said = "ok", ""
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_REQUEST_S)
+    except EntryNotFoundError:
+        pass  # the repository answers
+    except GatedRepoError as error:
+        state, said = "licence", _line(error)
+    except RepositoryNotFoundError as error:
+        state, said = "missing", _line(error)
+    except OfflineModeIsEnabled:
+        state, said = "offline", "HF_HUB_OFFLINE is set"
+    except HfHubHTTPError as error:
+        state, said = "failing", _line(error)
+    except Exception as error:  # a library's many errors: no network, proxy, TLS, time
+        state, said = "unreachable", f"{type(error).__name__}: {_line(error)}"
+    return state, said
+
+
+def _answer(kind: str, name: str, said: str, state: str = "unreachable") -> dict[str, str]:
+    page = f"huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+    return {"kind": kind, "name": name, "state": state, "said": said, "page": page}
+
+
+def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:
+    # huggingface_hub has it from before, or the datasets library has prepared it.
+    folder = hub_cache(environ) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    if folder.is_dir() and any(folder.iterdir()):
+        return True
+    prepared = datasets_cache(environ)
+    return (
+        kind == "dataset"
+        and prepared.is_dir()
+        and any(_plain(entry.name) == _plain(name) for entry in prepared.iterdir())
+    )
+
+
+def _plain(name: str) -> str:
+    # The datasets library makes owner___my_name of OWNER/MyName.
+    return name.replace("/", "").replace("_", "").lower()
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
+
+
+def main() -> None:
+    """Answer for repositories as KIND=NAME, in JSON; killed by SIGALRM where the hub is silent."""
+    with suppress(ImportError):
+        import huggingface_hub  # noqa: F401  # slow from a disk of the network, which is no silence
+    # No time limit of a request ends the wait for a name server.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_ANSWER_S)
+    sys.stdout.write(json.dumps(ask_huggingface(word.split("=", 1) for word in sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What answers on a host while it is started or checked: its facts, and starting its agent."""

@@ -1,0 +1,343 @@
+"""Job scripts for Slurm and PBS: of a run that isles follows, and one that runs without isles."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath, PurePosixPath
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from isles import __version__
+from isles.config.sections.cluster import ClusterConfig, PbsLauncherConfig, SlurmLauncherConfig
+from isles.config.sections.run import RunConfig
+from isles.errors import ConfigError, ExitCode
+from isles.launch.ssh.environment import network_variables, python_of, quoted, setting_lines
+
+_MAX_SCRIPT_STARTS = 20
+"""How often a rendered job with a script of the user's own goes on after its time limit: its
+progress cannot be seen from outside."""
+
+_END_S = 45
+"""How long a node of a rendered PBS job may take to end its ranks: torchrun gives them 30 s."""
+
+_TORQUE_NAME = 15
+"""The longest name of a job that every Torque takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobText:
+    """What a job script is made from, besides the run file.
+
+    Args:
+        launcher: the section; where the run file has another launcher, one that fits it. The
+            dialect of PBS is known: `auto` is taken for openpbs.
+        workdir: the folder in which the ranks run, absolute.
+        command: what follows torchrun's own options, in a script that runs without isles.
+        run_dir: the run directory as the nodes see it; None: the script runs without isles.
+        attempt: the number of this start; 0 without a run directory.
+        notes: comments at the head.
+        only_check_s: the job only checks its nodes, and waits so long for one answer (PBS).
+        path: where a script that runs without isles will be, absolute; None: not known (PBS).
+    """
+
+    launcher: SlurmLauncherConfig | PbsLauncherConfig
+    nodes: int
+    nproc: int
+    device: str
+    workdir: str
+    command: Sequence[str] = ()
+    run_dir: str | None = None
+    attempt: int = 0
+    notes: Sequence[str] = ()
+    only_check_s: float | None = None
+    path: str | None = None
+
+
+def fill_template(name: str, /, **values: object) -> str:
+    """The text of a template of `launch/templates`."""
+    environment = Environment(
+        loader=PackageLoader("isles.launch"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="<#",  # ${#name[@]} is bash's
+        comment_end_string="#>",
+        autoescape=False,  # shell scripts; values are quoted for the shell
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    return environment.get_template(name).render(**values)
+
+
+def node_lines(cluster: ClusterConfig, workdir: str, *, nodes: int, device: str) -> list[str]:
+    """Lines of bash after which `torchrun` is that of the run file's Python.
+
+    Args:
+        workdir: the folder in which the ranks run.
+    """
+    lines = setting_lines(cluster, workdir, is_login=True)
+    environment = cluster.environment
+    python = PurePath(python_of(environment))
+    if environment.venv is None and environment.conda is None and python.is_absolute():
+        lines.append(f'export PATH={shlex.quote(str(python.parent))}:"$PATH"')
+    variables = network_variables(cluster.network, None, device)
+    if nodes == 1:
+        variables = {"GLOO_SOCKET_IFNAME": "lo"}
+        variables |= {"NCCL_SOCKET_IFNAME": "lo"} if device == "cuda" else {}
+    return [*lines, *(f'export {key}="${{{key}:-{text}}}"' for key, text in variables.items())]
+
+
+def job_script(config: RunConfig, job: JobText) -> str:
+    """The script of a run that isles follows: it ends in the coordinator, which places the agents.
+
+    Raises:
+        ConfigError: a value that the scheduler would misread.
+    """
+    cluster, launcher = config.clusters[0], job.launcher
+    setting = node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device)
+    values: dict[str, object]
+    if isinstance(launcher, SlurmLauncherConfig):
+        values = {
+            "shebang": _slurm_shebang(cluster),
+            "title": f"{config.name}: {_slurm_size(job)}, written by isles {__version__}",
+            "head": ["`isles train` has submitted this file as it is."],
+            "sign": "#SBATCH",
+            "options": slurm_options(config, job),
+            "log": None,
+            "more": "",
+        }
+    else:
+        # The coordinator starts this script on each node, with the agent's arguments: a task of
+        # pbsdsh begins in $HOME, with a bare environment.
+        if (threads := _pbs_threads(cluster, launcher, job.nproc)) is not None:
+            setting.append(f"export OMP_NUM_THREADS={threads} # of a rank; PBS has set all cores")
+        only_s = job.only_check_s
+        values = {
+            "shebang": "#!/bin/bash",
+            "title": f"{config.name}: {job.nodes} x {job.nproc} ranks",
+            "head": [f"written by isles {__version__} for start {job.attempt} of {job.run_dir}"],
+            "sign": "#PBS",
+            "options": pbs_options(config, job),
+            "log": f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.log",
+            "more": f" --only-check {only_s:.0f}" if only_s is not None else "",
+        }
+    return fill_template(
+        "job.sh.jinja",
+        setting=setting,
+        python=quoted(python_of(cluster.environment)),
+        run_dir=job.run_dir,
+        attempt=job.attempt,
+        **values,
+    )
+
+
+def rendered_script(config: RunConfig, job: JobText) -> str:
+    """A script that runs without isles' control wing: torchrun on each node."""
+    cluster, launcher = config.clusters[0], job.launcher
+    shared: dict[str, object] = {
+        "setting": node_lines(cluster, job.workdir, nodes=job.nodes, device=job.device),
+        "nodes": job.nodes,
+        "nproc": job.nproc,
+        "interface": cluster.network.interface,
+        "port": cluster.network.port,
+        "start_timeout": math.ceil(cluster.start_timeout),
+        "command": shlex.join(job.command),
+        "requeue": launcher.requeue,
+        "runs": _runs_pattern(config, job.workdir),
+        "most_times": _MAX_SCRIPT_STARTS,
+    }
+    if isinstance(launcher, SlurmLauncherConfig):
+        cpus = launcher.cpus_per_node
+        return fill_template(
+            "sbatch.sh.jinja",
+            shebang=_slurm_shebang(cluster),
+            title=f"{config.name}: {_slurm_size(job)}, written by isles {__version__}",
+            head=[
+                "One task a node runs torchrun, which starts the ranks of that node.",
+                *job.notes,
+            ],
+            options=slurm_options(config, job),
+            # Since Slurm 22.05 a step no longer takes this from its job.
+            srun_cpus=f" --cpus-per-task={cpus}" if cpus else "",
+            **shared,
+        )
+    head = [f"written by isles {__version__}; it does not need the command isles to run"]
+    head += job.notes
+    if launcher.time is not None and launcher.requeue and job.path is None:
+        head.append("submit it again to go on after its time limit; written by --output it does")
+        head.append("that by itself")
+    bin_path = launcher.bin_path.rstrip("/") + "/" if launcher.bin_path else ""
+    save_after = int(launcher.time - launcher.save_before) if launcher.time is not None else None
+    return fill_template(
+        "pbs.sh.jinja",
+        title=f"{config.name}: {job.nodes} x {job.nproc} ranks under torchrun",
+        head=head,
+        requests=pbs_options(config, job),
+        end_s=_END_S,
+        lost=int(ExitCode.COMMUNICATION),
+        threads=_pbs_threads(cluster, launcher, job.nproc),
+        name=config.name,
+        path=job.path,
+        pbsdsh=[f"{bin_path}pbsdsh"] + ["-u"] * (launcher.dialect == "torque"),
+        qsub=f"{bin_path}qsub",
+        save_after=save_after,
+        **shared,
+    )
+
+
+def _runs_pattern(config: RunConfig, workdir: str) -> str | None:
+    # As bash finds the run directories of this name; a script of the user's own makes none.
+    if config.training.script is not None:
+        return None
+    folder = config.output_dir
+    if not folder.startswith("~/"):
+        folder = str(PurePosixPath(workdir) / folder)
+    return f"{quoted(f'{folder}/{config.name}')}-[0-9]*"
+
+
+def slurm_options(config: RunConfig, job: JobText) -> list[str]:
+    """What follows `#SBATCH`, in a fixed order.
+
+    Raises:
+        ConfigError: Slurm cannot write into the run directory.
+    """
+    launcher = job.launcher
+    assert isinstance(launcher, SlurmLauncherConfig)
+    asked = launcher.gres
+    if asked is None and job.device == "cuda":
+        asked = f"gpu:{job.nproc}"
+    output = "slurm-%j.out"
+    if job.run_dir is not None:
+        if "\\" in job.run_dir:
+            raise ConfigError(
+                f"Slurm writes to no path with a backslash: {job.run_dir}",
+                where="output_dir",
+                fix="set output_dir to a folder without one",
+            )
+        folder = job.run_dir.replace("%", "%%")
+        output = f"{folder}/attempts/{job.attempt:03d}/{output}"
+    values: dict[str, object] = {
+        "job-name": config.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gres": None if asked == "none" else asked,
+        "cpus-per-task": launcher.cpus_per_node,
+        "mem": launcher.memory_per_node,
+        "time": slurm_time(launcher.time) if launcher.time is not None else None,
+        "account": launcher.account,
+        "partition": launcher.partition,
+        "qos": launcher.qos,
+        "constraint": launcher.constraint,
+        "nodelist": launcher.nodelist,
+        "exclude": launcher.exclude,
+        "reservation": launcher.reservation,
+        "output": output,
+        "open-mode": "append",
+        "signal": f"B:USR1@{math.ceil(launcher.save_before)}",
+    }
+    options = [
+        f"--{key}={_slurm_value(value)}" for key, value in values.items() if value is not None
+    ]
+    options.append("--requeue" if launcher.requeue else "--no-requeue")
+    if config.clusters[0].min_nodes < job.nodes:
+        options.append("--no-kill")  # the run goes on without a node that fails
+    return [*options, *launcher.extra]
+
+
+def slurm_time(seconds: float) -> str:
+    """A time limit as Slurm takes it: DAYS-HH:MM:SS or HH:MM:SS, never shorter than asked."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours:02d}:{minutes:02d}:{rest:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+def _slurm_value(value: object) -> str:
+    # sbatch would take a space for the next option, and # for a comment.
+    text = str(value)
+    if not re.search(r"""[\s#"'\\]""", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _slurm_shebang(cluster: ClusterConfig) -> str:
+    # Modules and conda are functions that only a login shell is sure to have.
+    environment = cluster.environment
+    return "#!/bin/bash -l" if environment.modules or environment.conda else "#!/bin/bash"
+
+
+def _slurm_size(job: JobText) -> str:
+    kind = "GPU" if job.device == "cuda" else "CPU process"
+    plural = "" if job.nproc == 1 else "es" if job.device == "cpu" else "s"
+    each = f" with {job.nproc} {kind}{plural}"
+    return f"{job.nodes} node{'s' if job.nodes > 1 else ''}{each}{' each' * (job.nodes > 1)}"
+
+
+def pbs_options(config: RunConfig, job: JobText) -> list[str]:
+    """What follows `#PBS`, in a fixed order, for OpenPBS or Torque.
+
+    Raises:
+        ConfigError: a memory size that cannot be multiplied, for Torque; a run directory that PBS
+            would take for that of another host.
+    """
+    launcher = job.launcher
+    assert isinstance(launcher, PbsLauncherConfig)
+    name = config.name[:_TORQUE_NAME] if launcher.dialect == "torque" else config.name
+    lines = [f"-N {name}", *(f"-l {request}" for request in _pbs_resources(launcher, job))]
+    if launcher.time is not None:
+        whole = int(launcher.time)
+        clock = f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+        lines.append(f"-l walltime={clock}")
+    if launcher.queue is not None:
+        lines.append(f"-q {shlex.quote(launcher.queue)}")
+    if launcher.account is not None:
+        lines.append(f"-A {shlex.quote(launcher.account)}")
+    lines.append(f"-r {'y' if launcher.requeue else 'n'}")
+    lines.append("-j oe")
+    if job.run_dir is not None:
+        output = f"{job.run_dir}/attempts/{job.attempt:03d}/pbs.out"
+        if ":" in output:
+            raise ConfigError(
+                f"PBS takes what stands before the colon for a host: {output}",
+                where="output_dir",
+                fix="set output_dir to a folder without a colon",
+            )
+        lines.append(f"-o {shlex.quote(output)}")
+    return [*lines, *launcher.extra]
+
+
+def _pbs_resources(launcher: PbsLauncherConfig, job: JobText) -> list[str]:
+    if launcher.resources is not None:
+        return [launcher.resources]
+    nodes, cpus = job.nodes, launcher.cpus_per_node or job.nproc
+    gpus = job.nproc if job.device == "cuda" else 0
+    memory = launcher.memory_per_node
+    if launcher.dialect != "torque":
+        request = f"select={nodes}:ncpus={cpus}" + (f":ngpus={gpus}" if gpus else "")
+        request += f":mem={memory}" if memory is not None else ""
+        # One line of the node file for each node, and each node another host.
+        return [f"{request}:mpiprocs=1", "place=scatter"]
+    request = f"nodes={nodes}:ppn={cpus}" + (f":gpus={gpus}" if gpus else "")
+    if memory is None:
+        return [request]
+    size = re.fullmatch(r"(\d+)([kmgtKMGT]?[bBwW]?)", memory)
+    if size is None:
+        raise ConfigError(
+            f"memory_per_node {memory} is no size of Torque",
+            where="clusters.0.launcher.memory_per_node",
+            fix="write a whole number and kb, mb, gb or tb, such as 200gb",
+        )
+    # Torque's mem is that of the whole job.
+    return [request, f"mem={int(size[1]) * nodes}{size[2]}"]
+
+
+def _pbs_threads(cluster: ClusterConfig, launcher: PbsLauncherConfig, nproc: int) -> int | None:
+    # PBS sets OMP_NUM_THREADS to all cores of the node: a rank gets its share.
+    if "OMP_NUM_THREADS" in cluster.environment.variables:
+        return None
+    return max(1, (launcher.cpus_per_node or nproc) // nproc)

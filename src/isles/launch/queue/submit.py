@@ -1,0 +1,323 @@
+"""The launchers slurm and pbs: a start makes the run directory and submits one job script.
+
+The machine must have the scheduler's commands and share the run directory with the nodes; where the
+run file names a login node, isles there does the same.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from isles.config.load import Loaded
+from isles.config.resolve import Resolved
+from isles.config.sections.cluster import PbsLauncherConfig, QueueSection, SlurmLauncherConfig
+from isles.config.show import show
+from isles.errors import ConfigError, ExitCode, PreflightError, UserError
+from isles.launch.base import Started, StartOptions, check_packages, next_attempt, resolve_checked
+from isles.launch.queue.job import Scheduler
+from isles.launch.queue.pbs import Pbs, write_dialect
+from isles.launch.queue.script import JobText, job_script
+from isles.launch.queue.slurm import Slurm
+from isles.launch.queue.status import refresh
+from isles.launch.remote.login import start_on_login
+from isles.launch.ssh.environment import python_of
+from isles.run.begin import Begun, begin_run, choose_run, new_attempt, write_job_launch
+from isles.run.env import allocation, pbs_job
+from isles.run.find import numbered_runs
+from isles.run.outcome import end_failed, error_record
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import write_text_atomic
+
+_SUBMIT_PATIENCE = 3.0
+"""A submission is waited for so many times longer than the answer to a question."""
+
+
+class LostSubmission(PreflightError):
+    """It is not known whether the scheduler has a job or not."""
+
+
+def start_in_queue(
+    loaded: Loaded, launcher: SlurmLauncherConfig | PbsLauncherConfig, options: StartOptions
+) -> Started | str:
+    """Start a run, or say what would be done; see `isles.launch.start.start`.
+
+    Raises:
+        ConfigErrors: every issue in the run file.
+        PreflightError: the scheduler's commands are not here, or do not answer.
+        UserError: the run cannot be begun, or the scheduler does not take the job.
+    """
+    if launcher.login is not None:
+        return start_on_login(loaded, options)
+    queue: Scheduler = Slurm(launcher.bin_path)
+    if isinstance(launcher, PbsLauncherConfig):
+        queue = Pbs(launcher.bin_path)
+    _refuse_extra(loaded, launcher, queue)
+    if not options.dry_run:
+        _refuse_inside_job(options.path, queue)
+    with in_workdir(loaded) as workdir:
+        resolved = resolve_for_job(loaded)
+        if isinstance(launcher, PbsLauncherConfig):
+            if launcher.time is None:
+                options.warn(
+                    "launcher.time is not given: PBS ends the job at the queue's own limit without "
+                    "a word, and nothing is saved before it"
+                )
+            if launcher.dialect == "auto":
+                dialect = Pbs(launcher.bin_path).dialect()
+                launcher = launcher.model_copy(update={"dialect": dialect})
+        if options.dry_run:
+            return _dry_run_text(resolved, launcher, workdir, options, queue)
+        # Another Python of the nodes has its own packages.
+        if python_of(resolved.config.clusters[0].environment) == sys.executable:
+            check_packages(resolved)
+        _refresh_last(resolved, options.resume)
+        begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
+        run_dir = RunDir(begun.run_dir.path.absolute())
+        attempt = new_attempt(run_dir, loaded.text, typed=options.typed)
+        with submission(begun, attempt):
+            script = job_script(resolved.config, _job_text(resolved, launcher, attempt, workdir))
+            write_text_atomic(attempt.script, script)
+            if isinstance(launcher, PbsLauncherConfig):
+                write_dialect(attempt, launcher.dialect)
+            job_id = submit(queue, attempt, loaded)
+        if begun.note:
+            options.say(begun.note)
+        write_job_launch(
+            attempt,
+            launcher=launcher.kind,
+            job_id=job_id,
+            world_size=resolved.world_size,
+            device=resolved.device,
+            command=(queue.path(queue.submit_command[0]), str(attempt.script)),
+            resumed_from=begun.resume_from,
+            bin_path=launcher.bin_path,
+        )
+    report = refresh(run_dir, attempt, max_age_s=0.0)
+    options.say(f"submitted {run_dir.name} as {queue.name} job {job_id}, in {run_dir.path}")
+    if report is not None and report.state == "pending" and report.word not in queue.new_words:
+        options.say(f"it waits: {report.reason}" + (f" ({report.fix})" if report.fix else ""))
+    return Started(run_dir, attempt, None)
+
+
+@contextmanager
+def in_workdir(loaded: Loaded) -> Iterator[Path]:
+    """Within the folder in which the ranks run: the paths of the run file are relative to it.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    given = loaded.config.clusters[0].workdir
+    folder = Path(given).expanduser().absolute() if given is not None else Path.cwd()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {folder} on this machine",
+            where=loaded.where("clusters.0.workdir"),
+            fix="make it, or name one that this machine shares with the nodes",
+            id="files.workdir",
+        )
+    with chdir(folder):
+        yield folder
+
+
+def resolve_for_job(loaded: Loaded) -> Resolved:
+    """The run with the ranks of its nodes, of which only the run file speaks.
+
+    Raises:
+        ConfigErrors: every issue.
+    """
+    cluster = loaded.config.clusters[0]
+    assert isinstance(cluster.gpus_per_node, int), "a rule asks for it"
+    device: Literal["cuda", "cpu"] = "cpu" if cluster.device == "cpu" else "cuda"
+    return resolve_checked(
+        loaded, nproc=(cluster.gpus_per_node,) * cluster.max_nodes, device=device
+    )
+
+
+def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
+    """Submit the script of an attempt.
+
+    Returns:
+        The job's id.
+
+    Raises:
+        PreflightError: there is no submit command here.
+        LostSubmission: it is not known whether the scheduler has the job.
+        UserError: the scheduler does not take it.
+    """
+    name = queue.submit_command[0]
+    if shutil.which(queue.path(name)) is None:
+        raise PreflightError(
+            f"there is no {queue.path(name)} on this machine",
+            where=loaded.where("clusters.0.launcher.bin_path", "clusters.0.launcher"),
+            fix="start from a login node of the cluster, or name one: clusters[0].launcher.login; "
+            f"where {queue.name}'s commands are not on PATH, clusters[0].launcher.bin_path names "
+            "their folder",
+            id="queue.commands",
+        )
+    patient = replace(queue, ask_s=_SUBMIT_PATIENCE * queue.ask_s)
+    try:
+        done = patient.run(*queue.submit_command, str(attempt.script))
+    except PreflightError as error:
+        return _find_lost(queue, attempt, error)
+    if (job_id := queue.submitted_id(done)) is not None:
+        return job_id
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    lines = [line.removeprefix(f"{name}: ").removeprefix("error: ") for line in said]
+    text = "; ".join(lines) or f"exit status {done.returncode}"
+    keys: tuple[str, ...] = ()
+    fix = f"`isles train --dry-run` shows the script that {name} was given"
+    for pattern, found_keys, found_fix in queue.refusals:
+        if re.search(pattern, text, re.IGNORECASE):
+            keys, fix = found_keys, queue.refusal_fix(found_keys, loaded) or found_fix
+            break
+    raise UserError(
+        f"{queue.name} does not take the job: {text}",
+        where=loaded.where(*(f"clusters.0.launcher.{key}" for key in keys), "clusters.0.launcher"),
+        fix=fix,
+        id="queue.refused",
+    )
+
+
+def _find_lost(queue: Scheduler, attempt: Attempt, error: PreflightError) -> str:
+    # The submit command has not answered in time; the scheduler may have the job.
+    try:
+        job_id = queue.find(attempt)
+        seen = "no job of it is in the queue"
+    except PreflightError as fault:
+        job_id, seen = None, f"the queue cannot be looked at: {fault.what}"
+    if job_id is not None:
+        return job_id
+    raise LostSubmission(
+        f"{error.what}; {seen}",
+        where=error.where,
+        fix="try again when the scheduler answers; should it have taken the job all the same, that "
+        "one ends as soon as it begins",
+        id="queue.lost",
+    ) from error
+
+
+@contextmanager
+def submission(begun: Begun, attempt: Attempt) -> Iterator[None]:
+    """While a job is submitted: a refused one leaves no trace, a lost one an outcome."""
+    try:
+        yield
+    except LostSubmission as error:
+        # A job that was taken all the same finds this outcome and ends: never do two jobs train
+        # one run.
+        record = error_record(
+            error.what,
+            id=error.id,
+            kind="LostSubmission",
+            code=ExitCode.PREFLIGHT,
+            where=error.where,
+            fix=error.fix,
+        )
+        end_failed(attempt, record)
+        raise
+    except BaseException:
+        shutil.rmtree(attempt.path, ignore_errors=True)
+        if not begun.resumed and not begun.run_dir.attempts():
+            shutil.rmtree(begun.run_dir.path, ignore_errors=True)
+        raise
+
+
+def _refuse_extra(loaded: Loaded, launcher: QueueSection, queue: Scheduler) -> None:
+    for index, option in enumerate(launcher.extra):
+        where = loaded.where(f"clusters.0.launcher.extra.{index}", "clusters.0.launcher")
+        if re.match(queue.array_option, option):
+            raise ConfigError(
+                f"{option} would start the same run many times, in one run directory",
+                where=where,
+                fix="delete it, and start each run of a series by an `isles train` of its own, "
+                "with a name of its own: name=tiny-lr-1 training.learning_rate=1e-4",
+            )
+        if not isinstance(queue, Slurm):
+            continue
+        # sbatch reads an option as a shell does, up to a comment.
+        try:
+            words, read = shlex.split(option), shlex.split(option, comments=True)
+        except ValueError:
+            what = f"a quotation has no end: {option}"
+            raise ConfigError(
+                what, where=where, fix="close it, or put a backslash before it"
+            ) from None
+        if words != read:
+            key, _, value = option.partition("=")
+            raise ConfigError(
+                f"# begins a comment: sbatch would read only {' '.join(read)}",
+                where=where,
+                fix=f'put the value in quotation marks: {key}="{value}"',
+            )
+
+
+def _refuse_inside_job(path: Path, queue: Scheduler) -> None:
+    is_slurm = isinstance(queue, Slurm)
+    job_id = allocation() if is_slurm else pbs_job()
+    if job_id is None:
+        return
+    variable = "SLURM_JOB_ID" if is_slurm else "PBS_JOBID"
+    raise UserError(
+        f"this shell is in {queue.name} job {job_id}, and the launcher would submit another job",
+        where=str(path),
+        fix="leave it (exit) and start from the login node; or train on this node alone, with "
+        "'clusters.0.launcher={kind: local}' on the command line; or, if another job is what "
+        f"you want: env -u {variable} isles train …",
+        id="queue.nested",
+    )
+
+
+def _refresh_last(resolved: Resolved, resume: str) -> None:
+    # A job that has ended meanwhile must not be taken for one that runs, and one that was queued
+    # again need not wait longer.
+    if resume == "no":
+        return
+    folder = Path(resolved.config.output_dir).expanduser()
+    runs = [run for _, run in numbered_runs(folder, resolved.config.name)][-1:]
+    if resume != "auto":
+        given = Path(resume).expanduser()
+        runs += [RunDir(path) for path in (given, folder / resume) if path.is_dir()]
+    for run in runs:
+        attempt = run.last_attempt()
+        if attempt is not None:
+            refresh(run, attempt, max_age_s=0.0, hasten=True)
+
+
+def _job_text(
+    resolved: Resolved,
+    launcher: SlurmLauncherConfig | PbsLauncherConfig,
+    attempt: Attempt,
+    workdir: Path,
+) -> JobText:
+    nodes = resolved.config.clusters[0].max_nodes
+    return JobText(
+        launcher=launcher,
+        nodes=nodes,
+        nproc=resolved.world_size // nodes,
+        device=resolved.device,
+        workdir=str(workdir),
+        run_dir=str(attempt.path.parent.parent),
+        attempt=attempt.number,
+    )
+
+
+def _dry_run_text(
+    resolved: Resolved,
+    launcher: SlurmLauncherConfig | PbsLauncherConfig,
+    workdir: Path,
+    options: StartOptions,
+    queue: Scheduler,
+) -> str:
+    begun = choose_run(resolved, options.resume)
+    attempt = next_attempt(RunDir(begun.run_dir.path.absolute()))
+    script = job_script(resolved.config, _job_text(resolved, launcher, attempt, workdir))
+    note = begun.note or f"this would be a new run: {begun.run_dir.name}"
+    command = queue.path(queue.submit_command[0])
+    return f"{show(resolved).rstrip()}\n\n{note}\n{command} would take this script:\n\n{script}"

@@ -1,0 +1,200 @@
+"""Files that run without isles' control wing: what `isles render` writes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, assert_never
+
+from isles import __version__
+from isles.config.files import deepspeed_faults, shape_faults
+from isles.config.interop.accelerate import fsdp_json
+from isles.config.interop.deepspeed import deepspeed_json
+from isles.config.load import Loaded
+from isles.config.resolve import resolve
+from isles.config.sections.cluster import (
+    LocalLauncherConfig,
+    PbsLauncherConfig,
+    QueueSection,
+    SlurmLauncherConfig,
+)
+from isles.config.sections.run import RunConfig
+from isles.errors import ConfigError, ConfigErrors
+from isles.launch.gpus import find_gpus
+from isles.launch.queue.script import JobText, fill_template, node_lines, rendered_script
+from isles.run.env import hub_cache
+
+Kind = Literal["torchrun", "sbatch", "pbs", "deepspeed-json", "fsdp-json"]
+
+Device = Literal["cuda", "cpu"]
+
+_SHARED_KEYS = set(QueueSection.model_fields) - {"login", "bin_path", "extra"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A file.
+
+    Args:
+        text: all of it.
+        notes: what its reader should know, where the file has no room for comments.
+    """
+
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def render(
+    loaded: Loaded, to: Kind, *, overrides: tuple[str, ...] = (), output: Path | None = None
+) -> Rendered:
+    """What a run file says, as another tool's file.
+
+    Args:
+        to: which kind of file.
+        overrides: of the command line, which the file hands on to the trainer.
+        output: where it will be written; None: not known.
+
+    Raises:
+        ConfigError: the run file's strategy is not of that kind, or its ranks do not fit.
+        ConfigErrors: every issue in the DeepSpeed JSON that the run file names.
+    """
+    nproc, device, notes = _ranks(loaded)
+    command = _command(loaded, overrides)
+    match to:
+        case "torchrun":
+            return Rendered(_torchrun_script(loaded, nproc, device, command, notes))
+        case "sbatch" | "pbs":
+            job = _job(loaded, to, nproc, device, notes)
+            path = str(output.absolute()) if output else None
+            job = replace(job, command=command, path=path)
+            return Rendered(rendered_script(loaded.config, job))
+        case "deepspeed-json":
+            if faults := deepspeed_faults(loaded):
+                raise ConfigErrors(faults)
+            data, notes = deepspeed_json(loaded, sum(nproc))
+        case "fsdp-json":
+            data, notes = fsdp_json(loaded)
+        case _:
+            assert_never(to)
+    return Rendered(json.dumps(data, indent=2) + "\n", tuple(notes))
+
+
+def script_command(config: RunConfig) -> list[str]:
+    """What follows torchrun's own options, where a script of the user's own runs without isles."""
+    assert config.training.script is not None
+    return [config.training.script, *map(str, config.training.script_args)]
+
+
+def _command(loaded: Loaded, overrides: Sequence[str]) -> list[str]:
+    # What follows torchrun's own options.
+    config = loaded.config
+    if config.training.script is not None:
+        return script_command(config)
+    # On other machines the run file lies in workdir, under the name that was typed here.
+    is_here = config.clusters[0].workdir is None
+    path = loaded.path.absolute() if is_here else loaded.path
+    return ["-m", "isles.train", str(path), *overrides]
+
+
+def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
+    # The ranks of each node as far as they can be known here, and notes on what may be otherwise.
+    cluster = loaded.config.clusters[0]
+    notes: list[str] = []
+    asked = cluster.gpus_per_node
+    device: Device = "cpu" if cluster.device == "cpu" else "cuda"
+    is_here = isinstance(cluster.launcher, LocalLauncherConfig)
+    num_gpus = 0
+    if asked == "auto" or (is_here and cluster.device == "auto"):
+        num_gpus = len(find_gpus().gpus)
+        if cluster.device == "auto" and not num_gpus:
+            device = "cpu"
+    ranks = asked if isinstance(asked, int) else max(1, num_gpus) if device == "cuda" else 1
+    if asked == "auto":
+        notes.append(f"gpus_per_node is auto, and this machine has {num_gpus} GPUs: {ranks} ranks")
+    nproc = tuple(host.gpus or ranks for host in cluster.hosts) or (ranks,) * cluster.max_nodes
+    issues = list(shape_faults(loaded, hub_cache()))
+    try:
+        resolve(loaded, nproc=nproc, device=device)
+    except ConfigError as error:
+        issues.append(error)
+    if issues:
+        raise ConfigErrors(issues)
+    return nproc, device, notes
+
+
+def _workdir(loaded: Loaded) -> str:
+    return loaded.config.clusters[0].workdir or str(Path.cwd())
+
+
+def _job(
+    loaded: Loaded,
+    to: Literal["sbatch", "pbs"],
+    nproc: tuple[int, ...],
+    device: Device,
+    notes: list[str],
+) -> JobText:
+    if len(set(nproc)) > 1:
+        raise ConfigError(
+            f"the hosts have {', '.join(map(str, nproc))} ranks, and the nodes of a queue "
+            "have equally many",
+            where=loaded.where("clusters.0.launcher.hosts"),
+            fix="use --to torchrun, or a run file with nodes and gpus_per_node",
+        )
+    own = loaded.config.clusters[0].launcher
+    wanted = SlurmLauncherConfig if to == "sbatch" else PbsLauncherConfig
+    launcher = own
+    if not isinstance(own, wanted):
+        # What the section of the other queue says too.
+        is_queue = isinstance(own, QueueSection)
+        shared = {key: getattr(own, key) for key in _SHARED_KEYS} if is_queue else {}
+        launcher = wanted.model_validate(shared)
+        words = "its account, time, cores and memory are taken over; " if is_queue else ""
+        name = "Slurm" if to == "sbatch" else "PBS"
+        notes.append(f"the run file's launcher is {own.kind}: {words}look at the {name} options")
+    assert isinstance(launcher, SlurmLauncherConfig | PbsLauncherConfig)
+    if isinstance(launcher, PbsLauncherConfig) and launcher.dialect == "auto":
+        notes.append("for OpenPBS; for Torque: clusters.0.launcher.dialect=torque")
+    return JobText(launcher, len(nproc), nproc[0], device, _workdir(loaded), notes=notes)
+
+
+def _torchrun_script(
+    loaded: Loaded, nproc: tuple[int, ...], device: Device, command: list[str], notes: list[str]
+) -> str:
+    # Only with static rendezvous does torchrun's --node_rank say where a node stands among the
+    # ranks.
+    config = loaded.config
+    cluster, num_nodes, address = config.clusters[0], len(nproc), None
+    if num_nodes > 1:
+        notes.append("on every node, within a few minutes of one another: bash THIS_FILE NODE")
+        if cluster.hosts:
+            head = cluster.hosts[0]
+            address = head.address or head.ssh.rpartition("@")[2]
+            if not address.replace(".", "").isdigit():
+                notes.append(
+                    f"every node must know {address} by an address that is not its loopback:"
+                )
+                notes.append("launcher.hosts: [{ssh: ..., address: ...}] names one")
+        else:
+            notes.append(
+                "before that: export MASTER_ADDR=the address at which the others reach node 0"
+            )
+    where = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
+    return fill_template(
+        "torchrun.sh.jinja",
+        head=[
+            f"{config.name}: {sum(nproc)} ranks on {where} under torchrun",
+            f"written by isles {__version__}; it does not need the command isles to run",
+            *notes,
+        ],
+        setting=node_lines(cluster, _workdir(loaded), nodes=num_nodes, device=device),
+        gpus=device == "cuda",
+        nproc=nproc,
+        names=[host.ssh for host in cluster.hosts],
+        address=shlex.quote(address) if address else None,
+        interface=cluster.network.interface,
+        port=cluster.network.port,
+        command=shlex.join(command),
+    )

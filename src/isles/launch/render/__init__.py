@@ -1,1 +1,0 @@
-"""`isles render`: files that run without isles."""

@@ -1,1 +1,0 @@
-"""Slurm: the batch script, submitting it, what squeue and sacct say, and why a job waits."""

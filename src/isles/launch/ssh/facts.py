@@ -1,0 +1,164 @@
+"""Facts about a machine before a run is started there; fast, and without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import isles
+from isles import __version__
+from isles.errors import PreflightError
+from isles.launch.gpus import find_gpus
+from isles.launch.worker import NEEDED_TO_TRAIN
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "peft",
+    "numpy",
+    "deepspeed",
+    "bitsandbytes",
+)
+"""Compared between hosts, where a host has them."""
+
+
+def node_facts(args: dict[str, Any]) -> dict[str, Any]:
+    """Facts about this machine.
+
+    Args:
+        args: `port`: the first of a hundred ports of which a free one is wanted (optional).
+
+    Returns:
+        host, pid, executable, python, isles, code, packages (name -> version), missing (packages
+        that training needs), gpus, gpu_warning, num_cores, networks (interface, address and prefix
+        of each that is up, without the loopback), reached_at, machine_id, and port where one was
+        asked for (None: all are taken).
+    """
+    finding = find_gpus()
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "executable": sys.executable,
+        "python": platform.python_version(),
+        "isles": __version__,
+        "code": code_digest(),
+        "packages": _package_versions(),
+        "missing": [name for name in NEEDED_TO_TRAIN if find_spec(name) is None],
+        "gpus": len(finding.gpus),
+        "gpu_warning": finding.warning,
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        "networks": _networks(),
+        "reached_at": reached_at(),
+        "machine_id": machine_id(),
+    }
+    if "port" in args:
+        facts["port"] = free_port(int(args["port"]))
+    return facts
+
+
+def free_port(first: int, count: int = 100) -> int | None:
+    """The first of `count` ports on which a server can listen; None where all are taken."""
+    for port in range(first, first + count):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return None
+
+
+def port_taken(first: int, host: str) -> PreflightError:
+    """What to raise where `free_port` has found none on a host."""
+    return PreflightError(
+        f"all ports from {first} to {first + 99} are taken",
+        where=f"host {host}",
+        fix="set clusters[0].network.port to the first of a hundred others",
+        id="port.taken",
+    )
+
+
+def _networks() -> list[dict[str, Any]]:
+    up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
+    return [
+        {
+            "interface": name,
+            "address": a.address,
+            "prefix": IPv4Network(f"{a.address}/{a.netmask or 32}", strict=False).prefixlen,
+        }
+        for name, addresses in psutil.net_if_addrs().items()
+        for a in addresses
+        if a.family == socket.AF_INET and name in up and not a.address.startswith("127.")
+    ]
+
+
+def reached_at() -> str | None:
+    """This machine's address in the ssh connection, which sshd leaves in the environment."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
+
+
+def machine_id() -> str:
+    """Equal for two names of one machine; empty where it cannot be read."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    return f"{boot}.{socket.gethostname()}"
+
+
+def fingerprint() -> dict[str, str]:
+    """What is to be equal on all hosts: versions by name, and `code`, a digest of isles' files."""
+    versions = {"python": platform.python_version(), "isles": __version__, "code": code_digest()}
+    return versions | _package_versions()
+
+
+def _package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_files() -> list[tuple[str, bytes]]:
+    """Every file of the package isles, by its path inside it."""
+    root = Path(isles.__file__).parent
+    paths = []
+    for folder, inner, names in os.walk(root):
+        # Not entered at all: another process may write or remove it at this moment.
+        inner[:] = [name for name in inner if name != "__pycache__"]
+        paths += [Path(folder, name) for name in names]
+    # A copy of this folder alone holds a link to a page that is not there.
+    there = (path for path in sorted(paths) if path.is_file())
+    return [(path.relative_to(root).as_posix(), path.read_bytes()) for path in there]
+
+
+def code_digest() -> str:
+    """Equal on two hosts where the code is, whatever the version says."""
+    return digest_of(code_files())
+
+
+def digest_of(files: Iterable[tuple[str, bytes]]) -> str:
+    """A short digest of files and their names."""
+    digest = hashlib.sha256()
+    for name, content in files:
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]

@@ -1,0 +1,82 @@
+"""Commands of the worker wing, each run in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from isles import __version__
+from isles.errors import ExitCode, MissingDependencyError, UserError
+from isles.run.paths import RunDir
+from isles.run.state import script_of
+
+NEEDED_TO_TRAIN = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def require_train() -> None:
+    """Make sure that this installation can train.
+
+    Raises:
+        MissingDependencyError: a package is missing; the message says how to install it.
+    """
+    missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"this command needs packages that are not installed: {', '.join(missing)}",
+            where=sys.executable,
+            fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
+        )
+
+
+def version_lines() -> list[str]:
+    """Versions of isles and of what it builds on."""
+    lines = [f"isles {__version__}", f"python {sys.version.split()[0]}"]
+    for name in NEEDED_TO_TRAIN:
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return lines
+
+
+def run_verb(verb: str, run_dir: RunDir, options: Mapping[str, object]) -> int:
+    """Run a command of the worker wing on this terminal; returns its exit code.
+
+    Args:
+        options: by their names, see `option_words`.
+
+    Raises:
+        UserError: it is a run of the user's own script.
+        MissingDependencyError: this installation cannot train.
+    """
+    if (script := script_of(run_dir)) is not None:
+        raise UserError(
+            f"{run_dir.name} runs {script}, a script of your own: isles does not know its model",
+            where=str(run_dir.path),
+            fix=f"isles {verb} is for runs of the built-in trainer; a script does that by itself",
+        )
+    require_train()
+    return run_module("isles.train.verbs", verb, str(run_dir.path), *option_words(options))
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options as they are typed, without those that are None or False."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not None and value is not False
+    ]
+
+
+def run_module(module: str, *arguments: str) -> int:
+    """Run a module on this terminal; returns its exit code."""
+    with subprocess.Popen([sys.executable, "-m", module, *arguments]) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.wait()  # Ctrl+C on the terminal has reached it as well
+            return ExitCode.INTERRUPTED
+    return code if code >= 0 else 128 - code
