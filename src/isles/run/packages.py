@@ -10,6 +10,7 @@ from typing import Any
 
 from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
+from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, MissingDependencyError
 from isles.run.env import has_mlflow_server
 
@@ -34,13 +35,28 @@ def hidden(package: str) -> Iterator[None]:
         del modules[package]
 
 
+def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
+    """The error to raise where the optimizer needs torchao, and it is not installed."""
+    is_eight_bit = training.optimizer == "adamw_8bit"
+    if not (is_eight_bit or training.stochastic_rounding) or find_spec("torchao") is not None:
+        return None
+    key, value = ("optimizer", "adamw_8bit") if is_eight_bit else ("stochastic_rounding", "true")
+    return MissingDependencyError(
+        f"{key}: {value} needs the package torchao, which is not installed",
+        where=f"training.{key}",
+        fix="pip install 'isles[torchao]'",
+    )
+
+
 def require_packages(config: RunConfig) -> None:
-    """Make sure that this machine has what the trackers need; imports none of it.
+    """Make sure that this machine has what the trackers and the optimizer need; imports none of it.
 
     Raises:
         MissingDependencyError: a package is missing; the message says how to install it.
         ConfigError: MLflow has no server.
     """
+    if error := missing_torchao(config.training):
+        raise error
     for tracker in tracker_sections(config.track):
         package = _PACKAGES.get(tracker.kind)
         if package is not None and find_spec(package) is None:

@@ -76,8 +76,9 @@ class TrainingConfig(Section):
     """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight), sgd, or muon
-    (Muon on matrices, AdamW on embeddings, norms and the head)."""
+    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight; needs
+    `pip install 'isles[torchao]'`), sgd, or muon (Muon on matrices, AdamW on embeddings, norms and
+    the head)."""
 
     adam_beta1: Fraction = 0.9
     """Decay of AdamW's first moment."""
@@ -103,8 +104,8 @@ class TrainingConfig(Section):
 
     stochastic_rounding: bool = False
     """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that
-    updates smaller than bf16's steps are kept in the mean. fp32 master weights instead:
-    bf16-mixed."""
+    updates smaller than bf16's steps are kept in the mean; needs `pip install 'isles[torchao]'`.
+    fp32 master weights instead: bf16-mixed."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective: keep the results of
