@@ -27,11 +27,11 @@ from isles.outer.cluster import Cluster
 from isles.outer.codec.base import parse_codec
 from isles.outer.layout import Layout, make_layout
 from isles.outer.pace import Schedule
-from isles.train.evaluate import evaluate
+from isles.train.metrics import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.outer.coordinator import schedule_of
-from isles.train.strategy import make_engine, settle_mesh
+from isles.train.strategy import make_engine, resolve_mesh
 
 FRAGMENTS = "+fragments"
 TOPK = (0.9, 0.7)
@@ -91,7 +91,7 @@ class Replica:
     def __init__(self, bench: Bench, setting: Setting, number: int) -> None:
         config, world = bench.config, bench.world
         self._bench = bench
-        mesh = settle_mesh(config.strategy, world)  # type: ignore[arg-type]  # it is ddp
+        mesh = resolve_mesh(config.strategy, world)  # type: ignore[arg-type]  # it is ddp
         model = whole_model(config, bench.tokenizer, world.device)
         self.parameters = count_parameters(model)
         self.engine = make_engine(

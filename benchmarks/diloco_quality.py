@@ -52,7 +52,7 @@ from isles.data.build import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
-from isles.train.tokenizer import write_tokenizer
+from isles.train.data import write_tokenizer
 
 CODECS = ("none", "int8", "int4", "topk", "topk:0.02")
 POINTS = 6

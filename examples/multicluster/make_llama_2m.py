@@ -35,9 +35,9 @@ def make(folder: Path) -> None:
     from isles.config.sections.model import ModelConfig
     from isles.data.tokens.tokenizer import train_tokenizer
     from isles.models.build import build_model
-    from isles.train.quiet import hush_libraries
+    from isles.train.logs import silence_libraries
 
-    hush_libraries()
+    silence_libraries()
     transformers_logging.disable_progress_bar()
     config = ModelConfig(name_or_path=_SHAPE, init="scratch")
     model: Any = build_model(  # of transformers, which has no types

@@ -38,7 +38,7 @@ from isles.strategies.fsdp import FSDPEngine
 from isles.train.finish import export_adapted
 from isles.train.model import whole_model
 from isles.train.optimizer import make_optimizers
-from isles.train.strategy import settle_mesh
+from isles.train.strategy import resolve_mesh
 from tests.deadline import DEADLINE_S
 from tests.dist.test_same_mathematics import largest_difference, weights_of
 from tests.dist.test_strategy_resume import check_state
@@ -193,7 +193,7 @@ def _traffic_of_a_step(env: RankEnv, folder: str, kind: str) -> tuple[dict[str, 
     if kind == "ddp":
         ddp = DDPStrategyConfig()
         model = build_model(config, device=world.device, seed=0, **options)
-        arguments = (ddp, settle_mesh(ddp, world), world)
+        arguments = (ddp, resolve_mesh(ddp, world), world)
         engine = DDPEngine(
             model, optimizers, *arguments, precision="32-true", comm_sample_every=100
         )
@@ -202,7 +202,7 @@ def _traffic_of_a_step(env: RankEnv, folder: str, kind: str) -> tuple[dict[str, 
         model = build_empty_model(config, **options)
         trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
         fill = functools.partial(fill_model, config=config, seed=0)
-        mesh = settle_mesh(fsdp, world)
+        mesh = resolve_mesh(fsdp, world)
         engine = FSDPEngine(model, fill, optimizers, fsdp, mesh, world, precision="32-true")
     ids = torch.arange(32).view(2, 16)
     for _ in range(2):

@@ -187,8 +187,7 @@ def hang_on_rank_one(env: RankEnv, does: str) -> Any:
     """What the ranks hear when the one that works for them hangs, fails or dies."""
     import threading
 
-    from isles.dist.nodes import work_together
-    from isles.dist.world import is_communication_error, join_world
+    from isles.dist.world import is_communication_error, join_world, work_together
 
     def work(say: Any) -> None:
         say("begun")

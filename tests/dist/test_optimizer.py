@@ -28,7 +28,7 @@ from isles.run.records import read_rows
 from isles.strategies.base import Engine
 from isles.train.model import weights_dtype
 from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, settle_mesh
+from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.dist.test_same_mathematics import weights_of
 from tests.ranks import run_ranks, train_to_end
 
@@ -121,7 +121,7 @@ def make(
         module,
         lambda module: fill_model(module, config.model, seed=0),
         lambda module: make_optimizers(config.training, module, seed=0),
-        settle_mesh(strategy, world),
+        resolve_mesh(strategy, world),
         world,
         config,
     )

@@ -36,7 +36,7 @@ from isles.run.env import RankEnv
 from isles.strategies.base import Engine
 from isles.train.model import empty_model, whole_model
 from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, settle_mesh, use_attention
+from isles.train.strategy import is_sharded, make_engine, resolve_mesh, use_attention
 from tests.ranks import run_ranks, start_ranks
 
 ROWS, LENGTH, PIECE = 8, 16, 3000
@@ -56,7 +56,7 @@ class Side:
         ).config
         kind: Any = self.config.strategy
         self.world, self.data = world, data
-        self.mesh = settle_mesh(kind, world)
+        self.mesh = resolve_mesh(kind, world)
         if is_sharded(kind):
             model = empty_model(self.config, None)
         else:

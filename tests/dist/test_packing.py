@@ -24,8 +24,7 @@ from isles.data.dataset import Dataset
 from isles.data.loader import Loader
 from isles.data.order import SampleOrder
 from isles.data.tokens.store import Ranges, TokenStore
-from isles.dist.batch import Batch, cu_seqlens
-from isles.dist.documents import isolation_inputs
+from isles.dist.batch import Batch, cu_seqlens, isolation_inputs
 from isles.dist.split import even_split
 from isles.dist.world import World, join_world, leave_world
 from isles.facts.architectures import ISOLATED
@@ -43,8 +42,8 @@ from isles.train.strategy import (
     is_sharded,
     make_engine,
     needs_fixed_length,
+    resolve_mesh,
     runs_in_step,
-    settle_mesh,
     use_attention,
 )
 from tests.each import each
@@ -130,7 +129,7 @@ def train(
         SEQ_LENGTH,
         trims=not needs_fixed_length(config),
     )
-    mesh = settle_mesh(strategy, world)
+    mesh = resolve_mesh(strategy, world)
     if is_sharded(strategy):
         model = build_empty_model(config.model, dtype=torch.float32, vocab_size=None)
     else:

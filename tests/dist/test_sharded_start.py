@@ -17,7 +17,7 @@ from isles.dist.world import join_world
 from isles.errors import ExitCode
 from isles.run.env import RankEnv
 from isles.run.records import read_record
-from isles.train.strategy import settle_mesh
+from isles.train.strategy import resolve_mesh
 from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import run_ranks, start_training, train_to_end
 
@@ -35,7 +35,7 @@ def test_blocks_within_blocks_are_cut_too(run_file: Path) -> None:
 def _layout_on_unequal_nodes(env: RankEnv, sizes: list[int]) -> Layout:
     env = replace(env, local_world_size=sizes[env.rank])
     world = join_world(env, device="cpu", timeout_s=60)
-    return settle_mesh(FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"), world).layout
+    return resolve_mesh(FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD"), world).layout
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from isles.strategies.fsdp import allocate, shard_model
-from isles.train.strategy import settle_mesh
+from isles.train.strategy import resolve_mesh
 from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import run_ranks, start_training, train_to_end
 
@@ -219,7 +219,7 @@ def _memory_of_a_rank(env: RankEnv, folder: str, init: str) -> tuple[int, int]:
     config = ModelConfig(name_or_path=folder, init=init)
     world = join_world(env, device="cpu", timeout_s=60)
     strategy = FSDPStrategyConfig()
-    mesh = settle_mesh(strategy, world)
+    mesh = resolve_mesh(strategy, world)
     model = build_empty_model(config, dtype=torch.float32, vocab_size=None)
     size = sum(p.numel() for p in model.parameters()) * 4
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew

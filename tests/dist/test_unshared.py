@@ -297,9 +297,8 @@ def look_around(env: RankEnv, folder: Path) -> list[Any]:
     from isles.checkpoint.travel import refuse_other_run
     from isles.config.sections.model import ModelConfig
     from isles.dist.files import find_disks
-    from isles.dist.nodes import on_every_rank
-    from isles.dist.world import join_world, leave_world
-    from isles.train.hosts import check_model_folder
+    from isles.dist.world import join_world, leave_world, on_every_rank
+    from isles.train.data import check_model_folder
 
     def fail() -> None:
         if env.rank == 1:

@@ -19,7 +19,7 @@ from isles.models.build import build_empty_model, build_model, fill_model
 from isles.run.env import RankEnv
 from isles.run.records import read_record, read_rows
 from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, settle_mesh
+from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.e2e.test_train import isles, the_run
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ def test_no_step_waits_for_the_gpu(
             model,
             lambda module: fill_model(module, config.model, seed=0),
             lambda module: make_optimizers(config.training, module),
-            settle_mesh(strategy, world),
+            resolve_mesh(strategy, world),
             world,
             config,
         )

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from isles.config.sections.model import ModelConfig
-from isles.dist.batch import cu_seqlens
-from isles.dist.documents import MASKED, VARLEN, isolation_inputs
+from isles.dist.batch import MASKED, VARLEN, cu_seqlens, isolation_inputs
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_model
 

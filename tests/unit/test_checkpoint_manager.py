@@ -14,8 +14,7 @@ from isles.checkpoint.manager import CheckpointManager
 from isles.checkpoint.travel import Travel
 from isles.config.sections.output import CheckpointConfig
 from isles.dist.files import Disks
-from isles.dist.nodes import Place
-from isles.dist.world import World
+from isles.dist.world import Place, World
 from isles.errors import TrainingError
 from isles.run.manifest import MANIFEST, MANIFEST_VERSION, checkpoint_name
 from isles.run.paths import RunDir

@@ -23,8 +23,7 @@ from isles.data.loader import Loader
 from isles.data.order import SampleOrder
 from isles.data.samples import Samples, SampleTable
 from isles.data.tokens.store import Ranges, TokenStore, split_store
-from isles.dist.batch import IGNORE_INDEX
-from isles.dist.documents import block_mask
+from isles.dist.batch import IGNORE_INDEX, block_mask
 from isles.dist.split import even_split
 from isles.errors import ConfigErrors, DataError, UserError
 from isles.models.attention import check_attention

@@ -20,7 +20,7 @@ from isles.models.build import build_empty_model, build_model, fill_model
 from isles.run.env import RankEnv
 from isles.train.metrics import Speed, StepMeter
 from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, settle_mesh
+from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.each import each
 
 
@@ -74,7 +74,7 @@ def test_a_step_reads_nothing_back(
             model,
             lambda module: fill_model(module, config.model, seed=0),
             lambda module: make_optimizers(config.training, module),
-            settle_mesh(strategy, world),
+            resolve_mesh(strategy, world),
             world,
             config,
         )

@@ -9,10 +9,10 @@ from tests.deadline import DEADLINE_S
 
 PROGRAM = """
 import logging
-from isles.train.quiet import hush_libraries
+from isles.train.logs import silence_libraries
 
 logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-hush_libraries()
+silence_libraries()
 logging.getLogger("DeepSpeed").setLevel(logging.INFO)  # as DeepSpeed does when it is imported
 for name in ("torchao.kernel.intmm", "torch.utils._pytree", "DeepSpeed", "isles"):
     logging.getLogger(name).warning("warns")

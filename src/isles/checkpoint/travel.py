@@ -14,8 +14,7 @@ from pathlib import Path
 
 from isles.checkpoint.store import disk_fault
 from isles.dist.files import Disks, Progress, broadcast_folder, gather_folder
-from isles.dist.nodes import raise_first
-from isles.dist.world import World
+from isles.dist.world import World, raise_first
 from isles.errors import TrainingError
 from isles.run.manifest import PARTIAL_PREFIX, CheckpointInfo
 from isles.run.paths import RunDir

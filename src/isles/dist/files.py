@@ -23,8 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from isles.dist.nodes import Place, place_of, raise_first
-from isles.dist.world import World
+from isles.dist.world import Place, World, place_of, raise_first
 from isles.errors import TrainingError, UserError
 from isles.facts.units import format_bytes
 from isles.run.manifest import PARTIAL_PREFIX, hash_file, sync_folder

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isles.dist.documents import MASKED, VARLEN, attends_plainly
+from isles.dist.batch import MASKED, VARLEN, attends_plainly
 from isles.errors import MissingDependencyError, UserError
 from isles.facts.architectures import DEAF
 
@@ -29,7 +29,7 @@ def use_maskless_attention(
     transformers looks at the position ids in every forward pass to find packed documents, and that
     look makes the CPU wait for the GPU. A batch of isles holds one document a row, padded at the
     right only: there, plain causal attention is the same function; or it says itself where
-    documents begin (`dist/documents.py`).
+    documents begin (`dist/batch.py`).
     A model with sliding windows or other kinds of layers keeps its own masks.
 
     Args:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from isles.dist.batch import Batch
-from isles.dist.documents import block_mask, isolation_inputs
+from isles.dist.batch import Batch, block_mask, isolation_inputs
 from isles.dist.mesh import Mesh
 from isles.errors import UserError
 

@@ -31,8 +31,8 @@ from isles.data.tokens.tokenizer import load_tokenizer
 from isles.errors import ExitCode, UserError, more_lines
 from isles.run.env import cache_home
 from isles.run.paths import RunDir
-from isles.train.quiet import log_to_stderr
-from isles.train.tokenizer import write_tokenizer
+from isles.train.data import write_tokenizer
+from isles.train.logs import log_of_verb
 
 _OPEN, _CLOSE = "⟦", "⟧"
 """Around trained tokens where there are no colours."""
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--samples", type=int, default=3)
     options = parser.parse_args()
-    log_to_stderr(level=logging.WARNING, form="warning: %(message)s")
+    log_of_verb(level=logging.WARNING, form="warning: %(message)s")
     run_dir = RunDir(options.folder)
     console = Console(highlight=False, soft_wrap=True)
     try:

@@ -22,8 +22,7 @@ from isles.dist.world import World
 from isles.run.manifest import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
-from isles.train.evaluate import evaluate
-from isles.train.metrics import StepMeter
+from isles.train.metrics import StepMeter, evaluate
 from isles.train.outer.loop import Outer
 from isles.train.progress import Progress
 from isles.train.record import Recorder

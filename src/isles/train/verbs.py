@@ -37,18 +37,18 @@ from isles.run.env import RankEnv, cache_home
 from isles.run.manifest import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.run.paths import RunDir
 from isles.strategies.ddp import DDPEngine
-from isles.train.evaluate import evaluate
 from isles.train.finish import export_step, max_shard_bytes
+from isles.train.logs import log_of_verb
+from isles.train.metrics import evaluate
 from isles.train.model import empty_model, whole_model, with_base
-from isles.train.quiet import log_to_stderr
 from isles.train.reference import give_scores
-from isles.train.strategy import make_objective, settle_mesh
+from isles.train.strategy import make_objective, resolve_mesh
 
 
 def main() -> int:
     """Run one verb; returns the exit code."""
     options = _parse()
-    log_to_stderr()
+    log_of_verb()
     run_dir = RunDir(options.run_dir)
     verbs = {"export": _export, "generate": _generate, "eval": _eval}
     try:
@@ -230,7 +230,7 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             model,
             lambda _: [],
             strategy,
-            settle_mesh(strategy, world),
+            resolve_mesh(strategy, world),
             world,
             precision=config.training.precision,
             comm_sample_every=1,

@@ -33,8 +33,7 @@ from isles.data.stream.segment import SegmentRecord, Stream, make_segment, segme
 from isles.data.tokens.prepare import count_message, size_of_folders
 from isles.data.tokens.store import TokenStore
 from isles.data.tokens.writer import disk_faults, remove_stale, temporary_beside
-from isles.dist.nodes import Place, place_of
-from isles.dist.world import World
+from isles.dist.world import Place, World, place_of
 from isles.errors import CommunicationError, DataError, TrainingError, UserError
 from isles.run.records import read_record, write_record
 

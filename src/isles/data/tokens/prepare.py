@@ -30,8 +30,7 @@ from isles.data.tokens.writer import (
     temporary_beside,
 )
 from isles.dist.files import broadcast_folder
-from isles.dist.nodes import Place, place_of, work_together
-from isles.dist.world import World
+from isles.dist.world import Place, World, place_of, work_together
 from isles.errors import CommunicationError, DataError
 from isles.run.manifest import hash_file
 from isles.run.records import read_record

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.config.sections.strategy import PipelineSchedule
-from isles.dist.documents import isolation_inputs
+from isles.dist.batch import isolation_inputs
 from isles.errors import UserError
 from isles.facts.architectures import PIPELINE
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
-from isles.dist.nodes import raise_first
-from isles.dist.world import World
+from isles.dist.world import World, raise_first
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.base import OuterSettings
 from isles.outer.client.events import HivemindSettings, LinkSettings
