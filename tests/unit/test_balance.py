@@ -24,7 +24,15 @@ from isles.balance.measure import (
     rows_that_fit,
     settled,
 )
-from isles.balance.revise import Allocation, Device, History, choose, judge, pooled, revise
+from isles.balance.revise import (
+    Allocation,
+    Device,
+    History,
+    choose,
+    next_allocation,
+    pooled,
+    revise,
+)
 from isles.config.load import load_run_file
 from isles.dist.split import RowSplit, even_split
 from isles.errors import ConfigError
@@ -134,25 +142,25 @@ def begun(*per_row: float, rows: int = 24) -> History:
 def test_a_split_that_does_not_bring_what_it_promised_is_taken_back() -> None:
     history = begun(1.0, 1.0)
     (first,) = history.allocations
-    slow = judge(history, 10, seconds_of(first.split, first.curves, 1, 2))
+    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
     assert slow is not None
     assert slow[0].split.rows == (16, 8)
     history = history.add(slow[0])
     kept = seconds_of(slow[0].split, slow[0].curves, 1, 1)
-    assert judge(history, 20, kept) is None
+    assert next_allocation(history, 20, kept) is None
     no_faster = seconds_of(slow[0].split, slow[0].curves, 2, 2)
-    found = judge(history, 20, no_faster)
+    found = next_allocation(history, 20, no_faster)
     assert found is not None
     assert found[0].split.rows == (12, 12)
     assert found[0].rests, "it would come again at once"
     assert "taken back, as steps are 0.75 times as fast, not 1.50" in found[1]
-    assert judge(history.decided(20), 50, no_faster) is None, "slower for another reason"
+    assert next_allocation(history.decided(20), 50, no_faster) is None, "slower for another reason"
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
     history = begun(1.0, 1.0)
     (first,) = history.allocations
-    slow = judge(history, 10, seconds_of(first.split, first.curves, 1, 2))
+    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
     assert slow is not None
     history = history.add(slow[0]).decided(50)
     file = tmp_path / "balance.json"

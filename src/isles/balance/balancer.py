@@ -20,7 +20,7 @@ from isles.balance.revise import (
     History,
     equal_devices,
     gain_over_even,
-    judge,
+    next_allocation,
     windows,
 )
 from isles.dist.split import RowSplit
@@ -35,7 +35,7 @@ _EVERY, _SELDOM = 50, 500
 """Steps between two looks; at a split that was left before and came back."""
 
 _EVIDENCE_S = 10.0
-"""Of training that a look must have to judge by; with less it waits for the next one. So that
+"""Of training that a look must have to decide by; with less it waits for the next one. So that
 whatever else runs on a machine for a few seconds is not in every window."""
 
 
@@ -68,7 +68,7 @@ class Balancer:
         self._meter: ComputeMeter | None = None
         self._step = step
         self._ends: list[float] = []
-        """When each step was over, of those that are judged next."""
+        """When each step was over, of those that are looked at next."""
 
     @property
     def split(self) -> RowSplit:
@@ -176,7 +176,7 @@ class Balancer:
         return before < early <= step or before // _EVERY < step // _EVERY
 
     def _decide(self, step: int, every: Sequence[Sequence[float]]) -> History | None:
-        # The history with what is decided at this step; None: there is too little to judge by.
+        # The history with what is decided at this step; None: there is too little to decide by.
         assert self._history is not None
         # Medians leave out what comes between two steps now and then: an evaluation, a save.
         steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
@@ -191,7 +191,7 @@ class Balancer:
             own = windows(steps_of_rank[:count])
             slowest = zip(measured[device.dp_rank], own, strict=True)
             measured[device.dp_rank] = [max(pair) for pair in slowest]
-        found = judge(self._history, step, measured)
+        found = next_allocation(self._history, step, measured)
         history = self._history.decided(step) if found is None else self._history.add(found[0])
         try:
             history.write(self._file)

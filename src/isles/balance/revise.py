@@ -109,7 +109,7 @@ class History:
 
     Args:
         allocations: each is used until the next one's step.
-        decided_to: the last step whose split is decided; steps up to it are not judged again.
+        decided_to: the last step whose split is decided; steps up to it are not looked at again.
     """
 
     allocations: tuple[Allocation, ...] = ()
@@ -270,7 +270,7 @@ def revise(
     return Revision(better, scaled, reason)
 
 
-def judge(
+def next_allocation(
     history: History, step: int, measured: Sequence[Sequence[float]]
 ) -> tuple[Allocation, str] | None:
     """The allocation that replaces the one in use, and why; None: that is kept.

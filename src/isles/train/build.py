@@ -30,7 +30,7 @@ from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
 from isles.train.data import make_data
-from isles.train.metrics import Speed, StepMeter
+from isles.train.metrics import StepMeter
 from isles.train.model import (
     agree_on_base,
     count_parameters,
@@ -88,13 +88,17 @@ def build(
     watch_speed(balancer, engine.model, config, world)
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
-        # With the weights that the run begins with, so before any checkpoint is taken over.
+        # With the weights that the run begins with, so before any checkpoint is loaded.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
-        reference.score_all(training, validation, config.training, total_steps, run_dir)
+        rows = None if total_steps is None else total_steps * config.training.global_batch_size
+        reference.score(training, rows, run_dir.reference("training"))
+        if validation is not None:
+            num_samples = config.training.eval_samples
+            reference.score(validation, num_samples, run_dir.reference("validation"))
     between = make_between(config, engine, world, run_dir, resume_from)
     progress = _take_over(engine, resume_from, config, world, travel, recorder, between)
     samples = None if between is None else between.begin(progress, recorder)
-    meter = StepMeter(world, Speed.of(world.device, flops))
+    meter = StepMeter(world, flops)
     now = meter.clock.now  # the watchdog compares when a save has moved
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt, now)
     checkpoints.begin(progress.step)

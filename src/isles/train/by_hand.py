@@ -113,19 +113,19 @@ def own_run_dir(run_dir: RunDir, attempt: Attempt, world: World) -> tuple[RunDir
         path = run_dir.path.absolute()
         run_dir = RunDir(path.parent / f".of-{head}" / path.name)
         attempt = run_dir.attempt(attempt.number)
-    fault = None
+    failure = None
     if world.rank in disks.apart_leaders:
         try:
             attempt.path.mkdir(parents=True, exist_ok=True)
             write_text_atomic(run_dir.resolved, text)
         except OSError as error:
-            fault = UserError(
+            failure = UserError(
                 f"no folder for this run can be made: {error.strerror or error}",
                 where=f"{run_dir.path}, rank {world.rank} on {world.host}",
                 fix="set an output_dir that can be written on every host",
                 id="files.output",
             )
-    raise_first(world.gather(fault))
+    raise_first(world.gather(failure))
     return run_dir, attempt
 
 

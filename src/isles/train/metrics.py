@@ -6,7 +6,6 @@ import math
 import resource
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,38 +25,25 @@ _STAGE_AFTER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What turns tokens per second into model FLOPs utilisation.
-
-    Args:
-        flops_per_token: of training, forward and backward.
-        peak_flops: of one rank's GPU; None where it is not in the table.
-    """
-
-    flops_per_token: float
-    peak_flops: float | None
-
-    @classmethod
-    def of(cls, device: torch.device, flops_per_token: float) -> Speed:
-        """For a rank's device; a CPU or an unknown GPU has no peak."""
-        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        return cls(flops_per_token, gpu.bf16_flops if gpu else None)
-
-
 class StepMeter:
     """Adds up losses and times between two recorded steps.
 
     On a GPU only recorded steps are timed in parts, because that has to wait for the GPU; nothing
     else here waits for it.
+
+    Args:
+        world: the ranks.
+        flops_per_token: of training, forward and backward; with the peak of the GPU it gives the
+            model FLOPs utilisation, which a CPU or an unknown GPU has not.
     """
 
-    def __init__(self, world: World, speed: Speed) -> None:
+    def __init__(self, world: World, flops_per_token: float) -> None:
         self.clock = StepClock()
         """Where this rank is in its step, for the watchdog."""
         self._world = world
-        self._speed = speed
         self._cuda = world.device.type == "cuda"
+        gpu = find_gpu(world.device_name) if self._cuda else None
+        self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._tokens = 0
         self._loss_divisor = 0
@@ -70,7 +56,7 @@ class StepMeter:
         self._timing = False
 
     def begin(self, *, is_recorded: bool) -> None:
-        """A step begins, with its data."""
+        """A step begins."""
         self.clock.at("data loading")
         self._timing = is_recorded or not self._cuda
         if self._timing:
@@ -103,7 +89,7 @@ class StepMeter:
         self._steps += 1
 
     def pause(self, phase: str) -> float:
-        """Time from now to `resume` is not a step's but this phase's. Returns now."""
+        """Time from now to `resume` belongs to this phase, not to a step. Returns now."""
         self.clock.begin(phase)
         return time.perf_counter()
 
@@ -128,20 +114,22 @@ class StepMeter:
         """
         elapsed = time.perf_counter() - self._since
         timed = max(1, self._timed)
-        mine = [float(self._loss.item()), self._memory()]
+        if self._cuda:
+            peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
+        else:  # of the whole process
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        mine = [float(self._loss.item()), peak_bytes]
         mine += [self._parts[phase] / timed for phase in PHASES]
         mine.append(math.nan if communication_s is None else communication_s)
         mine += [float(value.item()) for value in sums.values()]
-        ranks = self._gather(mine)
+        ranks = self._world.gather(mine)
         loss_sum = sum(rank[0] for rank in ranks)
         means = [sum(rank[i] for rank in ranks) / len(ranks) for i in range(2, 6)]
         communication = None if math.isnan(means[3]) else means[3]
         forward_backward = means[1] - (communication or 0.0)
         tokens_per_second = self._tokens / elapsed
-        mfu = None
-        if self._speed.peak_flops is not None:
-            per_rank = tokens_per_second / self._world.world_size
-            mfu = per_rank * self._speed.flops_per_token / self._speed.peak_flops
+        per_rank = tokens_per_second / self._world.world_size
+        at_peak = self._tokens_per_second_at_peak
         row = {
             "loss": loss_sum / max(1, self._loss_divisor),
             **{
@@ -150,44 +138,27 @@ class StepMeter:
             },
             "grad_norm": float(grad_norm.item()),
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_gpu": tokens_per_second / self._world.world_size,
+            "tokens_per_second_per_gpu": per_rank,
             "padding_share": self._padding / self._steps,
             "step_time_s": elapsed / self._steps,
             "data_s": means[0],
             "forward_backward_s": max(0.0, forward_backward),
             "communication_s": communication,
             "optimizer_s": means[2],
-            "mfu": mfu,
+            "mfu": None if at_peak is None else per_rank / at_peak,
             "memory_bytes": int(max(rank[1] for rank in ranks)),
         }
-        self._clear()
-        return row
-
-    def _clear(self) -> None:
         self._loss.zero_()
         self._tokens = self._loss_divisor = self._steps = self._timed = 0
         self._padding = 0.0
         self._parts = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
+        return row
 
     def _now(self) -> float:
         if self._cuda:
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
-
-    def _memory(self) -> float:
-        # Peak bytes: allocated on the GPU, or of the whole process on a CPU.
-        if self._cuda:
-            return float(torch.cuda.max_memory_allocated(self._world.device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-    def _gather(self, mine: list[float]) -> list[list[float]]:
-        if self._world.world_size == 1:
-            return [mine]
-        values = torch.tensor(mine, dtype=torch.float64)
-        gathered = [torch.empty_like(values) for _ in range(self._world.world_size)]
-        dist.all_gather(gathered, values, group=self._world.control)
-        return [rank.tolist() for rank in gathered]
 
 
 def evaluate(

@@ -48,8 +48,8 @@ def make_optimizers(
         case "adamw" if not config.stochastic_rounding:
             return [_adamw(config, [p for _, p in named])]
         case "adamw" | "adamw_8bit":
-            if fault := missing_torchao(config):
-                raise fault
+            if error := missing_torchao(config):
+                raise error
             low_memory = LowMemoryAdamW(
                 _decay_groups(config, [p for _, p in named]),
                 lr=config.learning_rate,

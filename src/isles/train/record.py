@@ -169,10 +169,24 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
         require_packages(config)
         for section in tracker_sections(config.track):
             if isinstance(section, WandbConfig):
-                _check_key(section, run_dir)
-        if config.checkpoint.push_to_hub is not None:
-            recorder.phase("starting", f"asking the hub about {config.checkpoint.push_to_hub}")
-            _check_hub(config.checkpoint.push_to_hub, run_dir, recorder)
+                try:
+                    settle_mode(section, run_dir.path)
+                except UserError:
+                    raise
+                except Exception:  # a package that is there and broken; `make_trackers` says so
+                    log.debug("wandb failed", exc_info=True)
+        repo = config.checkpoint.push_to_hub
+        if repo is None:
+            return
+        recorder.phase("starting", f"asking the hub about {repo}")
+        try:
+            check_push(repo)
+        except UserError as error:
+            if not list_checkpoints(run_dir):
+                raise
+            # Hours are spent already: a hub that is away for a moment must not end a run that
+            # restarts.
+            recorder.note(f"{error.where}: {error.what}; the upload at the end may fail")
 
     world.main_first(check, group=world.work)
 
@@ -207,25 +221,6 @@ def make_trackers(
     return Trackers(local, remote, recorder.note)
 
 
-def _check_hub(repo: str, run_dir: RunDir, recorder: Recorder) -> None:
-    try:
-        check_push(repo)
-    except UserError as error:
-        if not list_checkpoints(run_dir):
-            raise
-        # Hours are spent already: a hub that is away for a moment must not end a run that restarts.
-        recorder.note(f"{error.where}: {error.what}; the upload at the end may fail")
-
-
-def _check_key(section: WandbConfig, run_dir: RunDir) -> None:
-    try:
-        settle_mode(section, run_dir.path)
-    except UserError:
-        raise
-    except Exception:  # a package that is there and broken; `make_trackers` says so
-        log.debug("wandb failed", exc_info=True)
-
-
 def _open(
     section: WandbConfig | MLflowConfig,
     resolved: Resolved,
@@ -234,7 +229,20 @@ def _open(
     world: World,
 ) -> Background | None:
     # None where its package is broken.
-    facts = _facts(resolved, run_dir, section.kind, world)
+    import transformers
+
+    about = {
+        "version": isles.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "world_size": world.world_size,
+        "device": world.device_name,
+        "strategy": resolved.config.strategy.kind,
+        "host": world.host,
+        "run_dir": str(run_dir.path),
+    }
+    record, values = run_dir.tracker_record(section.kind), dict(leaves(resolved.config))
+    facts = RunFacts(run_dir.name, run_dir.path, record, values, about)
     open_tracker: Callable[[], RemoteTracker]
     try:
         match section:
@@ -253,21 +261,3 @@ def _open(
         recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
         return None
     return Background(section.kind, open_tracker, say=recorder.note)
-
-
-def _facts(resolved: Resolved, run_dir: RunDir, kind: str, world: World) -> RunFacts:
-    import transformers
-
-    config = resolved.config
-    about = {
-        "version": isles.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "world_size": world.world_size,
-        "device": world.device_name,
-        "strategy": config.strategy.kind,
-        "host": world.host,
-        "run_dir": str(run_dir.path),
-    }
-    record = run_dir.tracker_record(kind)
-    return RunFacts(run_dir.name, run_dir.path, record, dict(leaves(config)), about)

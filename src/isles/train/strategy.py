@@ -1,4 +1,4 @@
-"""From the section `strategy` to the grid of ranks and the engine."""
+"""From the section `strategy` to the grid of ranks, the engine and the attention."""
 
 from __future__ import annotations
 
@@ -53,15 +53,13 @@ MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 def resolve_strategy(
     config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
 ) -> tuple[Strategy, str]:
-    """The run file's strategy; for `auto`, the one that is chosen. All ranks must call this.
+    """The run file's strategy, or the one that is chosen for `auto`, and why ("" where the run file
+    names it). All ranks must call this.
 
     Args:
         config: the run file.
         world: all ranks.
         empty_model: makes the model without memory.
-
-    Returns:
-        The strategy, and why it was chosen; "" where the run file says it.
     """
     match config.strategy:
         case AutoStrategy() if config.adapter.type == "qlora":
@@ -91,10 +89,7 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
 
 
 def _least_memory_bytes(world: World) -> int:
-    """Memory of the rank that has least: of its GPU, or its part of the machine's on a CPU.
-
-    All ranks must call this.
-    """
+    # Of the rank that has least: its GPU's, or its part of the machine's on a CPU.
     if world.device.type == "cuda":
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
@@ -103,10 +98,8 @@ def _least_memory_bytes(world: World) -> int:
 
 
 def _link_bytes_per_s(world: World) -> float:
-    """Bytes a second that each rank sends in an all-reduce over all. All ranks must call this.
-
-    That is the bus bandwidth of NVIDIA's nccl-tests: 2 (n - 1) / n of the buffer, over its time.
-    """
+    # Bytes a second that each rank sends in an all-reduce over all: the bus bandwidth of NVIDIA's
+    # nccl-tests, 2 (n - 1) / n of the buffer over its time.
     buffer = torch.zeros(_LINK_BYTES // 4, device=world.device)
     best = float("inf")
     for _ in range(_LINK_REPEATS):
@@ -201,7 +194,7 @@ def make_engine(
     """The engine of a strategy. All ranks must call this.
 
     Args:
-        strategy: a settled one.
+        strategy: a resolved one.
         model: empty where the strategy is sharded, else whole.
         materialize: fills an empty model, or this rank's part of it, once it has memory.
         make_optimizers: the optimizers over a module.
@@ -315,15 +308,7 @@ def use_attention(
     device: torch.device,
     training: TrainingConfig,
 ) -> None:
-    """The attention of a training run: without masks, or over ranks that share a sequence.
-
-    Args:
-        model: whole or empty.
-        strategy: a settled one.
-        mesh: its grid.
-        device: of this rank.
-        training: the run file's section.
-    """
+    """Set the attention of a training run: without masks, or over ranks that share a sequence."""
     if mesh.layout.cp == 1:
         use_maskless_attention(
             model,
