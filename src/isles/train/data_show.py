@@ -80,7 +80,7 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
                 open_source(source),
                 encoder,
                 Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
-                progress=lambda line: sys.stderr.write(f"{line}\n"),
+                progress=_report,
                 max_bad_fraction=config.data.max_bad_fraction,
             )
             store = TokenStore.open(folder)
@@ -175,6 +175,10 @@ def _table(figures: Mapping[str, Figures]) -> Table:
     for label in columns[0]:
         table.add_row(label, *(f"{column[label]}" for column in columns))
     return table
+
+
+def _report(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 if __name__ == "__main__":
