@@ -37,9 +37,9 @@ from isles.train.record import Recorder
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_STOPPED_S = 3.0
+_STOPPED_S = 10.0
 """Longer than this between two looks, the process did not run: a queue had stopped it, or its
-machine was paused."""
+machine was paused. A machine that is full does not keep a thread waiting so long."""
 
 _SILENT_S = 4 * HEARTBEAT_S
 """A rank without a heartbeat for so long counts as lost."""
