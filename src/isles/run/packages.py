@@ -10,7 +10,7 @@ from typing import Any
 
 from isles.config.sections.output import MLflowConfig, tracker_sections
 from isles.config.sections.run import RunConfig
-from isles.config.sections.training import TrainingConfig
+from isles.config.sections.training import missing_torchao
 from isles.errors import ConfigError, MissingDependencyError
 from isles.run.env import has_mlflow_server
 
@@ -33,19 +33,6 @@ def hidden(package: str) -> Iterator[None]:
         yield
     finally:
         del modules[package]
-
-
-def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
-    """The error to raise where the optimizer needs torchao, and it is not installed."""
-    is_eight_bit = training.optimizer == "adamw_8bit"
-    if not (is_eight_bit or training.stochastic_rounding) or find_spec("torchao") is not None:
-        return None
-    key, value = ("optimizer", "adamw_8bit") if is_eight_bit else ("stochastic_rounding", "true")
-    return MissingDependencyError(
-        f"{key}: {value} needs the package torchao, which is not installed",
-        where=f"training.{key}",
-        fix="pip install 'isles[torchao]'",
-    )
 
 
 def require_packages(config: RunConfig) -> None:

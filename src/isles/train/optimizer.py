@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from isles.config.sections.training import TrainingConfig
-from isles.run.packages import missing_torchao
+from isles.config.sections.training import TrainingConfig, missing_torchao
 
 _LEAST_NUMEL = 4096
 """Tensors below this keep fp32 moments: they are nothing in sum, and norms mind the noise most."""
