@@ -53,6 +53,7 @@ from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import load_tokenizer
 from isles.dist.world import join_world, leave_world
 from isles.run.env import RankEnv
+from isles.train.data import write_tokenizer
 
 CODECS = ("none", "int8", "int4", "topk", "topk:0.02")
 POINTS = 6

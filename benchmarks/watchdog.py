@@ -21,6 +21,7 @@ from isles.config.sections.run import RunConfig
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir
 from isles.train.hang import StepClock, Watchdog
+from isles.train.heartbeat import Heartbeats, serve_on_loopback
 from isles.train.record import Recorder
 
 STEPS, ROUNDS = 100_000, 7
@@ -47,15 +48,15 @@ def step_us() -> float:
 def idle_ms(folder: Path) -> float:
     """Milliseconds of the watchdog's threads for each second."""
     run_dir = RunDir(folder)
-    server, address = _serve()
-    beats = Beats(address, "benchmark", rank=0, world_size=1, keeper=0, server=server)
+    server, address = serve_on_loopback()
+    heartbeats = Heartbeats(address, "benchmark", rank=0, world_size=1, store_rank=0, server=server)
     config = RunConfig.model_validate({"training": {"script": "none.py"}})
     clock = StepClock()
     recorder = Recorder(run_dir, is_main=False, world_size=1)
     watch = Watchdog(
         config,
         run_dir.attempt(1),
-        beats,
+        heartbeats,
         recorder,
         clock,
         read_rank_env({}),

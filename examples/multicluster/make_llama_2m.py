@@ -36,6 +36,7 @@ def make(folder: Path) -> None:
     from isles.config.sections.model import ModelConfig
     from isles.data.tokens.tokenizer import train_tokenizer
     from isles.models.build import build_model
+    from isles.train.logs import silence_libraries
 
     silence_libraries()
     transformers_logging.disable_progress_bar()

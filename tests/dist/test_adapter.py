@@ -35,7 +35,7 @@ from isles.run.records import read_record, read_rows
 from isles.strategies.base import Engine
 from isles.strategies.ddp import DDPEngine
 from isles.strategies.fsdp import FSDPEngine
-from isles.train.finish import export_adapted
+from isles.train.finish import export_step
 from isles.train.model import whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.strategy import resolve_mesh
@@ -259,7 +259,7 @@ def test_what_is_exported_answers_as_it_was_trained(run_file: Path, base: Path, 
         read_trained(trained, checkpoint.path)
         torch.testing.assert_close(trained.eval()(tokens).logits, logits, rtol=0, atol=1e-5)
         merged = run_file.parent / "merged"
-        export_adapted(run_dir, resolved, None, checkpoint, merged, merge=True)
+        export_step(run_dir, resolved, None, checkpoint.step, merged, merge=True)
         whole = AutoModelForCausalLM.from_pretrained(merged)
         torch.testing.assert_close(whole(tokens).logits, logits, rtol=0, atol=1e-5)
 

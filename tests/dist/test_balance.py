@@ -1,4 +1,4 @@
-"""Unequal rows: chosen, measured, dealt anew while training; and the same weights as ever."""
+"""Unequal rows: chosen, measured, revised while training; and the same weights as ever."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve
 from isles.balance.revise import Dealt, Device, History
 from isles.dist.measure import Company
+from isles.balance.measure import ComputeMeter, Lockstep
+from isles.balance.revise import Allocation, Device, History
 from isles.dist.split import even_split
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
@@ -86,8 +88,8 @@ def test_measured_rows_are_all_rows_and_change_nothing(run_file: Path, strategy:
 
 def _measure_with(env: RankEnv, mark: Path) -> int:
     """Rank 0 is done at once; rank 1 only when rank 0 has gone on computing."""
-    company = Company(join_world(env, device="cpu", timeout_s=DEADLINE_S))
-    company.begin()
+    lockstep = Lockstep(join_world(env, device="cpu", timeout_s=DEADLINE_S))
+    lockstep.begin()
     passes = 0
 
     def work() -> None:
@@ -99,7 +101,7 @@ def _measure_with(env: RankEnv, mark: Path) -> int:
     deadline = time.monotonic() + DEADLINE_S
     while env.rank == 1 and not mark.exists():
         assert time.monotonic() < deadline, "rank 0 does not compute while rank 1 is not done"
-    company.go_on(work)
+    lockstep.go_on(work)
     leave_world()
     return passes
 
@@ -116,12 +118,13 @@ def _look(env: RankEnv, folder: Path) -> list[int]:
     world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
     devices = tuple(Device("box", "cpu", rank) for rank in range(2))
     curves = (Curve((1, 4), (1.0, 4.0), 4),) * 2
-    dealt = Dealt(0, even_split(8, 2, 4, in_step=False), 4, "ddp", devices, curves, is_timed=False)
+    split = even_split(8, 2, 4, in_step=False)
+    even = Allocation(0, split, 4, "ddp", devices, curves, is_timed=False)
     judged = []
     for step_s, pause_s in ((1.2, 0.0), (0.3, 60.0), (0.06, 0.0)):
         now = [0.0]
         balancer = Balancer(
-            world, dealt, History().add(dealt), folder / "record", 0, lambda now=now: now[0]
+            world, even, History().add(even), folder / "record", 0, lambda now=now: now[0]
         )
         block = torch.nn.Linear(2, 2)
         balancer.watch([block])
@@ -213,9 +216,9 @@ def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_fil
     assert same_bits(alone, disturbed)
 
 
-def splits(run_dir: RunDir) -> tuple[Dealt, ...]:
+def splits(run_dir: RunDir) -> tuple[Allocation, ...]:
     """All that a run has used so far."""
-    return History.load(run_dir.balance, None).dealt
+    return History.load(run_dir.balance, None).allocations
 
 
 @pytest.mark.long

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from isles.balance.balancer import Balancer
+from isles.balance.curve import Curve, rank_seconds
 from isles.balance.measure import (
     ComputeMeter,
     Probe,
@@ -25,6 +29,15 @@ from torch import nn
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, rank_seconds
 from isles.balance.revise import Dealt, Device, History, choose, judge, pooled, revise
+from isles.balance.revise import (
+    Allocation,
+    Device,
+    History,
+    choose,
+    next_allocation,
+    pooled,
+    revise,
+)
 from isles.config.load import load_run_file
 from isles.dist.split import RowSplit, even_split
 from isles.errors import ConfigError
@@ -81,7 +94,7 @@ def seconds_of(split: RowSplit, curves: Sequence[Curve], *slower: float) -> list
     return found
 
 
-def test_rows_are_dealt_anew_only_where_it_pays() -> None:
+def test_rows_are_split_anew_only_where_it_pays() -> None:
     curves, apart = even_curves(1.0, 1.0, 1.0), (0, 1, 2)
     split = even_split(66, 3, 8, in_step=False)
     assert revise(split, curves, seconds_of(split, curves, 1, 1, 1), apart, 2) is None
@@ -124,33 +137,35 @@ def test_a_rank_that_recovers_gets_its_rows_back() -> None:
 
 
 def begun(*per_row: float, rows: int = 24) -> History:
-    """Of a run on equal devices that has dealt even rows so far."""
+    """Of a run on equal devices with even rows so far."""
     devices = tuple(Device("box", "gpu", rank) for rank in range(len(per_row)))
     split = even_split(rows, len(per_row), 4, in_step=False)
     curves = tuple(even_curves(*per_row))
-    return History().add(Dealt(0, split, 4, "ddp", devices, curves, is_timed=True))
+    return History().add(Allocation(0, split, 4, "ddp", devices, curves, is_timed=True))
 
 
 def test_a_split_that_does_not_bring_what_it_promised_is_taken_back() -> None:
     history = begun(1.0, 1.0)
-    slow = judge(history, 10, seconds_of(history.dealt[-1].split, history.dealt[-1].curves, 1, 2))
+    (first,) = history.allocations
+    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
     assert slow is not None
     assert slow[0].split.rows == (16, 8)
     history = history.add(slow[0])
     kept = seconds_of(slow[0].split, slow[0].curves, 1, 1)
-    assert judge(history, 20, kept) is None
+    assert next_allocation(history, 20, kept) is None
     no_faster = seconds_of(slow[0].split, slow[0].curves, 2, 2)
-    found = judge(history, 20, no_faster)
+    found = next_allocation(history, 20, no_faster)
     assert found is not None
     assert found[0].split.rows == (12, 12)
     assert found[0].rests, "it would come again at once"
     assert "taken back, as steps are 0.75 times as fast, not 1.50" in found[1]
-    assert judge(history.decided(20), 50, no_faster) is None, "slower for another reason"
+    assert next_allocation(history.decided(20), 50, no_faster) is None, "slower for another reason"
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
     history = begun(1.0, 1.0)
-    slow = judge(history, 10, seconds_of(history.dealt[-1].split, history.dealt[-1].curves, 1, 2))
+    (first,) = history.allocations
+    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
     assert slow is not None
     history = history.add(slow[0]).decided(50)
     file = tmp_path / "balance.json"
@@ -159,21 +174,21 @@ def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -
     assert History.load(tmp_path / "none", json.loads(json.dumps(history.record()))) == history
     assert History.load(tmp_path / "none", {"devices": []}) == History(), "of another version"
     # A start after step 4 knows what an earlier one has decided up to step 50.
-    begins = History.load(file, None).going_on_after(4, lambda dealt: True)
+    begins = History.load(file, None).going_on_after(4, lambda known: True)
     assert begins == history
     world: Any = None  # nothing is asked of other ranks while nothing is to be decided
-    dealt = begins.at(4)
-    assert dealt is not None
-    balancer = Balancer(world, dealt, begins, file, 4)
+    current = begins.at(4)
+    assert current is not None
+    balancer = Balancer(world, current, begins, file, 4)
     assert balancer.split.rows == (12, 12)
     changes = {step: split.rows for step in range(5, 50) if (split := balancer.after_step(step))}
     assert changes == {10: (16, 8)}
     # On other devices it is decided anew, from there on.
-    other = replace(dealt, after_step=30, devices=dealt.devices[:1] * 2)
+    other = replace(current, after_step=30, devices=current.devices[:1] * 2)
     assert history.add(other).decided_to == 30
-    assert history.going_on_after(4, lambda dealt: dealt.after_step > 0) is None
-    until = history.add(other).going_on_after(4, lambda dealt: dealt.after_step < 30)
-    assert until == History(history.dealt, 29)
+    assert history.going_on_after(4, lambda known: known.after_step > 0) is None
+    until = history.add(other).going_on_after(4, lambda known: known.after_step < 30)
+    assert until == History(history.allocations, 29)
 
 
 def test_a_measurement_settles_when_two_rounds_agree() -> None:

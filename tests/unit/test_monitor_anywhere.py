@@ -89,7 +89,7 @@ def test_a_sign_of_life_is_newer_than_the_queues_word(tmp_path: Path) -> None:
 
 def test_rank_0_gives_signs_of_life_without_progress(tmp_path: Path) -> None:
     run_dir = bare_run(tmp_path / "a-1")
-    recorder = Recorder(run_dir, is_main=True, world_size=1, beat_s=0.02)
+    recorder = Recorder(run_dir, is_main=True, world_size=1, heartbeat_s=0.02)
     recorder.phase("preparing data")
     first = read_record(run_dir.status)
     deadline = time.monotonic() + DEADLINE_S

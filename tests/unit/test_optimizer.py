@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from isles.config.sections.model import ModelConfig
 from isles.config.sections.training import TrainingConfig
 from isles.errors import ConfigError, ConfigErrors
 from isles.models.build import build_empty_model, fill_model
+from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
 from isles.strategies.stepper import Stepper
 from isles.train.optimizer import MuonFp32, _start_momentum, make_optimizers
-from isles.train.small_adamw import SmallAdamW, dynamic_map, round_at_random
 from tests.each import each
 
 LR = 1e-3
@@ -86,29 +87,14 @@ def test_eight_bits_train_nearly_as_well_with_a_quarter_of_the_state() -> None:
 
 
 def test_what_is_not_coded_is_adamw() -> None:
-    """fp32 state gives torch's own AdamW; weight decay falls on matrices only in both."""
+    """Tensors too small for 8 bits are stepped as by torch's own AdamW."""
     exact, ours = Model(), Model()
-    group = {"params": [exact.large, exact.small], "weight_decay": 0.1}
-    torch_adamw = torch.optim.AdamW(
-        [group, {"params": [exact.norm], "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
-    )
-    settings: Any = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "seed": 0}
-    groups = [
-        {"params": [ours.large, ours.small], "weight_decay": 0.1},
-        {"params": [ours.norm], "weight_decay": 0.0},
-    ]
-    small = SmallAdamW(groups, eight_bit=False, rounds_at_random=False, **settings)
-    train(exact, torch_adamw, 20)
-    train(ours, small, 20)
+    for model in (exact, ours):
+        model.large.requires_grad_(False)
+    train(exact, optimizer_of(exact), 20)
+    train(ours, optimizer_of(ours, optimizer="adamw_8bit"), 20)
     for one, other in zip(exact.parameters(), ours.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=2e-6)
-
-
-def test_the_eight_bit_type_is_the_published_one() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    for is_signed in (True, False):
-        theirs = functional.create_dynamic_map(signed=is_signed)
-        assert torch.allclose(dynamic_map(is_signed=is_signed), theirs, rtol=1e-5, atol=0)
 
 
 @each(
@@ -123,16 +109,22 @@ def test_the_eight_bit_type_is_the_published_one() -> None:
 def test_a_skipped_step_changes_no_bit(settings: dict[str, Any], warm: int) -> None:
     dtype = torch.bfloat16 if settings.get("stochastic_rounding") else torch.float32
     model = Model(dtype)
-    optimizer = optimizer_of(model, precision="bf16-true", **settings)
+    made: list[Any] = []
+
+    def make(module: nn.Module) -> list[Any]:
+        made.append(optimizer_of(module, precision="bf16-true", **settings))
+        return made
+
+    stepper = Stepper([model], make, device=torch.device("cpu"), precision="bf16-true")
+    (optimizer,) = made
     train(model, optimizer, warm)
     before = everything(model, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
+    stepper.step(lr=LR, max_norm=1.0)
+    assert stepper.good_steps() == 0
     after = everything(model, optimizer)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    optimizer.found_inf = torch.zeros(())
     train(model, optimizer, 1)
     changed = everything(model, optimizer)
     assert all(t.isfinite().all() for t in changed)
@@ -192,27 +184,12 @@ def test_updates_that_bf16_would_lose_are_kept_in_the_mean(name: str) -> None:
     assert abs(expected) > 15 * deviation, "the law would hold for no movement as well"
 
 
-def test_rounding_at_random_is_right_in_the_mean_and_exact_where_it_can_be() -> None:
-    dice = torch.Generator().manual_seed(0)
-    values = torch.tensor([1.0, -2.5, 1 + 1 / 512, -(1 + 1 / 512), 3e-9, 0.0])
-    rounded = round_at_random(values.repeat(20_000, 1), dice).double()
-    assert (rounded[:, [0, 1, 5]] == values[[0, 1, 5]].double()).all()
-    assert torch.allclose(rounded.mean(0), values.double(), rtol=1e-3, atol=0)
-    assert {float(v) for v in rounded[:, 2].unique()} == {1.0, 1 + 1 / 128}
-    assert round_at_random(torch.tensor([torch.inf, -torch.inf]), dice).tolist() == [
-        torch.inf,
-        -torch.inf,
-    ]
-
-
-def test_pieces_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix that is worked on in pieces, to hold few fp32 copies, is stepped as a whole one."""
-    whole, pieces = Model(), Model()
-    train(whole, optimizer_of(whole, optimizer="adamw_8bit"), 5)
-    monkeypatch.setattr("isles.train.small_adamw._CHUNK", 1000)
-    train(pieces, optimizer_of(pieces, optimizer="adamw_8bit"), 5)
-    for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
-        assert torch.equal(one, other)
+def test_without_torchao_a_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for settings in ({"optimizer": "adamw_8bit"}, {"stochastic_rounding": True}):
+        with pytest.raises(MissingDependencyError, match="torchao") as raised:
+            optimizer_of(Model(), precision="bf16-true", **settings)
+        assert raised.value.fix == "pip install 'isles[torchao]'"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from isles.run.hang import Standing, find_stall
 from isles.run.paths import Attempt
 from isles.run.records import write_record
 from isles.train.hang import Frozen, Place, StepClock, place_now
+from isles.train.hang import Place, StepClock, place_now
 from tests.deadline import DEADLINE_S
 
 HOSTS = ["a", "a", "b", "b"]
@@ -139,16 +140,3 @@ def test_a_stall_says_what_the_user_sees(tmp_path: Path) -> None:
         "step 4 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
         f"step 5 has taken 61 s: rank 1 on b is behind; stacks of the ranks: {attempt.stalls}",
     )
-
-
-def test_time_in_which_a_process_did_not_run_is_no_stall() -> None:
-    frozen = Frozen(0.0, 0.0)
-    for now_s in (0.5, 1.0, 1.5):
-        frozen.look(now_s, now_s)
-    frozen.look(901.5, 2.0)
-    assert frozen.since(1.2) == 900.0, "a quarter of an hour in which a queue had stopped it"
-    assert frozen.since(901.6) == 0.0, "of no concern to a step that began after it"
-    frozen.look(1801.5, 902.0)
-    assert frozen.since(901.6) == 0.0, "something that holds the interpreter is a stall"
-    frozen.look(1803.5, 902.0)
-    assert frozen.since(1801.6) == 0.0, "a machine that is full"

@@ -13,6 +13,7 @@ from isles.run.env import RankEnv
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record
 from isles.train.hang import StepClock, Watchdog
+from isles.train.heartbeat import Heartbeats, LastSeen
 from isles.train.record import Recorder
 
 RUN = """\
@@ -46,22 +47,26 @@ class CutOff:
         return self.kept[name].encode()
 
 
-def quiet_beats(rank: int, keeper: int | None = None) -> Beats:
-    """Signs of life that are given to nobody."""
-    beats = Beats(
-        ("127.0.0.1", 9), "token", rank=rank, world_size=2, keeper=keeper, now=lambda: NOW
+def quiet_heartbeats(rank: int, store_rank: int | None = None) -> Heartbeats:
+    """Heartbeats that are sent to nobody."""
+    heartbeats = Heartbeats(
+        ("127.0.0.1", 9), "token", rank=rank, world_size=2, store_rank=store_rank, now=lambda: NOW
     )
-    beats.close()
-    return beats
+    heartbeats.close()
+    return heartbeats
 
 
 def overdue(
-    tmp_path: Path, beats: Beats, phase: str, moved_at: float = 0.0, took_s: float = 2_000.0
+    tmp_path: Path,
+    heartbeats: Heartbeats,
+    phase: str,
+    moved_at: float = 0.0,
+    took_s: float = 2_000.0,
 ) -> Watchdog:
     """The watchdog of a rank that has been in a phase since long before NOW."""
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "run.yaml").write_text(RUN)
-    clock = StepClock(lambda: NOW - took_s, lambda: 0.0)
+    clock = StepClock(lambda: NOW - took_s)
     clock.steps.extend([1.0] * 3)
     clock.step(7)
     if phase != "step":
@@ -69,10 +74,10 @@ def overdue(
     watch = Watchdog(
         load_run_file(tmp_path / "run.yaml", ()).config,
         Attempt(tmp_path, 1),
-        beats,
+        heartbeats,
         Recorder(RunDir(tmp_path), is_main=False, world_size=2),
         clock,
-        RankEnv(beats._rank, 0, 2, 1, 1, None),
+        RankEnv(heartbeats._rank, 0, 2, 1, 1, None),
         ["box", "other"],
         is_gpu=False,
         saving_moved_at=lambda: moved_at,
@@ -82,20 +87,21 @@ def overdue(
 
 
 def look(watch: Watchdog, now_s: float) -> None:
-    """One look at that moment, of a process that is busy all the time."""
-    watch._clock.now = watch._clock.busy = lambda: now_s
+    """One look at that moment, half a second after the one before."""
+    watch._looked_at = now_s - 0.5
+    watch._clock.now = lambda: now_s
     watch._look()
 
 
 def judge(watch: Watchdog) -> dict[str, Any] | None:
     """What it says when it has looked, listened, and looked again."""
     look(watch, NOW - 10.0)
-    watch._beats.heard = {r: h for r, h in HEARD.items() if r != watch._rank}
+    watch._heartbeats.last_seen = {r: h for r, h in LAST_SEEN.items() if r != watch._rank}
     look(watch, NOW)
     return read_record(watch._attempt.stalls / "step-7.json")
 
 
-HEARD: dict[int, Heard] = {}
+LAST_SEEN: dict[int, LastSeen] = {}
 
 
 @pytest.mark.parametrize(("phase", "judges"), [("saving", True), ("step", False)])
@@ -104,8 +110,8 @@ def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(
 ) -> None:
     """It has the long deadline of a save itself; in the same phase the lowest rank judges."""
     view = {"step": 7, "stage": phase if judges else "agreeing", "phase": phase, "number": 1}
-    monkeypatch.setitem(HEARD, 0, Heard(view, NOW))
-    found = judge(overdue(tmp_path, quiet_beats(1), "step"))
+    monkeypatch.setitem(LAST_SEEN, 0, LastSeen(view, NOW))
+    found = judge(overdue(tmp_path, quiet_heartbeats(1), "step"))
     assert (found is not None) == judges
 
 
@@ -113,7 +119,7 @@ def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> 
     """Of min_time, which is a minute here."""
     found = {
         (phase, took_s): judge(
-            overdue(tmp_path / f"{phase}-{took_s}", quiet_beats(0), phase, took_s=took_s)
+            overdue(tmp_path / f"{phase}-{took_s}", quiet_heartbeats(0), phase, took_s=took_s)
         )
         for phase in ("step", "evaluating")
         for took_s in (40.0, 200.0, 400.0)
@@ -123,26 +129,38 @@ def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> 
 
 
 def test_a_save_whose_parts_move_is_no_stall(tmp_path: Path) -> None:
-    assert judge(overdue(tmp_path, quiet_beats(0), "saving", moved_at=NOW - 5.0)) is None
-    assert judge(overdue(tmp_path / "still", quiet_beats(0), "saving")) is not None
+    assert judge(overdue(tmp_path, quiet_heartbeats(0), "saving", moved_at=NOW - 5.0)) is None
+    assert judge(overdue(tmp_path / "still", quiet_heartbeats(0), "saving")) is not None
+
+
+def test_time_in_which_a_process_did_not_run_is_no_hang(tmp_path: Path) -> None:
+    """A queue had stopped it, or its machine was paused: the phase is timed anew from there."""
+    watch = overdue(tmp_path, quiet_heartbeats(0), "step", took_s=20.0)
+    watch._clock.now = lambda: NOW + 900.0
+    watch._look()
+    assert watch._overdue is None
+    look(watch, NOW + 950.0)
+    assert watch._overdue is None
+    look(watch, NOW + 970.0)
+    assert watch._overdue is not None
 
 
 def test_who_keeps_the_store_does_not_miss_itself(tmp_path: Path) -> None:
-    beats = quiet_beats(0, keeper=0)
-    beats.talked_at = NOW - 30.0
-    watch = overdue(tmp_path, beats, "step")
+    heartbeats = quiet_heartbeats(0, store_rank=0)
+    heartbeats.answered_at = NOW - 30.0
+    watch = overdue(tmp_path, heartbeats, "step")
     assert judge(watch) is None
-    beats.talked_at = NOW
+    heartbeats.answered_at = NOW
     look(watch, NOW)
     assert (read_record(tmp_path / "stalls" / "step-7.json") or {})["culprits"] == [1]
 
 
 def test_what_a_store_was_not_told_it_is_told_again() -> None:
     store: Any = CutOff()
-    beats = quiet_beats(0)
-    beats.ask("7-step")
+    heartbeats = quiet_heartbeats(0)
+    heartbeats.ask("7-step")
     with pytest.raises(ConnectionError):
-        beats._round(store)
-    beats._round(store)
-    assert beats.asked == "7-step"
-    assert beats.talked_at == NOW
+        heartbeats._exchange(store)
+    heartbeats._exchange(store)
+    assert heartbeats.asked == "7-step"
+    assert heartbeats.answered_at == NOW

@@ -1,7 +1,7 @@
-"""Unequal GPUs, equal time: the ranks are measured, and rows are dealt by their speed.
+"""Unequal GPUs, equal time: ranks are measured, and rows are split by their speed.
 
 A `curve.py` says how long a rank needs for how many rows, and `solve.py` finds the fastest split.
-`calibrate.py` measures unequal devices before the first step, `meter.py` times the blocks of each
-step; `revise.py` decides from that whether rows are dealt anew, and `history.py` keeps every
-decision, so that a resume deals as before. Open `balancer.py` first.
+`measure.py` measures unequal devices before the first step, and times the blocks of each step;
+`revise.py` decides from that whether the split is revised, and keeps every decision, so that a
+resumed run splits as before. Open `balancer.py` first.
 """

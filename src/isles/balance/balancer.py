@@ -1,4 +1,4 @@
-"""Holds the split of a run, watches what it brings, and deals the rows anew."""
+"""Holds the split of a run, measures its steps, and revises it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from isles.balance.curve import rank_seconds, step_seconds
 from isles.balance.measure import ComputeMeter
 from isles.balance.revise import (
     WINDOWS,
-    Dealt,
+    Allocation,
     History,
     equal_devices,
     gain_over_even,
-    judge,
+    next_allocation,
     windows,
 )
 from isles.dist.split import RowSplit
@@ -35,7 +35,7 @@ _EVERY, _SELDOM = 50, 500
 """Steps between two looks; at a split that was left before and came back."""
 
 _EVIDENCE_S = 10.0
-"""Of training that a look must have to judge by; with less it waits for the next one. So that
+"""Of training that a look must have to decide by; with less it waits for the next one. So that
 whatever else runs on a machine for a few seconds is not in every window."""
 
 
@@ -44,9 +44,9 @@ class Balancer:
 
     Args:
         world: all ranks.
-        dealt: with what training begins.
+        first: with what training begins.
         history: of `balance: auto`; its last decisions are of steps that come now, where an earlier
-            start has done them already. None: rows are never dealt anew.
+            start has done them already. None: the split stays.
         file: of the history; rank 0 writes it.
         step: after which training begins.
         clock: seconds.
@@ -55,35 +55,34 @@ class Balancer:
     def __init__(
         self,
         world: World,
-        dealt: Dealt,
+        first: Allocation,
         history: History | None,
         file: Path,
         step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._world, self._file, self._clock = world, file, clock
-        self._dealt, self._history = dealt, history
-        self._equals = equal_devices(dealt.devices)
+        self._current, self._history = first, history
         self.block_types: tuple[type[nn.Module], ...] = ()
-        """Of the modules that `watch` is to be given."""
+        """Module types whose forward pass `watch` times."""
         self._meter: ComputeMeter | None = None
         self._step = step
         self._ends: list[float] = []
-        """When each step was over, of those that are judged next."""
+        """When each step was over, of those that are looked at next."""
 
     @property
     def split(self) -> RowSplit:
         """The rows in use."""
-        return self._dealt.split
+        return self._current.split
 
     @property
     def even_size(self) -> int:
         """Micro-batch size of the even split, and of evaluation."""
-        return self._dealt.even_size
+        return self._current.even_size
 
     @property
     def is_auto(self) -> bool:
-        """Whether rows may be dealt anew while training."""
+        """Whether the split may be revised while training."""
         return self._history is not None
 
     @property
@@ -92,7 +91,7 @@ class Balancer:
         return 0 if self._history is None else self._history.decided_to
 
     def watch(self, blocks: list[nn.Module]) -> None:
-        """Measure these modules from now on; after the strategy has put its own hooks on them."""
+        """Time these modules from now on; called after the strategy has hooked them."""
         self._meter = ComputeMeter(blocks, self._world.device)
 
     def rest(self) -> None:
@@ -100,7 +99,7 @@ class Balancer:
         self._meter = None
 
     def after_step(self, step: int) -> RowSplit | None:
-        """A step is over: the split to use from now on, if it is another. All ranks must call this.
+        """The split to use from now on, if it is another. All ranks must call this after each step.
 
         Waits for the others at looks, and for no GPU.
         """
@@ -112,7 +111,7 @@ class Balancer:
             self._ends.append(self._clock())
         if step <= self._history.decided_to:
             known = self._history.at(step)
-            return self._use(known) if known is not None and known != self._dealt else None
+            return self._use(known) if known is not None and known != self._current else None
         if self._meter is None or not self._is_look(before, step):
             return None
         every = self._world.gather(self._meter.steps())
@@ -122,63 +121,77 @@ class Balancer:
         if decision is None:
             return None
         self._history = decision
-        dealt = decision.at(step)
-        assert dealt is not None
-        if dealt == self._dealt:
-            self._forget()
-            return None
-        return self._use(dealt)
+        chosen = decision.at(step)
+        assert chosen is not None
+        is_new = chosen != self._current
+        split = self._use(chosen)
+        return split if is_new else None
 
     def record(self) -> dict[str, Any] | None:
         """For a checkpoint."""
         return None if self._history is None else self._history.record()
 
-    def table(self) -> str:
-        """Who takes how much, one line a rank."""
-        return _table(self._dealt)
-
     def summary(self) -> str:
-        """The same in a few words."""
+        """The rows of each rank in a few words."""
         text = _rows(self.split)
-        if self._dealt.is_timed:
-            text += f", {gain_over_even(self.split, self._dealt.curves):.2f} times an even split"
+        if self._current.is_timed:
+            text += f", {gain_over_even(self.split, self._current.curves):.2f} times an even split"
         return text
 
-    def _use(self, dealt: Dealt) -> RowSplit:
-        self._dealt = dealt
-        self._forget()
-        return dealt.split
+    def table(self) -> str:
+        """The rows and speed of each rank, one line each."""
+        current, split, curves = self._current, self.split, self._current.curves
+        head = ("rank", "host", "device", "rows", "micro-batch", "rows/s", "step s")
+        lines = [head]
+        for rank, device in enumerate(current.devices):
+            own = device.dp_rank
+            speed, seconds = "-", "-"
+            if current.is_timed:
+                speed = f"{curves[own].rows_per_second:.1f}"
+                seconds = f"{rank_seconds(split, own, curves[own]):.3f}"
+            rows, size = str(split.rows[own]), str(split.micro_batch_sizes[own])
+            lines.append((str(rank), device.host, device.name, rows, size, speed, seconds))
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        if current.is_timed:
+            seconds, gain = f"{step_seconds(split, curves):.3f}", gain_over_even(split, curves)
+            text.append(f"expected: {seconds} s a step, {gain:.2f} times an even split")
+        return "\n".join(text)
 
-    def _forget(self) -> None:
+    def _use(self, allocation: Allocation) -> RowSplit:
+        self._current = allocation
         self._ends.clear()
         if self._meter is not None:
             self._meter.reset()
-
-    def _evidence_s(self) -> float:
-        # Seconds of the steps that are judged next, without what comes between two steps now and
-        # then, such as an evaluation or a save.
-        steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
-        return statistics.median(steps) * len(steps) if steps else 0.0
+        return allocation.split
 
     def _is_look(self, before: int, step: int) -> bool:
         # Steps are counted one by one, but between clusters some may be passed over.
-        if self._dealt.rests:
+        if self._current.rests:
             return before // _SELDOM < step // _SELDOM
-        early = self._dealt.after_step + _EARLY
+        early = self._current.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
     def _decide(self, step: int, every: Sequence[Sequence[float]]) -> History | None:
-        # The history with what is decided at this step; None: there is too little to judge by.
+        # The history with what is decided at this step; None: there is too little to decide by.
         assert self._history is not None
+        # Medians leave out what comes between two steps now and then: an evaluation, a save.
+        steps = [end - begin for begin, end in itertools.pairwise(self._ends)]
+        evidence_s = statistics.median(steps) * len(steps) if steps else 0.0
         count = min(map(len, every))
-        if count < WINDOWS or self._evidence_s() < _EVIDENCE_S:
+        if count < WINDOWS or evidence_s < _EVIDENCE_S:
             return None
-        measured = [[0.0] * WINDOWS for _ in self._equals]
-        for device, steps in zip(self._dealt.devices, every, strict=True):
+        devices = self._current.devices
+        measured = [[0.0] * WINDOWS for _ in equal_devices(devices)]
+        for device, steps_of_rank in zip(devices, every, strict=True):
             # Ranks that share their rows wait for the slowest of them.
-            slowest = zip(measured[device.dp_rank], windows(steps[:count]), strict=True)
+            own = windows(steps_of_rank[:count])
+            slowest = zip(measured[device.dp_rank], own, strict=True)
             measured[device.dp_rank] = [max(pair) for pair in slowest]
-        found = judge(self._history, step, measured)
+        found = next_allocation(self._history, step, measured)
         history = self._history.decided(step) if found is None else self._history.add(found[0])
         try:
             history.write(self._file)
@@ -187,8 +200,8 @@ class Balancer:
             log.warning("balance is not revised: %s cannot be written: %s", self._file, error)
             return None
         if found is not None:
-            dealt, reason = found
-            text = _rows(dealt.split)
+            chosen, reason = found
+            text = _rows(chosen.split)
             log.info("balance revised: %s; %s from step %d on", reason, text, step + 1)
         return history
 
@@ -196,28 +209,3 @@ class Balancer:
 def _rows(split: RowSplit) -> str:
     rows = split.rows
     return f"rows {' '.join(map(str, rows))}" if len(rows) <= 16 else f"{len(rows)} ranks"
-
-
-def _table(dealt: Dealt) -> str:
-    split, curves = dealt.split, dealt.curves
-    head = ("rank", "host", "device", "rows", "micro-batch", "rows/s", "step s")
-    lines = [head]
-    for rank, device in enumerate(dealt.devices):
-        own = device.dp_rank
-        speed, seconds = "-", "-"
-        if dealt.is_timed:
-            speed = f"{curves[own].rows_per_second:.1f}"
-            seconds = f"{rank_seconds(split, own, curves[own]):.3f}"
-        rows, size = str(split.rows[own]), str(split.micro_batch_sizes[own])
-        lines.append((str(rank), device.host, device.name, rows, size, speed, seconds))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    text = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    if dealt.is_timed:
-        gain = gain_over_even(split, curves)
-        text.append(
-            f"expected: {step_seconds(split, curves):.3f} s a step, {gain:.2f} times an even split"
-        )
-    return "\n".join(text)

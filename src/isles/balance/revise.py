@@ -1,16 +1,24 @@
-"""Whether the rows should be dealt anew, from what the ranks were seen to need. Pure."""
+"""The splits that a run has used, and whether what the ranks were seen to need asks for another.
+
+Rank 0 writes the history to the run directory before a split is used, and each checkpoint holds it
+too. A start that repeats steps of an earlier one uses the splits that these had, so that a resumed
+run adds the same numbers in the same order. Deciding is pure.
+"""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.revise import Dealt, History, equal_devices
 from isles.balance.solve import are_alike, fastest_split
 from isles.dist.split import RowSplit, even_split, shared_split
+from isles.run.records import read_record, write_record
 
 WINDOWS = 5
 """Parts of the steps that are looked at. What is not so in every one of them is noise."""
@@ -27,14 +35,139 @@ _LEAST_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Revision:
-    """A better split.
+class Device:
+    """What one rank computes on.
 
     Args:
-        split: to be used from the next step on.
-        curves: what is now known of the ranks.
-        reason: for the log.
+        host: its machine.
+        name: of the GPU or the processor.
+        dp_rank: which part of the data it reads.
     """
+
+    host: str
+    name: str
+    dp_rank: int
+
+
+def equal_devices(devices: Sequence[Device]) -> tuple[int, ...]:
+    """For each data-parallel rank, the first one that computes on devices of the same names and on
+    the same hosts."""
+    found: list[list[tuple[str, str]]] = [[] for _ in {device.dp_rank for device in devices}]
+    for device in devices:
+        found[device.dp_rank].append((device.host, device.name))
+    return tuple(found.index(own) for own in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A split, and what it rests on.
+
+    Args:
+        after_step: it is used from the step after this one on.
+        split: the rows.
+        even_size: micro-batch size of the even split, and of evaluation.
+        strategy: kind of strategy that it was made for.
+        devices: of every rank, in order.
+        curves: of each data-parallel rank.
+        is_timed: whether the curves are in seconds; else only their ratios mean something.
+        slowest_s: seconds, of what the meter measures, of the slowest rank under the split before
+            it, which this one must undercut. None: it was not chosen while training.
+        rests: whether it is looked at seldom, as one that was left before and came back.
+    """
+
+    after_step: int
+    split: RowSplit
+    even_size: int
+    strategy: str
+    devices: tuple[Device, ...]
+    curves: tuple[Curve, ...]
+    is_timed: bool
+    slowest_s: float | None = None
+    rests: bool = False
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Allocation:
+        """From what `asdict` and JSON make of it."""
+        split = record["split"]
+        return cls(
+            after_step=int(record["after_step"]),
+            split=RowSplit(
+                tuple(split["rows"]), tuple(split["micro_batch_sizes"]), bool(split["in_step"])
+            ),
+            even_size=int(record["even_size"]),
+            strategy=str(record["strategy"]),
+            devices=tuple(Device(**device) for device in record["devices"]),
+            curves=tuple(Curve.read(curve) for curve in record["curves"]),
+            is_timed=bool(record["is_timed"]),
+            slowest_s=record["slowest_s"],
+            rests=bool(record["rests"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The splits of a run, in the order of their steps.
+
+    Args:
+        allocations: each is used until the next one's step.
+        decided_to: the last step whose split is decided; steps up to it are not looked at again.
+    """
+
+    allocations: tuple[Allocation, ...] = ()
+    decided_to: int = 0
+
+    def at(self, step: int) -> Allocation | None:
+        """What is used after `step`."""
+        return next((each for each in reversed(self.allocations) if each.after_step <= step), None)
+
+    def add(self, new: Allocation) -> History:
+        """With another one, in place of all that followed its step or was decided at it."""
+        kept = tuple(each for each in self.allocations if each.after_step < new.after_step)
+        return History((*kept, new), new.after_step)
+
+    def going_on_after(self, step: int, fits: Callable[[Allocation], bool]) -> History | None:
+        """What holds for a start after `step`; None: the split of that step does not fit."""
+        now = self.at(step)
+        if now is None or not fits(now):
+            return None
+        for each in self.allocations:
+            if each.after_step > step and not fits(each):
+                # From here on other ranks or devices were there, and decided nothing for these.
+                kept = tuple(a for a in self.allocations if a.after_step < each.after_step)
+                return History(kept, each.after_step - 1)
+        return self
+
+    def decided(self, step: int) -> History:
+        """With the split in use kept up to this step."""
+        return replace(self, decided_to=max(self.decided_to, step))
+
+    def record(self) -> dict[str, Any]:
+        """For a file or a checkpoint."""
+        return asdict(self)
+
+    def write(self, file: Path) -> None:
+        """Write it durably.
+
+        Raises:
+            OSError: the disk is full or read-only; what was there is as it was.
+        """
+        write_record(file, self.record())
+
+    @classmethod
+    def load(cls, file: Path, in_checkpoint: Mapping[str, Any] | None) -> History:
+        """From the run directory or, if it reaches further (on another disk), a checkpoint."""
+        found = []
+        for record in (read_record(file), in_checkpoint):
+            try:
+                known = tuple(Allocation.read(each) for each in (record or {})["allocations"])
+                found.append(cls(known, int((record or {})["decided_to"])))
+            except (KeyError, TypeError, ValueError, AssertionError):
+                found.append(cls())  # none, or of another version: measured anew, and overwritten
+        return max(found, key=lambda history: (len(history.allocations) > 0, history.decided_to))
+
+
+class Revision(NamedTuple):
+    """A better split, what is now known of the ranks, and the reason, for the log."""
 
     split: RowSplit
     curves: tuple[Curve, ...]
@@ -71,7 +204,7 @@ def choose(
 
     Args:
         curves: of each data-parallel rank.
-        global_batch_size: rows to deal.
+        global_batch_size: rows of all ranks.
         even_size: micro-batch size of the even split.
         in_step: see RowSplit.
     """
@@ -138,33 +271,33 @@ def revise(
     return Revision(better, scaled, reason)
 
 
-def judge(
+def next_allocation(
     history: History, step: int, measured: Sequence[Sequence[float]]
-) -> tuple[Dealt, str] | None:
-    """What is dealt after this step instead of what is in use, and why; None: that is kept.
+) -> tuple[Allocation, str] | None:
+    """The allocation that replaces the one in use, and why; None: that is kept.
 
     Args:
         history: of the run; its last split is in use.
         step: that is over.
         measured: see `revise`, in seconds.
     """
-    now = history.dealt[-1]
+    now = history.allocations[-1]
     slowest_s = max(map(min, measured))
     # A split that is left as soon as it is looked at, for one that was left before, would come
     # again at once. A device that recovers after a while is another matter.
     is_first_look = now.slowest_s is not None and history.decided_to == now.after_step
     found = revise(now.split, now.curves, measured, equal_devices(now.devices), now.even_size)
     if found is not None:
-        split, curves, reason = found.split, found.curves, found.reason
+        split, curves, reason = found
     elif now.slowest_s is not None and slowest_s > now.slowest_s and is_first_look:
-        before = history.dealt[-2]
+        before = history.allocations[-2]
         split, curves = before.split, before.curves
         promised = step_seconds(split, now.curves) / step_seconds(now.split, now.curves)
         brought = now.slowest_s / slowest_s
         reason = f"taken back, as steps are {brought:.2f} times as fast, not {promised:.2f}"
     else:
         return None
-    rests = is_first_look and any(each.split == split for each in history.dealt)
+    rests = is_first_look and any(each.split == split for each in history.allocations)
     changed = replace(now, split=split, curves=curves, slowest_s=slowest_s, rests=rests)
     return replace(changed, after_step=step), reason
 
@@ -178,7 +311,9 @@ def _slower(
     by_window = list(zip(*factors, strict=True))
     of_equals = [
         [
-            _middle([factor for factor, other in zip(window, equals, strict=True) if other == own])
+            statistics.median_low(
+                [factor for factor, other in zip(window, equals, strict=True) if other == own]
+            )
             for own in equals
         ]
         for window in by_window
@@ -186,7 +321,7 @@ def _slower(
     slower = []
     for rank in range(len(equals)):
         own = [w[rank] / of[rank] for w, of in zip(by_window, of_equals, strict=True)]
-        others = [of[rank] / _middle(of) for of in of_equals]
+        others = [of[rank] / statistics.median_low(of) for of in of_equals]
         slower.append(_told_apart(own, least[rank]) * _told_apart(others, _DEVIATION))
     return slower
 
@@ -195,7 +330,3 @@ def _told_apart(ratios: Sequence[float], least: float) -> float:
     # The ratio in the middle, if all lie on one side and further off than `least`; else 1.
     is_apart = min(ratios) > least or max(ratios) * least < 1
     return statistics.median(ratios) if is_apart else 1.0
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]

@@ -37,7 +37,7 @@ def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: b
 
     Args:
         curves: of each data-parallel rank; each must have a time that never falls with the rows.
-        global_batch_size: rows to deal.
+        global_batch_size: rows of all ranks.
         in_step: see RowSplit.
     """
     tables = [_Table(curve, global_batch_size) for curve in curves]
@@ -47,7 +47,7 @@ def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: b
 
 
 class _Table:
-    """One rank's times at every size that it may use."""
+    # One rank's times at every size that it may use.
 
     def __init__(self, curve: Curve, global_batch_size: int) -> None:
         self.limit = min(curve.limit, global_batch_size)
@@ -80,10 +80,8 @@ class _Table:
 
 
 def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
-    """Each rank on its own: the shortest time in which all rows can be done.
-
-    Found by bisection; what a rank can do in a given time is known in closed form.
-    """
+    # Each rank on its own: the shortest time in which all rows can be done, found by bisection.
+    # What a rank can do in a given time is known in closed form.
     # No rank is done before its first row, even if it is given none: see Curve.time.
     low = high = max(table.seconds[0] for table in tables)
 
@@ -97,38 +95,34 @@ def _fastest_apart(tables: Sequence[_Table], rows: int) -> RowSplit:
         if middle in (low, high):
             break
         low, high = (low, middle) if can(middle) >= rows else (middle, high)
-    dealt = [table.most_rows(high)[0] for table in tables]
-    _take_back(dealt, [table.cheapest for table in tables], sum(dealt) - rows)
-    sizes = [table.cheapest(own)[1] for table, own in zip(tables, dealt, strict=True)]
-    return RowSplit(tuple(dealt), tuple(sizes), in_step=False)
+    allotted = [table.most_rows(high)[0] for table in tables]
+    _take_back(allotted, [table.cheapest for table in tables], sum(allotted) - rows)
+    sizes = [table.cheapest(own)[1] for table, own in zip(tables, allotted, strict=True)]
+    return RowSplit(tuple(allotted), tuple(sizes), in_step=False)
 
 
 def _take_back(
-    dealt: list[int], cheapest: Sequence[Callable[[int], tuple[float, int]]], excess: int
+    allotted: list[int], cheapest: Sequence[Callable[[int], tuple[float, int]]], excess: int
 ) -> None:
-    """Take `excess` rows from the ranks that would be done last.
-
-    The last row of a rank comes last of all: without it, it computes one all the same.
-    """
+    # Take `excess` rows from the ranks that would be done last. The last row of a rank comes last
+    # of all: without it, the rank computes one all the same.
 
     def entry(rank: int) -> tuple[bool, float, int]:
-        return dealt[rank] == 1, -cheapest[rank](dealt[rank])[0], -rank
+        return allotted[rank] == 1, -cheapest[rank](allotted[rank])[0], -rank
 
-    heap = [entry(rank) for rank, rows in enumerate(dealt) if rows]
+    heap = [entry(rank) for rank, rows in enumerate(allotted) if rows]
     heapq.heapify(heap)
     for _ in range(excess):
         rank = -heapq.heappop(heap)[2]
-        dealt[rank] -= 1
-        if dealt[rank]:
+        allotted[rank] -= 1
+        if allotted[rank]:
             heapq.heappush(heap, entry(rank))
 
 
 def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: int) -> RowSplit:
-    """All ranks make the same number of micro-steps, each as long as its slowest rank needs.
-
-    For every number of steps, and every length that the shortest of them may have (a rank's time at
-    some size), the rows that do not fit are put into longer steps as cheaply as possible.
-    """
+    # All ranks make the same number of micro-steps, each as long as its slowest rank needs. For
+    # every number of steps, and every length that the shortest of them may have (a rank's time at
+    # some size), the rows that do not fit are put into longer steps as cheaply as possible.
     floor = max(table.seconds[0] for table in tables)
     times = sorted({t for table in tables for t in table.seconds if t > floor} | {floor})
     plans = [_Plan(tables, t) for t in times]
@@ -147,24 +141,24 @@ def _fastest_in_step(tables: Sequence[_Table], curves: Sequence[Curve], rows: in
         effort -= missing * len(tables) * steps
         if least >= best * (1 - _ROUNDING) or effort < 0:
             break
-        split = _split_of(plans[index].deal(steps, missing), steps, rows)
+        split = _split_of(plans[index].allocate(steps, missing), steps, rows)
         if (seconds := step_seconds(split, curves)) < best * (1 - _ROUNDING):
             best, best_split = seconds, split
     return best_split
 
 
 def _equal_steps(plans: Sequence[_Plan], rows: int) -> RowSplit:
-    """The best of those splits whose steps are all equally long."""
+    # The best of those splits whose steps are all equally long.
     counts = [max(1, -(-rows // plan.rows)) for plan in plans]
     chosen = min(
         range(len(plans)), key=lambda index: (counts[index] * plans[index].shortest, counts[index])
     )
-    dealt = [own * counts[chosen] for own in plans[chosen].held]
-    return _split_of(dealt, counts[chosen], rows)
+    allotted = [own * counts[chosen] for own in plans[chosen].held]
+    return _split_of(allotted, counts[chosen], rows)
 
 
 class _Plan:
-    """Steps the shortest of which takes `shortest` seconds, and in it each rank all it can."""
+    # Steps the shortest of which takes `shortest` seconds, in which each rank computes all it can.
 
     def __init__(self, tables: Sequence[_Table], shortest: float) -> None:
         self.shortest = shortest
@@ -182,25 +176,25 @@ class _Plan:
         self._cost_per_row = min(per_row, default=math.inf)
 
     def least_seconds(self, steps: int, missing: int) -> float:
-        """No split of so many steps, the others of which hold the missing rows, is faster."""
+        """Bound: no split of so many steps that holds the missing rows is faster."""
         if missing > (steps - 1) * len(self._costs):
             return math.inf
         return steps * self.shortest + missing * self._cost_per_row
 
-    def deal(self, steps: int, missing: int) -> list[int]:
-        """Each rank's rows with the missing ones dealt as cheaply as possible, or some more."""
-        dealt = [own * steps for own in self.held]
+    def allocate(self, steps: int, missing: int) -> list[int]:
+        """Each rank's rows with the missing ones allocated as cheaply as possible, or some more."""
+        allotted = [own * steps for own in self.held]
         for taken in _cheapest_sum(self._costs, missing, steps - 1):
             for rank in self._order[:taken]:
-                dealt[rank] += 1
-        return dealt
+                allotted[rank] += 1
+        return allotted
 
 
-def _split_of(dealt: list[int], steps: int, rows: int) -> RowSplit:
-    """Take back what is too much, from those that have most; no step becomes longer by it."""
-    heap = [(-own, -rank) for rank, own in enumerate(dealt)]
+def _split_of(allotted: list[int], steps: int, rows: int) -> RowSplit:
+    # Take back what is too much, from those that have most; no step becomes longer by it.
+    heap = [(-own, -rank) for rank, own in enumerate(allotted)]
     heapq.heapify(heap)
-    for _ in range(sum(dealt) - rows):
+    for _ in range(sum(allotted) - rows):
         own, rank = heap[0]
         heapq.heapreplace(heap, (own + 1, rank))
     kept = [-own for own, _ in sorted(heap, key=lambda entry: -entry[1])]
@@ -208,8 +202,8 @@ def _split_of(dealt: list[int], steps: int, rows: int) -> RowSplit:
 
 
 def _cheapest_sum(costs: Sequence[float], missing: int, most: int) -> list[int]:
-    """At most `most` numbers n >= 1 that add up to `missing` or more, with the least sum of
-    costs[n-1]."""
+    # At most `most` numbers n >= 1 that add up to `missing` or more, with the least sum of
+    # costs[n-1].
     plain: list[tuple[float, int]] = [(0.0, 0)]
     for need in range(1, missing + 1):
         plain.append(min((plain[max(0, need - n)][0] + cost, n) for n, cost in enumerate(costs, 1)))
@@ -230,7 +224,7 @@ def _cheapest_sum(costs: Sequence[float], missing: int, most: int) -> list[int]:
 
 
 def _walk(tables: Sequence[Sequence[tuple[float, int]]], missing: int) -> list[int]:
-    """The numbers that were chosen on the way to `missing`."""
+    # The numbers that were chosen on the way to `missing`.
     chosen = []
     for table in tables:
         if missing <= 0:

@@ -1,4 +1,4 @@
-"""Files across disks: which nodes see a folder of rank 0, and bringing files to where they lack.
+"""Files across disks: which nodes see a folder of rank 0, and copies for those that do not.
 
 Files go from one rank to others piece by piece, in bounded memory, and are compared by SHA-256. A
 folder that is brought is written beside its place and gets its name once it is whole.
@@ -32,7 +32,7 @@ PIECE_BYTES = 4 * 2**20
 """Sent at once: even a link of 1 Mbit/s takes half a minute, far below every time-out."""
 
 _PIECES_TOGETHER = 4
-"""After so many pieces all ranks hear how it goes: none waits long for others that still send."""
+"""After so many pieces all ranks exchange failures: none waits long for others that still send."""
 
 _SPARE_BYTES = 2**16
 """Left free on a disk that takes files."""
@@ -104,7 +104,7 @@ def find_disks(world: World, folder: Path) -> Disks:
         try:
             probe.write_text(word, encoding="ascii")
         except OSError as error:
-            raise _disk_fault(error, "", folder, world) from error
+            raise _disk_failure(error, "", folder, world) from error
         return probe.name, word
 
     name, word = world.main_first(write)
@@ -153,7 +153,7 @@ def broadcast_folder(
             hashes = files or {name: hash_file(folder / name) for name in _names(folder)}
             return {name: ((folder / name).stat().st_size, h) for name, h in hashes.items()}
         except OSError as error:
-            raise _disk_fault(error, "", folder, world) from error
+            raise _disk_failure(error, "", folder, world) from error
 
     wanted = world.main_first(look, group=world.work, rank=src)
     lacks = world.gather(needs and not _holds(folder, wanted), group=world.work)
@@ -167,8 +167,8 @@ def broadcast_folder(
         if mine:
             shutil.rmtree(partial, ignore_errors=True)
         _send(transfers, partial if mine else folder, world, world.work, progress)
-        fault = _publish(partial, folder, wanted, world) if mine else None
-        raise_first(world.gather(fault, group=world.work))
+        failure = _publish(partial, folder, wanted, world) if mine else None
+        raise_first(world.gather(failure, group=world.work))
     finally:
         if mine:
             shutil.rmtree(partial, ignore_errors=True)
@@ -206,7 +206,7 @@ def gather_folder(
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    name: str  # in the folder of whoever sends it and of whoever takes it
+    name: str  # in the folder of each end
     size_bytes: int
     sender: int
     takers: tuple[int, ...]
@@ -220,7 +220,7 @@ def _send(
     group: dist.ProcessGroup,
     progress: Progress,
 ) -> None:
-    """Bring files from disk to disk, one after another. All ranks must call this."""
+    # Copy files from disk to disk, one after another. All ranks must call this.
     end = _End(folder, world)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     timeout = timedelta(seconds=world.timeout_s)
@@ -247,42 +247,40 @@ def _send(
                 end.guard(end.write, piece)
             done, pieces = done + len(piece), pieces + 1
             if pieces % _PIECES_TOGETHER == 0:
-                raise_first(world.gather(end.fault, group=group))
+                raise_first(world.gather(end.failure, group=group))
                 progress(done, total)
         end.guard(end.close)
         digests.append(end.digest if sends or takes else "")
-    raise_first(world.gather(end.fault, group=group))
+    raise_first(world.gather(end.failure, group=group))
     read = world.gather(digests, group=group)
     for number, transfer in enumerate(transfers):
         sent = read[transfer.sender][number]
         if world.rank in transfer.takers and digests[number] != (transfer.sha256 or sent):
             end.guard(end.refuse, transfer, sent == digests[number])
-    raise_first(world.gather(end.fault, group=group))
+    raise_first(world.gather(end.failure, group=group))
 
 
 class _End:
-    """One rank's end of transfers: the file that is read or written, and what went wrong.
-
-    A disk that fails does not break the exchange, or the others would only hear of a lost rank.
-    """
+    # One rank's end of transfers: the file that is read or written, and the first failure. A disk
+    # that fails does not break the exchange, or the others would only see a lost rank.
 
     def __init__(self, folder: Path, world: World) -> None:
-        self.fault: UserError | None = None
+        self.failure: UserError | None = None
         self._folder, self._world = folder, world
         self._name = ""
         self._stream = io.FileIO(os.devnull)
         self._hash = hashlib.sha256()
 
     def guard(self, action: Callable[..., None], *args: Any) -> None:
-        """Do this unless something went wrong before, and note what goes wrong."""
-        if self.fault is not None:
+        """Call an action unless one has failed before, and keep its failure."""
+        if self.failure is not None:
             return
         try:
             action(*args)
         except UserError as error:
-            self.fault = error
+            self.failure = error
         except OSError as error:
-            self.fault = _disk_fault(error, self._name, self._folder, self._world)
+            self.failure = _disk_failure(error, self._name, self._folder, self._world)
 
     def check_space(self, wanted_bytes: int) -> None:
         if not wanted_bytes:
@@ -334,7 +332,6 @@ class _End:
         return self._hash.hexdigest()
 
     def refuse(self, transfer: _Transfer, is_sent_so: bool) -> None:
-        """What was taken is not what was to be sent, or what was sent."""
         when = "on the disk that it was read from" if is_sent_so else "on its way"
         raise TrainingError(
             f"{transfer.name} has changed {when}: its SHA-256 is not that of what was to be sent",
@@ -351,9 +348,9 @@ class _End:
 def _publish(
     partial: Path, folder: Path, wanted: Mapping[str, tuple[int, str]], world: World
 ) -> UserError | None:
-    """Give what has come its name, unless another host that shares this disk did so first."""
+    # Give the copy its name, unless another host that shares this disk did so first.
     old = partial.with_name(f"{partial.name}-old")
-    fault: OSError | None = None
+    failure: OSError | None = None
     for _ in range(_PUBLISHES):
         if _holds(folder, wanted):
             return None
@@ -363,23 +360,21 @@ def _publish(
                 folder.replace(old)
             partial.replace(folder)
         except OSError as error:  # the other host may do the same at this moment
-            fault = error
+            failure = error
         else:
             return None
         finally:
             shutil.rmtree(old, ignore_errors=True)
-    assert fault is not None
-    return _disk_fault(fault, "", folder, world)
+    assert failure is not None
+    return _disk_failure(failure, "", folder, world)
 
 
 def _names(folder: Path) -> list[str]:
-    """Files of a folder and of those within, by their names in it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [path.relative_to(folder).as_posix() for path in files]
 
 
 def _holds(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> bool:
-    """Whether a folder has these files, by size and SHA-256, and no others."""
     try:
         return _names(folder) == sorted(wanted) and all(
             (folder / name).stat().st_size == size and hash_file(folder / name) == sha256
@@ -389,7 +384,7 @@ def _holds(folder: Path, wanted: Mapping[str, tuple[int, str]]) -> bool:
         return False
 
 
-def _disk_fault(error: OSError, name: str, folder: Path, world: World) -> TrainingError:
+def _disk_failure(error: OSError, name: str, folder: Path, world: World) -> TrainingError:
     free = ""
     with contextlib.suppress(OSError):
         free = f"; {format_bytes(shutil.disk_usage(folder).free)} are free there"
@@ -402,7 +397,6 @@ def _disk_fault(error: OSError, name: str, folder: Path, world: World) -> Traini
 
 
 def _sees(probe: Path, word: str) -> bool:
-    """Whether a file is there and says this word."""
     end = time.monotonic() + (0 if _kind(probe.parent) in _LOCAL else _LOOK_S)
     while True:
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -414,7 +408,7 @@ def _sees(probe: Path, word: str) -> bool:
 
 
 def _kind(folder: Path) -> str:
-    """The kind of file system that a folder is on; "" where it is not known."""
+    # Of the file system that a folder is on; "" where it is not known.
     path = folder.absolute()
     mounts = [
         part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)

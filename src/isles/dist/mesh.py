@@ -59,21 +59,15 @@ def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
         for group in root.get_all_groups():
             # A mesh gives its groups torch's own half an hour, whatever the world's groups have.
             _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
-    return Mesh(layout, layout.place(world.rank), root, _cp_group(layout, world))
-
-
-def _cp_group(layout: Layout, world: World) -> dist.ProcessGroup | None:
-    """Every rank makes every group: torch wants that of all."""
-    if layout.cp == 1:
-        return None
     members: dict[tuple[int, int, int, int], list[int]] = {}
     for rank in range(layout.world_size):
         place = layout.place(rank)
         key = (place.pp, place.replicate, place.dp_shard, place.tp)
         members.setdefault(key, []).append(rank)
-    mine = None
-    for ranks in members.values():
+    cp_group = None
+    for ranks in members.values() if layout.cp > 1 else ():
+        # Every rank makes every group: torch wants that of all.
         group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout_s))
         if world.rank in ranks:
-            mine = group
-    return mine
+            cp_group = group
+    return Mesh(layout, layout.place(world.rank), root, cp_group)

@@ -1,4 +1,4 @@
-"""How the rows of a global batch are dealt over the data-parallel ranks."""
+"""How the rows of a global batch are allocated to the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RowSplit:
 def even_split(
     global_batch_size: int, dp_size: int, micro_batch_size: int, *, in_step: bool
 ) -> RowSplit:
-    """Rows dealt evenly; ranks differ by one row at most."""
+    """Even rows; ranks differ by one row at most."""
     rows = tuple(
         (r + 1) * global_batch_size // dp_size - r * global_batch_size // dp_size
         for r in range(dp_size)
@@ -64,7 +64,7 @@ def even_split(
 def shared_split(
     global_batch_size: int, shares: Sequence[float], limits: Sequence[int], *, in_step: bool
 ) -> RowSplit:
-    """Rows dealt in proportion to shares, to the nearest row; each rank in few, even micro-steps.
+    """Rows in proportion to shares, to the nearest row; each rank in few, even micro-steps.
 
     Args:
         global_batch_size: rows in all.

@@ -1,4 +1,4 @@
-"""The ranks of one cluster: the process group, the device, and this rank's place."""
+"""The ranks of one cluster: the process group, the device, nodes, and small collectives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -18,19 +19,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from isles.errors import CommunicationError, PreflightError, UserError
+from isles.errors import CommunicationError, ConfigErrors, PreflightError, UserError
 from isles.run.env import RankEnv
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
+_STORE_LOOK_S = 0.05
+_FIRST_LOOK_S, _LOOK_S = 0.02, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place, and the groups it talks through.
+    """This rank's place, and the groups through which it communicates.
 
     Args:
         rank, local_rank, world_size, local_world_size: as in PyTorch and torchrun.
@@ -63,17 +65,13 @@ class World:
 
     @property
     def device_name(self) -> str:
-        """The kind of this rank's device, as people know it."""
+        """The GPU's model, or CPU."""
         is_gpu = self.device.type == "cuda"
         return torch.cuda.get_device_name(self.device) if is_gpu else "CPU"
 
     def gather(self, value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Every rank's value, by rank, on every rank. All ranks must call this.
-
-        Args:
-            value: this rank's.
-            group: over which they are told; None: `control`.
-        """
+        """Every rank's value, by rank, on every rank; over `control` or `group`. All ranks must
+        call this."""
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value, group=group or self.control)
         return values  # type: ignore[return-value]  # filled by all_gather_object
@@ -87,11 +85,11 @@ class World:
     def main_first(
         self, work: Callable[[], T], *, group: dist.ProcessGroup | None = None, rank: int = 0
     ) -> T:
-        """Run `work` on one rank, and hand its result, or its error, to all. All must call this.
+        """Run `work` on one rank; its result, or its error, on all. All ranks must call this.
 
         Args:
             work: what that rank does; the others wait for it as long as the group does.
-            group: over which they hear of it; None: `control`.
+            group: over which the outcome is sent; None: `control`.
             rank: which one.
         """
         outcome: tuple[T | None, Exception | None] = (None, None)
@@ -110,6 +108,145 @@ class World:
         if failure is not None:
             raise failure
         return value  # type: ignore[return-value]  # no error: `work` has returned
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is, for messages and for finding the ranks that share its disk.
+
+    Args:
+        rank: which one.
+        leader: rank of the node's first process, which names the node.
+        host: the machine's name.
+    """
+
+    rank: int
+    leader: int
+    host: str
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank acts for its node."""
+        return self.rank == self.leader
+
+    def __str__(self) -> str:
+        return f"{self.host} (rank {self.leader})"
+
+
+def place_of(world: World) -> Place:
+    """This rank's place."""
+    return Place(world.rank, world.rank - world.local_rank, world.host)
+
+
+def on_every_rank(world: World, work: Callable[[], T]) -> T:
+    """Run `work` on every rank, and return this rank's result. All ranks must call this.
+
+    Raises:
+        UserError: of the first rank that failed, on all; where not all did, with the nodes that
+            did.
+    """
+    value: T | None = None
+    failure: UserError | None = None
+    try:
+        value = work()
+    except UserError as error:
+        failure = error
+    found = world.gather((place_of(world), failure))
+    failed = [(place, error) for place, error in found if error is not None]
+    if not failed:
+        return value  # type: ignore[return-value]  # no error: `work` has returned
+    first = failed[0][1]
+    if len(failed) < len(found) and not isinstance(first, ConfigErrors):
+        nodes = ", ".join(dict.fromkeys(str(place) for place, _ in failed))
+        first.where = f"{first.where} on {nodes}" if first.where else nodes
+    raise first
+
+
+def raise_first(failures: list[UserError | None]) -> None:
+    """Raise the first failure, if any; called with the same ones on every rank."""
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def work_together(
+    work: Callable[[Callable[[str], None]], T] | None,
+    world: World,
+    *,
+    progress: Callable[[str], None],
+    no_progress_s: float,
+) -> list[T | None]:
+    """Run `work` on the ranks that have some; all wait for it. All ranks must call this.
+
+    The ranks exchange their state every half second, so that the wait is bounded by what the work
+    reports and not by the time-out of one collective operation.
+
+    Args:
+        work: called in a thread, with a function that takes a line about how far it is; None: this
+            rank has nothing to do.
+        world: the ranks.
+        progress: called on every rank with what the others report.
+        no_progress_s: longest time in which none of those that work may report anything new.
+
+    Returns:
+        Every rank's result, by rank; None where it had no work.
+
+    Raises:
+        Exception: the error of the first rank that failed, on every rank.
+        CommunicationError: those that work have reported nothing new for too long.
+    """
+    reported = ""
+    result: Future[T | None] = Future()
+
+    def report(line: str) -> None:
+        nonlocal reported
+        reported = line
+
+    def run() -> None:
+        assert work is not None
+        try:
+            result.set_result(work(report))
+        except UserError as error:
+            result.set_exception(error)
+        except Exception as error:
+            # Not every exception can be sent; this rank's own log has its traceback.
+            log.exception("failed while the other nodes waited")
+            result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    if work is None:
+        result.set_result(None)
+    else:
+        # A daemon: where another node fails, this process ends without waiting for it.
+        threading.Thread(target=run, daemon=True).start()
+    known: dict[int, str] = {}
+    last_news, wait_s = time.monotonic(), _FIRST_LOOK_S
+    while True:
+        is_done = result.done()
+        error = result.exception() if is_done else None
+        value = result.result() if is_done and error is None else None
+        states = world.gather((is_done, reported, value, error))
+        for _, _, _, failure in states:
+            if failure is not None:
+                raise failure
+        for rank, (_, line, _, _) in enumerate(states):
+            if line != known.get(rank, ""):
+                known[rank], last_news = line, time.monotonic()
+                progress(line)
+        running = [rank for rank, state in enumerate(states) if not state[0]]
+        if not running:
+            return [state[2] for state in states]
+        # One may wait in silence for another that prepares the same on a disk that they share.
+        if time.monotonic() - last_news > no_progress_s:
+            who = ", ".join(f"{rank} ({known.get(rank, 'nothing')!r})" for rank in running)
+            raise CommunicationError(
+                f"ranks that prepare data have said nothing new for {no_progress_s:.0f} s; the "
+                f"last of each was: {who}",
+                where=f"rank {min(running)}",
+                fix="look at the logs of these ranks",
+                id="data.waiting",
+            )
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LOOK_S)
 
 
 def join_world(
@@ -209,45 +346,29 @@ def _device(env: RankEnv, kind: str) -> torch.device:
 
 
 def _agent_store(address: tuple[str, int], rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store of torchrun's agent, under a prefix that only the ranks of this start know.
-
-    torch takes its own count of restarts as the prefix, and that differs between nodes: an agent
-    that follows another one into a restart does not count it. The ranks would then read addresses
-    of ranks that are dead. All ranks must call this.
-
-    Args:
-        address: where the store listens.
-        rank, world_size: this rank's place.
-        timeout: longest wait for the others.
-
-    Raises:
-        CommunicationError: a rank did not come in time.
-    """
+    # The store of torchrun's agent, under a prefix that only the ranks of this start know. torch
+    # takes its own count of restarts as the prefix, and that differs between nodes: an agent that
+    # follows another one into a restart does not count it. The ranks would then read addresses of
+    # ranks that are dead.
     store = TCPStore(*address, is_master=False, timeout=timeout)
     if rank:
         name = uuid.uuid4().hex
         store.set(f"isles/hello/{rank}", name)
         token = store.get(f"isles/answer/{name}").decode()
         store.set(f"isles/heard/{token}/{rank}", "1")
-    else:
-        token = uuid.uuid4().hex
-        _answer_all(store, token, set(range(1, world_size)), timeout)
-    return PrefixStore(f"isles/{token}", store)
-
-
-def _answer_all(store: Store, token: str, missing: set[int], timeout: timedelta) -> None:
-    """Answer each rank that says hello, until every one has heard it.
-
-    A hello may be left over from a rank that is dead: it is answered and never heard.
-    """
+        return PrefixStore(f"isles/{token}", store)
+    # Rank 0 answers each rank, until every one has read it. A hello may be left over from a rank
+    # that is dead: it is answered, and its answer is never read.
+    token = uuid.uuid4().hex
+    missing = set(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     answered: set[str] = set()
     while missing:
-        for rank in sorted(missing):
-            if store.check([f"isles/heard/{token}/{rank}"]):
-                missing.discard(rank)
-            elif store.check([f"isles/hello/{rank}"]):
-                name = store.get(f"isles/hello/{rank}").decode()
+        for other in sorted(missing):
+            if store.check([f"isles/heard/{token}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"isles/hello/{other}"]):
+                name = store.get(f"isles/hello/{other}").decode()
                 if name not in answered:
                     answered.add(name)
                     store.set(f"isles/answer/{name}", token)
@@ -259,11 +380,12 @@ def _answer_all(store: Store, token: str, missing: set[int], timeout: timedelta)
                 fix="look at what torchrun printed on their hosts",
                 id="start.timeout",
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_STORE_LOOK_S)
+    return PrefixStore(f"isles/{token}", store)
 
 
 def serve_store(listener: socket.socket) -> None:
-    """Answer as the store at which the ranks of all nodes meet, to the end of the agent.
+    """Serve the store at which the ranks of all nodes meet, to the end of the agent.
 
     Args:
         listener: already bound: torch would listen on every interface.

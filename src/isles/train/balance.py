@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
-from isles.balance.revise import Dealt, Device, History, choose, equal_devices, pooled
+from isles.balance.revise import Allocation, Dealt, Device, History, choose, equal_devices, pooled
+from isles.checkpoint.save import disk_fault
 from isles.checkpoint.save import disk_fault
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh
 from isles.dist.split import RowSplit, even_split, shared_split
 from isles.dist.world import World
-from isles.errors import UserError
+from isles.errors import ConfigError, UserError
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.fsdp import find_blocks
@@ -40,6 +42,8 @@ _PER_MICRO_BATCH = 0.1
 """Rows in whose time a micro-batch costs what it costs by itself, where nothing was measured: so
 that few large ones are taken where it makes no other difference."""
 
+Number = TypeVar("Number", int, float)
+
 
 def make_balancer(
     model: nn.Module,
@@ -53,8 +57,8 @@ def make_balancer(
 ) -> Balancer:
     """The split with which a start begins. All ranks must call this.
 
-    A run that goes on with the same ranks on the same devices deals the rows of each step as they
-    were dealt before, so that it adds the same numbers in the same order. Equal devices begin with
+    A run that goes on with the same ranks on the same devices splits the rows of each step as they
+    were split before, so that it adds the same numbers in the same order. Equal devices begin with
     equal rows, whatever else keeps them busy just then: only real steps can tell them apart.
 
     Raises:
@@ -62,9 +66,19 @@ def make_balancer(
         OutOfMemoryError: not even one row fits on some rank.
     """
     chooser = _Chooser(model, config, strategy, mesh, world, resume_from)
-    balancer = chooser.balancer(run_dir, recorder)
-    if mesh.dp_size > 1 and chooser.kind != "even":
-        log.info("rows of each rank (balance: %s)\n%s", chooser.kind, balancer.table())
+    step = resume_from.step if resume_from else 0
+    history = None
+    if chooser.is_auto:
+        history, first = chooser.history(run_dir, step, recorder)
+    else:
+        first = chooser.allocate(step)
+    balancer = Balancer(world, first, history, run_dir.balance, step)
+    with contextlib.suppress(UserError):  # a model without blocks is not measured in training
+        # By their types: a pipeline takes the model apart.
+        balancer.block_types = tuple({type(block) for block in find_blocks(model)})
+    if mesh.dp_size > 1 and config.balance != "even":
+        kind = config.balance if isinstance(config.balance, str) else "shares"
+        log.info("rows of each rank (balance: %s)\n%s", kind, balancer.table())
         recorder.phase("building model", balancer.summary())
     return balancer
 
@@ -90,7 +104,7 @@ def watch_speed(balancer: Balancer, model: nn.Module, config: RunConfig, world: 
 
 
 class _Chooser:
-    """One start's way to its split. Every method is collective."""
+    # One start's way to its split. Every method is collective.
 
     def __init__(
         self,
@@ -113,25 +127,13 @@ class _Chooser:
         self._caps = self._given_sizes()
         self._is_cuda = world.device.type == "cuda"
         self._equals = equal_devices(self._devices)
-        self.kind = config.balance if isinstance(config.balance, str) else "shares"
-        self._is_auto = config.balance == "auto" and mesh.dp_size > 1
-        self._is_measured = self._is_auto and len(set(self._equals)) > 1
+        self.is_auto = config.balance == "auto" and mesh.dp_size > 1
+        self._is_measured = self.is_auto and len(set(self._equals)) > 1
+        # Whether a rank can try sizes on the real model by itself; else they are foreseen. It must
+        # hold all of it, and attend without the ranks that share its sequences.
+        self._can_try = holds_whole_model(strategy) and mesh.layout.cp == 1
 
-    def balancer(self, run_dir: RunDir, recorder: Recorder) -> Balancer:
-        """By what the run file asks for."""
-        step = self._resume_from.step if self._resume_from else 0
-        history = None
-        if self._is_auto:
-            history, dealt = self._history(run_dir, step, recorder)
-        else:
-            dealt = self._dealt(step)
-        balancer = Balancer(self._world, dealt, history, run_dir.balance, step)
-        with contextlib.suppress(UserError):  # a model without blocks is not measured in training
-            # By their types: a pipeline takes the model apart.
-            balancer.block_types = tuple({type(block) for block in find_blocks(self._model)})
-        return balancer
-
-    def _history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Dealt]:
+    def history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Allocation]:
         # What was decided before and still holds, or a new beginning.
         manifest = self._resume_from.manifest if self._resume_from else {}
         before = self._world.main_first(
@@ -143,26 +145,29 @@ class _Chooser:
                 log.info("balance: other ranks, devices or sizes than at step %d", step)
             if self._is_measured:
                 recorder.phase("balancing", "measuring the ranks")
-            history = before.add(self._dealt(step))
-        dealt = history.at(step)
-        assert dealt is not None
+            history = before.add(self.allocate(step))
+        current = history.at(step)
+        assert current is not None
         if history != before:
             # Before any step: a start that is killed before its first save is begun again like it.
             self._world.main_first(lambda: _write(history, run_dir.balance))
-        return history, dealt
+        return history, current
 
-    def _dealt(self, step: int) -> Dealt:
+    def allocate(self, step: int) -> Allocation:
         balance, dp_size = self._config.balance, self._mesh.dp_size
         foresees = self._is_cuda and None in self._caps
-        foresees = foresees and (isinstance(balance, dict) or not self._can_try())
+        foresees = foresees and (isinstance(balance, dict) or not self._can_try)
         curves, is_settled = self._curves() if self._is_measured or foresees else (None, True)
         even_size = self._even_size(curves)
         split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
         if isinstance(balance, dict):
             limits = [curve.limit for curve in curves] if curves else self._limits(even_size)
-            shares = self._dp_shares(balance)
+            shares = [0.0] * dp_size
+            by_rank = rank_shares(balance, self._hosts, may_miss=self._may_miss)
+            for device, share in zip(self._devices, by_rank, strict=True):
+                shares[device.dp_rank] += share
             split = shared_split(self._rows, shares, limits, in_step=self._in_step)
-        elif not self._is_auto:
+        elif not self.is_auto:
             sizes = tuple(cap or even_size for cap in self._caps)
             split = RowSplit(split.rows, sizes, self._in_step)
         elif curves is not None:
@@ -174,22 +179,24 @@ class _Chooser:
                     "balance: what was measured did not settle, as other work disturbs it; even "
                     "rows until steps have shown the speed of each rank"
                 )
-        is_timed = self._is_auto and curves is not None
+        is_timed = self.is_auto and curves is not None
         if curves is None:
             curves = tuple(map(_proportional, self._limits(even_size)))
         kind = self._strategy.kind
-        return Dealt(step, split, even_size, kind, tuple(self._devices), tuple(curves), is_timed)
+        return Allocation(
+            step, split, even_size, kind, tuple(self._devices), tuple(curves), is_timed
+        )
 
-    def _fits(self, dealt: Dealt) -> bool:
+    def _fits(self, known: Allocation) -> bool:
         # Whether all that a split rests on is still so.
         return (
-            dealt.devices == tuple(self._devices)
-            and dealt.strategy == self._strategy.kind
-            and dealt.split.in_step == self._in_step
-            and dealt.split.global_batch_size == self._rows
+            known.devices == tuple(self._devices)
+            and known.strategy == self._strategy.kind
+            and known.split.in_step == self._in_step
+            and known.split.global_batch_size == self._rows
             and all(
                 size <= (cap or size)
-                for size, cap in zip(dealt.split.micro_batch_sizes, self._caps, strict=True)
+                for size, cap in zip(known.split.micro_batch_sizes, self._caps, strict=True)
             )
         )
 
@@ -215,12 +222,12 @@ class _Chooser:
         return curves, all(all_settled)
 
     def _even_size(self, curves: Sequence[Curve] | None) -> int:
-        # Micro-batch size of all ranks where rows are dealt evenly, and in evaluation.
+        # Micro-batch size of all ranks where rows are split evenly, and in evaluation.
         rows = -(-self._rows // self._mesh.dp_size)
         caps = [cap for cap in self._caps if cap is not None]
         if len(caps) == len(self._caps):
             return min(caps)
-        if curves is not None and self._is_cuda and not self._can_try():
+        if curves is not None and self._is_cuda and not self._can_try:
             largest = min(curve.limit for curve in curves)
             return max(size for size in range(1, min(rows, largest) + 1) if rows % size == 0)
         size = choose_micro_batch_size(
@@ -228,21 +235,9 @@ class _Chooser:
         )
         return min([size, *caps])
 
-    def _can_try(self) -> bool:
-        # Whether a rank can try sizes on the real model by itself; else they are foreseen.
-        # It must hold all of it, and attend without the ranks that share its sequences.
-        return holds_whole_model(self._strategy) and self._mesh.layout.cp == 1
-
     def _limits(self, even_size: int) -> list[int]:
         # Most rows of a micro-batch where nothing was measured.
         return [cap or (even_size if self._is_cuda else CPU_MICRO_BATCH_SIZE) for cap in self._caps]
-
-    def _dp_shares(self, balance: dict[str, float]) -> list[float]:
-        shares = [0.0] * self._mesh.dp_size
-        by_rank = rank_shares(balance, self._hosts, may_miss=self._may_miss)
-        for device, share in zip(self._devices, by_rank, strict=True):
-            shares[device.dp_rank] += share
-        return shares
 
     def _given_sizes(self) -> list[int | None]:
         # The run file's micro-batch size for each data-parallel rank; None: to be found.
@@ -283,3 +278,74 @@ def _device_name(world: World) -> str:
         models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
         name = models[0] if models else name
     return f"{name}, {torch.get_num_threads()} threads"
+
+
+def rank_shares(
+    shares: Mapping[str, float], hosts: Sequence[str], *, may_miss: bool
+) -> list[float]:
+    """The share of each rank.
+
+    A rank that is named has its own share. A host's share is divided over its other ranks. Where no
+    host is named, every other rank has share 1; else every other host has.
+
+    Args:
+        shares: by host or rank number.
+        hosts: of each rank.
+        may_miss: whether hosts may come and go in this run, so that a name may be of an absent one.
+
+    Raises:
+        ConfigError: an unknown host or rank, or nothing but shares of 0.
+    """
+    _check_names(shares, hosts, "balance", may_miss=may_miss)
+    has_hosts = any(name in hosts for name in shares)
+    found = []
+    for rank, host in enumerate(hosts):
+        if str(rank) in shares and str(rank) not in hosts:
+            found.append(shares[str(rank)])
+        elif has_hosts:
+            others = [r for r, other in enumerate(hosts) if other == host and str(r) not in shares]
+            found.append(shares.get(host, 1.0) / len(others))
+        else:
+            found.append(1.0)
+    if not any(found):
+        raise ConfigError(
+            "every rank has share 0",
+            where="balance",
+            fix="give at least one rank a share above 0",
+            id="config.batch",
+        )
+    return found
+
+
+def rank_sizes(
+    sizes: Mapping[str, int], hosts: Sequence[str], *, may_miss: bool
+) -> list[int | None]:
+    """The micro-batch size of each rank by its host's name; None where the host is not named.
+
+    Raises:
+        ConfigError: an unknown host.
+    """
+    _check_names(sizes, hosts, "training.micro_batch_size", may_miss=may_miss, ranks=False)
+    return [sizes.get(host) for host in hosts]
+
+
+def _check_names(
+    named: Mapping[str, Number],
+    hosts: Sequence[str],
+    key: str,
+    *,
+    may_miss: bool,
+    ranks: bool = True,
+) -> None:
+    known = set(hosts) | ({str(rank) for rank in range(len(hosts))} if ranks else set())
+    unknown = [name for name in named if name not in known]
+    if not unknown:
+        return
+    what = f"{', '.join(unknown)}: no such host{' or rank' if ranks else ''} in this run"
+    if may_miss:
+        log.info("%s at present: %s", key, what)
+        return
+    there = f"hosts: {', '.join(dict.fromkeys(hosts))}"
+    if ranks:
+        there += f"; ranks: 0 to {len(hosts) - 1}"
+    raise ConfigError(what, where=f"{key}.{unknown[0]}", fix=f"use one of these: {there}")

@@ -6,8 +6,6 @@ import functools
 import logging
 import subprocess
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +14,12 @@ from torch import nn
 from isles.balance.balancer import Balancer
 from isles.checkpoint.load import load_tensors, on_this_disk, restore_rng
 from isles.checkpoint.save import CheckpointManager
+from isles.checkpoint.load import restore_rng
+from isles.checkpoint.save import CheckpointManager
+from isles.checkpoint.load import load_tensors
+from isles.checkpoint.load import Travel
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
-from isles.config.rules.shape import check_shape
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps
 from isles.data.loader import Loader
@@ -36,7 +37,7 @@ from isles.run.env import cache_home
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
-from isles.train.data import make_tokenizer
+from isles.train.data import make_data, make_tokenizer
 from isles.train.hosts import check_model_folder
 from isles.train.metrics import Speed, StepMeter
 from isles.train.model import (
@@ -58,7 +59,6 @@ from isles.train.strategy import (
     compile_model,
     is_sharded,
     make_engine,
-    needs_fixed_length,
     resolve_mesh,
     resolve_strategy,
     use_attention,
@@ -80,22 +80,34 @@ def build(
     """Build every part, and take over the state of a checkpoint. All ranks must call this."""
     config = resolved.config
     check_attention(config.model.attn_implementation, world.device)
-    tokenizer, training, validation = _make_data(
+    tokenizer, training, validation = make_data(
         config, run_dir, world, recorder, resume_from, disks
     )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    built = _make_engine(config, run_dir, world, recorder, tokenizer, resume_from)
-    mesh, balancer, engine = built.mesh, built.balancer, built.engine
+    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
+    recorder.phase("building model", why)
+    mesh = resolve_mesh(strategy, world)
+    model = _make_model(config, strategy, mesh, world, tokenizer)
+    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
+    balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
+    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
+    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
+    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
+    watch_speed(balancer, engine.model, config, world)
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
-        # With the weights that the run begins with, so before any checkpoint is taken over.
+        # With the weights that the run begins with, so before any checkpoint is loaded.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
-        reference.score_all(training, validation, config.training, total_steps, run_dir)
+        rows = None if total_steps is None else total_steps * config.training.global_batch_size
+        reference.score(training, rows, run_dir.reference("training"))
+        if validation is not None:
+            num_samples = config.training.eval_samples
+            reference.score(validation, num_samples, run_dir.reference("validation"))
     between = make_between(config, engine, world, run_dir, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, between)
     samples = None if between is None else between.begin(progress, recorder)
-    meter = StepMeter(world, Speed.of(world.device, built.flops))
+    meter = StepMeter(world, flops)
     now = meter.clock.now  # the watchdog compares when a save has moved
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, disks, attempt, now)
     checkpoints.begin(progress.step)
@@ -106,7 +118,7 @@ def build(
         run_dir=run_dir,
         world=world,
         mesh=mesh,
-        strategy=built.strategy,
+        strategy=strategy,
         recorder=recorder,
         tokenizer=tokenizer,
         engine=engine,
@@ -132,106 +144,6 @@ def build(
     if between is not None:
         parts.outer = join_clusters(parts, between, lambda: signals.stop_code)
     return parts
-
-
-def _make_data(
-    config: RunConfig,
-    run_dir: RunDir,
-    world: World,
-    recorder: Recorder,
-    resume_from: CheckpointInfo | None,
-    disks: Disks,
-) -> tuple[Any, Dataset, Dataset | None]:
-    # Tokenizer, training and validation data. All ranks must call this.
-    recorder.phase("preparing data")
-    # First: its errors say more than a tokenizer's.
-    check_model_folder(config.model, world)
-    hf_config = on_every_rank(world, lambda: load_model_config(config.model))
-    tokenizer = make_tokenizer(config, run_dir, world, disks)
-    _check_shape(config, hf_config.to_dict())
-    # A tokenizer that is trained for the run decides how many tokens the model knows.
-    trained = config.tokenizer.train_vocab_size is not None
-    vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
-    if tokenizer is not None and (warning := check_vocabulary(tokenizer, vocab_size)):
-        recorder.note(warning)
-    training, validation = build_datasets(
-        config.data,
-        tokenizer,
-        Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
-        seed=config.seed,
-        vocab_size=vocab_size,
-        progress=lambda text: recorder.phase("preparing data", text),
-        world=world,
-        pairs=config.training.method == "dpo",
-        fixed_length=needs_fixed_length(config),
-        stream_state=None if resume_from is None else resume_from.manifest.get("stream"),
-    )
-    _compare_data(training, world)
-    if resume_from is not None:
-        _check_data(training, resume_from)
-    needed = max(part.vocab_size_needed for part in (training, validation) if part is not None)
-    if needed > vocab_size:
-        raise DataError(
-            f"the data holds token {needed - 1}, the model knows {vocab_size} tokens",
-            where="tokenizer.name_or_path",
-            fix=OTHER_TOKENIZER,
-            id="data.tokenizer",
-        )
-    return tokenizer, training, validation
-
-
-def _compare_data(training: Dataset, world: World) -> None:
-    # Every rank must have the same samples. All ranks must call this.
-    found = world.gather((world.host, training.content))
-    odd = [
-        f"{rank} on {host}" for rank, (host, content) in enumerate(found) if content != found[0][1]
-    ]
-    if odd:
-        raise DataError(
-            f"these ranks have other training data than rank 0 on {found[0][0]}: {', '.join(odd)}",
-            where="data.sources",
-            fix="give every machine the same files, or let one of them alone have them: what is "
-            "prepared there is sent to the others",
-            id="data.changed",
-        )
-
-
-def _check_shape(config: RunConfig, shape: dict[str, Any]) -> None:
-    # What could not be told before the start, where the model's config was not on that machine.
-    if violations := check_shape(config, shape):
-        raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in violations])
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """The model in the hands of its strategy."""
-
-    strategy: Strategy
-    mesh: Mesh
-    balancer: Balancer
-    engine: Engine
-    flops: float
-
-
-def _make_engine(
-    config: RunConfig,
-    run_dir: RunDir,
-    world: World,
-    recorder: Recorder,
-    tokenizer: Any,
-    resume_from: CheckpointInfo | None,
-) -> _Built:
-    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
-    recorder.phase("building model", why)
-    mesh = resolve_mesh(strategy, world)
-    model = _make_model(config, strategy, mesh, world, tokenizer)
-    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
-    balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
-    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
-    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
-    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
-    watch_speed(balancer, engine.model, config, world)
-    return _Built(strategy, mesh, balancer, engine, flops)
 
 
 def _make_model(
@@ -263,11 +175,6 @@ def _make_model(
     return model
 
 
-def _rank_seed(seed: int, rank: int) -> int:
-    # Seed of a rank's dropout; different on every rank.
-    return seed + 1_000_003 * (rank + 1)
-
-
 def _make_agreement(
     config: RunConfig, world: World, signals: StopSignals, progress: Progress
 ) -> Agreement:
@@ -287,19 +194,6 @@ def _make_agreement(
     )
 
 
-def _check_data(training: Dataset, checkpoint: CheckpointInfo) -> None:
-    # The cursor of a checkpoint means something only for the same samples.
-    before = checkpoint.manifest.get("data")
-    if before is not None and before != training.content:
-        raise DataError(
-            f"the training data has changed since step {checkpoint.step} was saved",
-            where="data.sources",
-            fix="put it back to go on exactly, or start a new run with `--resume no` (for other "
-            "text with these weights: model.init: pretrained from this run's export)",
-            id="data.changed",
-        )
-
-
 def _take_over(
     engine: Engine,
     checkpoint: CheckpointInfo | None,
@@ -310,8 +204,9 @@ def _take_over(
     recorder: Recorder,
     between: Between | None,
 ) -> Progress:
-    # The state of a checkpoint, or that of a run's beginning. All ranks must call this.
-    torch.manual_seed(_rank_seed(config.seed, world.rank))
+    # The state of a checkpoint, or that of a run's beginning.
+    seed = config.seed + 1_000_003 * (world.rank + 1)  # of dropout: another on every rank
+    torch.manual_seed(seed)
     if checkpoint is None:
         return Progress.fresh()
     state = engine.state_dict()
@@ -319,18 +214,18 @@ def _take_over(
     progress = Progress.from_manifest(checkpoint.manifest)
     saved_world_size = int(checkpoint.manifest["world_size"])
 
-    def say(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         moved = f"{format_bytes(done)} of {format_bytes(total)}"
         recorder.phase("bringing checkpoint", f"step {checkpoint.step}: {moved}")
 
-    with on_this_disk(checkpoint, run_dir, world, disks, say) as folder:
+    with on_this_disk(checkpoint, run_dir, world, disks, report) as folder:
         load_tensors(state | outer, folder)
         engine.load_state_dict(state)
         is_restored = restore_rng(
             folder, world.rank, saved_world_size=saved_world_size, world_size=world.world_size
         )
     if not is_restored:
-        torch.manual_seed(_rank_seed(config.seed, world.rank) + 7_919 * progress.step)
+        torch.manual_seed(seed + 7_919 * progress.step)
     log.info(
         "resumed step=%d samples=%d ranks=%d saved_with=%d checkpoint=%s",
         progress.step,

@@ -12,7 +12,8 @@ import torch
 
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
-from isles.dist.world import World, join_world
+from isles.dist.files import find_disks
+from isles.dist.world import World, join_world, raise_first
 from isles.errors import UserError, more_lines
 from isles.run.begin import begin_run, new_attempt, write_launch
 from isles.run.env import RankEnv
@@ -20,9 +21,8 @@ from isles.run.find import numbered_runs
 from isles.run.outcome import agent_error, end_failed
 from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
-from isles.run.records import read_record
+from isles.run.records import read_record, write_text_atomic
 from isles.run.restarts import has_saved, newest_step, read_last_step
-from isles.train.hosts import own_run_dir
 from isles.train.worker import run_rank
 
 
@@ -88,6 +88,45 @@ def _agree_on_run(
     # Only now: relative to this rank's folder, and whole for what has sockets there.
     run_dir = RunDir(run_dir.path.absolute())
     return run_dir, run_dir.attempt(attempt.number), resume_from
+
+
+def own_run_dir(run_dir: RunDir, attempt: Attempt, world: World) -> tuple[RunDir, Attempt]:
+    """The run directory as this rank knows it, with what ranks read in it. All must call this.
+
+    Rank 0 has made it. Nodes that do not see it get a hidden one of their own beside where it would
+    be, so that it is never taken for a run of theirs.
+
+    Args:
+        run_dir: rank 0's.
+        attempt: this start of it.
+        world: the ranks.
+
+    Raises:
+        UserError: a node's disk does not take it; on every rank.
+    """
+    disks = find_disks(world, run_dir.path)
+    if not disks.apart_leaders:
+        return run_dir, attempt
+    head = world.broadcast(world.host if world.is_main else None)
+    text = world.main_first(lambda: run_dir.resolved.read_text(encoding="utf-8"))
+    if disks.is_apart[world.rank]:
+        path = run_dir.path.absolute()
+        run_dir = RunDir(path.parent / f".of-{head}" / path.name)
+        attempt = run_dir.attempt(attempt.number)
+    failure = None
+    if world.rank in disks.apart_leaders:
+        try:
+            attempt.path.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(run_dir.resolved, text)
+        except OSError as error:
+            failure = UserError(
+                f"no folder for this run can be made: {error.strerror or error}",
+                where=f"{run_dir.path}, rank {world.rank} on {world.host}",
+                fix="set an output_dir that can be written on every host",
+                id="files.output",
+            )
+    raise_first(world.gather(failure))
+    return run_dir, attempt
 
 
 def _after_restart(resolved: Resolved, agents: list[dict[str, Any]]) -> str | None:

@@ -1,9 +1,8 @@
 """One rank of a check: `python -m isles.train.check_rank`.
 
-It imports torch, launches a kernel, and takes part in an all-reduce when it is told to.
-
-Says what it found as one JSON line on stdout, and answers each line of stdin with another. It ends
-with its stdin, whatever it is doing.
+It imports torch, launches a kernel, and writes what it found as one JSON line to stdout. Each line
+of stdin is an order to take part in an all-reduce, answered by another line. It ends with its
+stdin, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TOO_LONG_S = 4.0
 
 
 def main() -> None:
-    """Talk until stdin ends."""
+    """Answer until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--index", type=int, default=0)
@@ -48,7 +47,7 @@ def _read(questions: queue.Queue[str]) -> None:
 
 
 def look(device: str, index: int) -> dict[str, Any]:
-    """What torch says of itself, and how a first computation went on the device.
+    """Versions and features of torch, and how a first computation went on the device.
 
     Returns:
         torch, cuda, nccl, has_gloo, seconds (of the import); fault where something failed, and
@@ -91,7 +90,7 @@ def look(device: str, index: int) -> dict[str, Any]:
 
 
 def _compute(device: Any) -> dict[str, Any]:
-    """A product of matrices of small whole numbers, which is exact in every format."""
+    # A product of matrices of small whole numbers, which is exact in every format.
     import torch
 
     try:
@@ -107,7 +106,7 @@ def _compute(device: Any) -> dict[str, Any]:
 
 
 def _why_invisible() -> str:
-    """What torch says when it is made to look for a GPU."""
+    # What torch reports when it is made to look for a GPU.
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
@@ -166,7 +165,7 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing(store: Any, world_size: int, timeout_s: float) -> list[int]:
-    """Ranks that have not come in time."""
+    # Ranks that have not come in time.
     end = time.monotonic() + timeout_s
     missing = list(range(world_size))
     while missing and time.monotonic() < end:
@@ -177,11 +176,13 @@ def _missing(store: Any, world_size: int, timeout_s: float) -> list[int]:
 
 
 def _measure(sizes: list[int], rank: int, world_size: int, device: Any) -> list[dict[str, float]]:
+    import torch
+
     rows: list[dict[str, float]] = []
     for size in sizes:
         if rows and rows[-1]["seconds"] * size / rows[-1]["bytes"] > _TOO_LONG_S:
             break
-        tensor = _filled(size, rank, device)
+        tensor = torch.full((size // 4,), float(rank + 1), device=device)
         first = _slowest(_time(tensor, 1, device), device)
         expected = world_size * (world_size + 1) / 2
         if not bool((tensor == expected).all()):
@@ -192,12 +193,6 @@ def _measure(sizes: list[int], rank: int, world_size: int, device: Any) -> list[
         bus = size / seconds * 2 * (world_size - 1) / world_size
         rows.append({"bytes": size, "seconds": seconds, "algorithm": size / seconds, "bus": bus})
     return rows
-
-
-def _filled(size: int, rank: int, device: Any) -> Any:
-    import torch
-
-    return torch.full((size // 4,), float(rank + 1), device=device)
 
 
 def _time(tensor: Any, times: int, device: Any) -> float:
@@ -214,7 +209,7 @@ def _time(tensor: Any, times: int, device: Any) -> float:
 
 
 def _slowest(seconds: float, device: Any) -> float:
-    """The time of the slowest rank, the same on all."""
+    # Of all ranks.
     import torch
     import torch.distributed as dist
 
@@ -224,7 +219,7 @@ def _slowest(seconds: float, device: Any) -> float:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error that says something."""
+    # The first line that is not empty.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:400]
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -64,18 +63,29 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
         str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code
     )
     figures: dict[str, Figures] = {}
+
+    def decode(ids: list[int]) -> str:
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
     for number, source in enumerate(config.data.sources, start=1):
         encoder = Encoder(source, tokenizer)
         name = f"{number}. {source.path}"
         console.print(Text(f"{name}: {_describe(source, encoder, config)}", style="bold"))
         if config.data.streaming:
-            documents = _of_stream(source, encoder, config, num_samples)
+            documents = _of_stream(source, encoder, config, num_samples, decode)
         else:
-            store = _prepared(source, encoder, config)
-            figures[name] = figures_of(config.data, source, store)
-            documents = shown_documents(
-                store, _decoder(tokenizer), config.data.seq_length, num_samples
+            folder = prepare(
+                open_source(source),
+                encoder,
+                Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+                progress=_report,
+                max_bad_fraction=config.data.max_bad_fraction,
             )
+            store = TokenStore.open(folder)
+            figures[name] = figures_of(config.data, source, store)
+            documents = shown_documents(store, decode, config.data.seq_length, num_samples)
         for document in documents:
             _print(document, console)
         console.print()
@@ -85,20 +95,12 @@ def _show(config: RunConfig, run_dir: RunDir, num_samples: int, console: Console
         console.print("data.streaming: the rows are read while training, so nothing is counted")
 
 
-def _prepared(source: SourceConfig, encoder: Encoder, config: RunConfig) -> TokenStore:
-    data = config.data
-    folder = prepare(
-        open_source(source),
-        encoder,
-        Path(data.cache_dir) if data.cache_dir else cache_home() / "data",
-        progress=_say,
-        max_bad_fraction=data.max_bad_fraction,
-    )
-    return TokenStore.open(folder)
-
-
 def _of_stream(
-    source: SourceConfig, encoder: Encoder, config: RunConfig, num_samples: int
+    source: SourceConfig,
+    encoder: Encoder,
+    config: RunConfig,
+    num_samples: int,
+    decode: Callable[[list[int]], str],
 ) -> Iterator[Shown]:
     # The first documents of a source that nobody has read to its end.
     stream = open_source(source, streams=True)
@@ -111,7 +113,6 @@ def _of_stream(
         name = f"{encoder.kind} {number // each + 1}"
         if each == 2:
             name += ", rejected" if number % 2 else ", chosen"
-        decode = _decoder(encoder.tokenizer)
         yield shown_document(name, document.ids, document.trained, decode, config.data.seq_length)
     tally.judge()
 
@@ -129,15 +130,6 @@ def _describe(source: SourceConfig, encoder: Encoder, config: RunConfig) -> str:
     if not encoder.has_mask:
         parts.append("every token is trained")
     return " · ".join(parts)
-
-
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    def decode(ids: list[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-    return decode
 
 
 def _print(document: Shown, console: Console) -> None:
@@ -161,35 +153,32 @@ def _table(figures: Mapping[str, Figures]) -> Table:
     table.add_column("")
     for name in figures:
         table.add_column(name, justify="right", overflow="fold")
-    columns = [_lines(one) for one in figures.values()]
+    columns = [
+        {
+            "rows": one.rows,
+            "bad rows, left out": one.bad,
+            "empty rows, left out": one.empty,
+            "documents": one.documents,
+            "tokens": one.tokens,
+            "trained tokens": f"{one.trained} ({one.trained / max(1, one.tokens):.1%})",
+            "median length": one.median,
+            "longest": one.longest,
+            "longer than seq_length": one.over_length,
+            "truncated": one.counts.truncated,
+            "dropped, too long": one.counts.too_long,
+            "dropped, nothing trained": one.counts.untrained,
+            "samples": one.counts.samples,
+            "padding": f"{one.counts.padding_share:.1%}",
+        }
+        for one in figures.values()
+    ]
     for label in columns[0]:
-        table.add_row(label, *(column[label] for column in columns))
+        table.add_row(label, *(f"{column[label]}" for column in columns))
     return table
 
 
-def _lines(figures: Figures) -> dict[str, str]:
-    counts = figures.counts
-    share = figures.trained / figures.tokens if figures.tokens else 0.0
-    return {
-        "rows": f"{figures.rows}",
-        "bad rows, left out": f"{figures.bad}",
-        "empty rows, left out": f"{figures.empty}",
-        "documents": f"{figures.documents}",
-        "tokens": f"{figures.tokens}",
-        "trained tokens": f"{figures.trained} ({share:.1%})",
-        "median length": f"{figures.median}",
-        "longest": f"{figures.longest}",
-        "longer than seq_length": f"{figures.over_length}",
-        "truncated": f"{counts.truncated}",
-        "dropped, too long": f"{counts.too_long}",
-        "dropped, nothing trained": f"{counts.untrained}",
-        "samples": f"{counts.samples}",
-        "padding": f"{counts.padding_share:.1%}",
-    }
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
+def _report(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 if __name__ == "__main__":

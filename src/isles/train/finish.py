@@ -19,8 +19,6 @@ from isles.checkpoint.export import (
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
 from isles.config.sections.output import CheckpointConfig
-from isles.config.sections.run import RunConfig
-from isles.config.sections.strategy import DDPStrategyConfig
 from isles.errors import UserError
 from isles.models.build import converts_weights, load_model_config
 from isles.run.checkpoints import CheckpointInfo, find_checkpoint
@@ -28,20 +26,30 @@ from isles.run.paths import RunDir
 from isles.run.records import read_rows, write_record
 from isles.train.model import base_of, empty_model, whole_model, with_base
 from isles.train.parts import Parts
-from isles.train.strategy import is_sharded
+from isles.train.strategy import holds_whole_model
 
 log = logging.getLogger(__name__)
 
 
 def finish(parts: Parts) -> None:
-    """Export, summary and picture. Rank 0 writes; the others have nothing left to do."""
+    """Export, write the summary and the picture. Only rank 0 does anything."""
     if not parts.world.is_main:
         return
     run_dir, progress = parts.run_dir, parts.progress
     pushed, elapsed_s = None, progress.elapsed_s  # an export is no training
     if parts.config.checkpoint.export_on_finish:
         parts.recorder.phase("exporting", str(run_dir.model))
-        _export(parts)
+        if holds_whole_model(parts.strategy) and parts.config.adapter.type == "none":
+            checkpoint = find_checkpoint(run_dir, progress.step)
+            export_model(
+                parts.engine.model,
+                parts.tokenizer,
+                run_dir.model,
+                max_shard_bytes=max_shard_bytes(parts.config.checkpoint),
+                card=card_text(run_dir, parts.resolved, checkpoint, parts.tokenizer),
+            )
+        else:  # no rank has the whole model; the last checkpoint has, or has the whole adapter
+            export_step(run_dir, parts.resolved, parts.tokenizer, progress.step, run_dir.model)
         pushed = _push(parts)
     rows = read_rows(run_dir.metrics)
     losses = [row for row in rows if row["kind"] == "train"]
@@ -76,22 +84,21 @@ def export_step(
     """Export a checkpoint, file by file, in one process.
 
     Args:
-        run_dir: whose checkpoint.
-        resolved: its run file.
-        tokenizer: of the run; None where it had none.
+        run_dir, resolved, tokenizer: of the run; the tokenizer is None where it had none.
         step: which checkpoint; None: the newest.
         folder: the result.
         repo: where it will lie on the hub, for the model card; None: as the run file says.
-        merge: whether an adapter is merged into its model; None: as the run file says.
+        merge: whether an adapter is merged into its model, for which the whole must fit into this
+            machine's memory; None: as the run file says.
 
     Raises:
-        UserError, TrainingError: see `export_checkpoint` and `export_adapted`.
+        UserError, TrainingError: see `export_checkpoint`, `export_adapter` and `export_merged`.
     """
     config = resolved.config
     checkpoint = find_checkpoint(run_dir, step)
     if config.adapter.type != "none":
         merges = config.checkpoint.merge_adapter if merge is None else merge
-        export_adapted(run_dir, resolved, tokenizer, checkpoint, folder, merge=merges, repo=repo)
+        _export_adapted(run_dir, resolved, tokenizer, checkpoint, folder, merges, repo)
         return
     model = empty_model(config, tokenizer)
     if converts_weights(model):
@@ -109,35 +116,26 @@ def export_step(
     )
 
 
-def export_adapted(
+def _export_adapted(
     run_dir: RunDir,
     resolved: Resolved,
     tokenizer: Any,
     checkpoint: CheckpointInfo,
     folder: Path,
-    *,
     merge: bool,
-    repo: str | None = None,
+    repo: str | None,
 ) -> None:
-    """Export a checkpoint of a run with an adapter, in one process.
-
-    Args:
-        run_dir: whose checkpoint.
-        resolved: its run file.
-        tokenizer: of the run; None where it had none.
-        checkpoint: which one.
-        folder: the result.
-        merge: a whole model, not the adapter alone; it must fit into this machine's memory.
-        repo: where it will lie on the hub, for the model card; None: as the run file says.
-
-    Raises:
-        UserError, TrainingError: see `export_adapter` and `export_merged`.
-    """
     config = with_base(resolved.config, checkpoint)
     kind: ExportKind = "model" if merge else "adapter"
     card = card_text(run_dir, resolved, checkpoint, tokenizer, kind=kind, repo=repo)
     if merge:
-        model = _unquantized(config, tokenizer)
+        frozen = None
+        if config.adapter.type == "qlora":
+            frozen = load_model_config(config.model).dtype or torch.float32
+            log.info("merging into the model as it was before it was quantised, in %s", frozen)
+            plain = config.adapter.model_copy(update={"type": "lora"})
+            config = config.model_copy(update={"adapter": plain})
+        model: Any = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
         read_trained(model, checkpoint.path)
         size = max_shard_bytes(config.checkpoint)
         export_merged(model, tokenizer, folder, max_shard_bytes=size, card=card)
@@ -152,39 +150,9 @@ def export_adapted(
     )
 
 
-def _unquantized(config: RunConfig, tokenizer: Any) -> Any:
-    # On the CPU; a model that is trained in 4 bits in its own type.
-    device = torch.device("cpu")
-    if config.adapter.type == "qlora":
-        own = load_model_config(config.model).dtype or torch.float32
-        log.info("merging into the model as it was before it was quantised, in %s", own)
-        plain = config.adapter.model_copy(update={"type": "lora"})
-        config = config.model_copy(update={"adapter": plain})
-        return whole_model(config, tokenizer, device, frozen=own)
-    return whole_model(config, tokenizer, device)
-
-
 def max_shard_bytes(config: CheckpointConfig) -> int:
     """The largest file of weights in an export."""
     return int(config.max_shard_gb * 10**9)
-
-
-def _export(parts: Parts) -> None:
-    strategy = parts.strategy
-    has_adapter = parts.config.adapter.type != "none"
-    if not has_adapter and isinstance(strategy, DDPStrategyConfig) and not is_sharded(strategy):
-        checkpoint = find_checkpoint(parts.run_dir, parts.progress.step)
-        export_model(
-            parts.engine.model,
-            parts.tokenizer,
-            parts.run_dir.model,
-            max_shard_bytes=max_shard_bytes(parts.config.checkpoint),
-            card=card_text(parts.run_dir, parts.resolved, checkpoint, parts.tokenizer),
-        )
-    else:  # no rank has the whole model; the last checkpoint has, or has the whole adapter
-        export_step(
-            parts.run_dir, parts.resolved, parts.tokenizer, parts.progress.step, parts.run_dir.model
-        )
 
 
 def _push(parts: Parts) -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""Ending a run whose loss or gradient is not finite, with the culprit's name."""
+"""Ending a run whose loss or gradient is not finite, with the ranks and samples at fault."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ def check_finite(parts: Parts) -> None:
     bad_step = parts.progress.step + 1
     if parts.world.is_main:
         parts.checkpoints.forget_after(parts.progress.step)
-    culprits = _find_culprits(parts)
+    bad_ranks = _find_bad_ranks(parts)
     parts.save(wait=True)
-    if culprits:
-        what = f"the loss of step {bad_step} is not finite; " + "; ".join(culprits)
+    if bad_ranks:
+        what = f"the loss of step {bad_step} is not finite; " + "; ".join(bad_ranks)
     else:
+        numbers = parts.loader.sample_ids(parts.progress.samples).tolist()
+        spans = joined([(number, number + 1) for number in numbers])
+        samples = ", ".join(f"{start} to {stop - 1}" for start, stop in spans)
         what = (
             f"the gradient of step {bad_step} is not finite, while every loss of it is "
-            f"(samples {_spans(parts.loader.sample_ids(parts.progress.samples).tolist())})"
+            f"(samples {samples})"
         )
     raise TrainingError(
         what,
@@ -47,15 +50,7 @@ def check_finite(parts: Parts) -> None:
     )
 
 
-def _spans(numbers: list[int]) -> str:
-    # `24 to 35`, or several of these.
-    texts = []
-    for start, stop in joined([(number, number + 1) for number in numbers]):
-        texts.append(f"{start} to {stop - 1}")
-    return ", ".join(texts)
-
-
-def _find_culprits(parts: Parts) -> list[str]:
+def _find_bad_ranks(parts: Parts) -> list[str]:
     # One line for each rank with a loss that is not finite, from the last good weights.
     data = parts.loader.step(parts.progress.samples)
     rows = [

@@ -1,19 +1,20 @@
-"""What a step cost and what it gave: measured on every rank, recorded on rank 0."""
+"""Figures of a step and of an evaluation, gathered from every rank."""
 
 from __future__ import annotations
 
 import math
 import resource
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from isles.dist.batch import IGNORE_INDEX, Batch
 from isles.dist.world import World
 from isles.facts.gpus import find_gpu
+from isles.strategies.base import Engine
 from isles.train.hang import StepClock
 
 PHASES = ("data", "forward_backward", "optimizer")
@@ -24,38 +25,25 @@ _STAGE_AFTER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What turns tokens per second into model FLOPs utilisation.
-
-    Args:
-        flops_per_token: of training, forward and backward.
-        peak_flops: of one rank's GPU; None where it is not in the table.
-    """
-
-    flops_per_token: float
-    peak_flops: float | None
-
-    @classmethod
-    def of(cls, device: torch.device, flops_per_token: float) -> Speed:
-        """For a rank's device; a CPU or an unknown GPU has no peak."""
-        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        return cls(flops_per_token, gpu.bf16_flops if gpu else None)
-
-
 class StepMeter:
     """Adds up losses and times between two recorded steps.
 
     On a GPU only recorded steps are timed in parts, because that has to wait for the GPU; nothing
     else here waits for it.
+
+    Args:
+        world: the ranks.
+        flops_per_token: of training, forward and backward; with the peak of the GPU it gives the
+            model FLOPs utilisation, which a CPU or an unknown GPU has not.
     """
 
-    def __init__(self, world: World, speed: Speed) -> None:
+    def __init__(self, world: World, flops_per_token: float) -> None:
         self.clock = StepClock()
         """Where this rank is in its step, for the watchdog."""
         self._world = world
-        self._speed = speed
         self._cuda = world.device.type == "cuda"
+        gpu = find_gpu(world.device_name) if self._cuda else None
+        self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._tokens = 0
         self._loss_divisor = 0
@@ -68,7 +56,7 @@ class StepMeter:
         self._timing = False
 
     def begin(self, *, is_recorded: bool) -> None:
-        """A step begins, with its data."""
+        """A step begins."""
         self.clock.at("data loading")
         self._timing = is_recorded or not self._cuda
         if self._timing:
@@ -101,7 +89,7 @@ class StepMeter:
         self._steps += 1
 
     def pause(self, phase: str) -> float:
-        """Time from now to `resume` is not a step's but this phase's. Returns now."""
+        """Time from now to `resume` belongs to this phase, not to a step. Returns now."""
         self.clock.begin(phase)
         return time.perf_counter()
 
@@ -126,20 +114,22 @@ class StepMeter:
         """
         elapsed = time.perf_counter() - self._since
         timed = max(1, self._timed)
-        mine = [float(self._loss.item()), self._memory()]
+        if self._cuda:
+            peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
+        else:  # of the whole process
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        mine = [float(self._loss.item()), peak_bytes]
         mine += [self._parts[phase] / timed for phase in PHASES]
         mine.append(math.nan if communication_s is None else communication_s)
         mine += [float(value.item()) for value in sums.values()]
-        ranks = self._gather(mine)
+        ranks = self._world.gather(mine)
         loss_sum = sum(rank[0] for rank in ranks)
         means = [sum(rank[i] for rank in ranks) / len(ranks) for i in range(2, 6)]
         communication = None if math.isnan(means[3]) else means[3]
         forward_backward = means[1] - (communication or 0.0)
         tokens_per_second = self._tokens / elapsed
-        mfu = None
-        if self._speed.peak_flops is not None:
-            per_rank = tokens_per_second / self._world.world_size
-            mfu = per_rank * self._speed.flops_per_token / self._speed.peak_flops
+        per_rank = tokens_per_second / self._world.world_size
+        at_peak = self._tokens_per_second_at_peak
         row = {
             "loss": loss_sum / max(1, self._loss_divisor),
             **{
@@ -148,41 +138,66 @@ class StepMeter:
             },
             "grad_norm": float(grad_norm.item()),
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_gpu": tokens_per_second / self._world.world_size,
+            "tokens_per_second_per_gpu": per_rank,
             "padding_share": self._padding / self._steps,
             "step_time_s": elapsed / self._steps,
             "data_s": means[0],
             "forward_backward_s": max(0.0, forward_backward),
             "communication_s": communication,
             "optimizer_s": means[2],
-            "mfu": mfu,
+            "mfu": None if at_peak is None else per_rank / at_peak,
             "memory_bytes": int(max(rank[1] for rank in ranks)),
         }
-        self._clear()
-        return row
-
-    def _clear(self) -> None:
         self._loss.zero_()
         self._tokens = self._loss_divisor = self._steps = self._timed = 0
         self._padding = 0.0
         self._parts = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
+        return row
 
     def _now(self) -> float:
         if self._cuda:
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()
 
-    def _memory(self) -> float:
-        # Peak bytes: allocated on the GPU, or of the whole process on a CPU.
-        if self._cuda:
-            return float(torch.cuda.max_memory_allocated(self._world.device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
-    def _gather(self, mine: list[float]) -> list[list[float]]:
-        if self._world.world_size == 1:
-            return [mine]
-        values = torch.tensor(mine, dtype=torch.float64)
-        gathered = [torch.empty_like(values) for _ in range(self._world.world_size)]
-        dist.all_gather(gathered, values, group=self._world.control)
-        return [rank.tolist() for rank in gathered]
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], world: World, *, counts: bool
+) -> dict[str, float]:
+    """Mean loss over all ranks' batches. All ranks must call this.
+
+    Args:
+        engine: whose model is asked.
+        batches: this rank's part; all ranks have equally many.
+        world: the ranks of the cluster.
+        counts: whether this rank is the one of those with the same rows that counts them.
+
+    Returns:
+        `loss` and `tokens`; where the loss is that of tokens (in nats), also `perplexity`, its
+        exponential; where it is that of pairs, `pairs` and what the method tells besides.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=world.device)
+    of_pairs = False
+    engine.take_figures(of_training=False)  # of nothing that counts
+    engine.model.eval()
+    try:
+        for batch in batches:
+            total[0] += engine.evaluate(batch)
+            of_pairs = batch.reference_B is not None
+            if counts:
+                known_BT = batch.targets_BT != IGNORE_INDEX
+                total[1] += known_BT.sum()
+                total[2] += known_BT.any(1)[0::2].sum()
+    finally:
+        engine.model.train()
+    figures = engine.take_figures(of_training=False)
+    sums = torch.cat([total.cpu(), *(value.double().cpu().view(1) for value in figures.values())])
+    if world.world_size > 1:
+        dist.all_reduce(sums, group=world.control)
+    tokens, pairs = float(sums[1]), float(sums[2])
+    if of_pairs:
+        more = zip(figures, (sums[3:] / pairs).tolist(), strict=True)
+        return {"loss": float(sums[0]) / pairs, "tokens": tokens, "pairs": pairs, **dict(more)}
+    loss = float(sums[0]) / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"loss": loss, "perplexity": perplexity, "tokens": tokens}

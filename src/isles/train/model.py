@@ -28,15 +28,7 @@ def weights_dtype(precision: Precision) -> torch.dtype:
 
 
 def empty_model(config: RunConfig, tokenizer: Any) -> nn.Module:
-    """The run's model on the meta device, with its adapter.
-
-    Args:
-        config: the run file.
-        tokenizer: of the run; None where it has none.
-
-    Raises:
-        UserError, MissingDependencyError: see `build_empty_model`.
-    """
+    """The run's model on the meta device, with its adapter; see `build_empty_model`."""
     precision = config.training.precision
     return build_empty_model(
         config.model,
@@ -54,16 +46,13 @@ def whole_model(
     *,
     frozen: torch.dtype | None = None,
 ) -> nn.Module:
-    """The run's model as it is before the first step, with its adapter.
+    """The run's model as it is before the first step, with its adapter; see `build_model`.
 
     Args:
         config: the run file.
         tokenizer: of the run; None where it has none.
         device: where it lies.
-        frozen: what the weights beside an adapter are held in; None: as in training.
-
-    Raises:
-        UserError, MissingDependencyError: see `build_model`.
+        frozen: type of the weights beside an adapter; None: as in training.
     """
     precision = config.training.precision
     return build_model(
@@ -102,15 +91,7 @@ def flops_per_token(model: Any, seq_length: int) -> float:
 def agree_on_base(
     config: RunConfig, world: World, resume_from: CheckpointInfo | None
 ) -> Base | None:
-    """The base model of a run with an adapter. All ranks must call this.
-
-    Args:
-        config: the run file.
-        world: all ranks.
-        resume_from: the checkpoint that the run goes on from; None: it begins.
-
-    Returns:
-        None for a run without an adapter.
+    """The base model of a run with an adapter; None without one. All ranks must call this.
 
     Raises:
         UserError: its files cannot be read, or are not the same on every machine, or the checkpoint

@@ -1,7 +1,8 @@
-"""Optimizers."""
+"""Optimizers: torch's AdamW, SGD and Muon, and torchao's AdamW for small memories."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from isles.config.sections.training import TrainingConfig
-from isles.train.small_adamw import SmallAdamW
+from isles.config.sections.training import TrainingConfig, missing_torchao
+
+_LEAST_NUMEL = 4096
+"""Tensors below this keep fp32 moments: they are nothing in sum, and norms mind the noise most."""
+
+_LONGEST_BLOCK, _SHORTEST_BLOCK = 256, 32
+"""Numbers that share one scale; with fewer the scales would eat what the codes save."""
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizers(
@@ -28,6 +36,9 @@ def make_optimizers(
         model: whose trained parameters have their memory, whole or sharded.
         seed: of stochastic rounding; the same on all ranks.
 
+    Raises:
+        MissingDependencyError: torchao is needed and not installed.
+
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Liu et al. 2025 (arXiv:2502.16982) for
     Muon's scale.
     """
@@ -36,7 +47,18 @@ def make_optimizers(
         case "adamw" if not config.stochastic_rounding:
             return [_adamw(config, [p for _, p in named])]
         case "adamw" | "adamw_8bit":
-            return [_small_adamw(config, [p for _, p in named], seed)]
+            if error := missing_torchao(config):
+                raise error
+            low_memory = LowMemoryAdamW(
+                _decay_groups(config, [p for _, p in named]),
+                lr=config.learning_rate,
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_epsilon,
+                eight_bit=config.optimizer == "adamw_8bit",
+                rounds_at_random=config.stochastic_rounding,
+                seed=seed,
+            )
+            return [low_memory]
         case "sgd":
             groups = _decay_groups(config, [p for _, p in named])
             # The fused kernel does not know shards; without it a step waits for the GPU.
@@ -90,7 +112,7 @@ class MuonFp32(torch.optim.Muon):
 
 
 def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
-    """The nearest matrix whose singular values are about 1, by Newton-Schulz iterations."""
+    # The nearest matrix whose singular values are about 1, by Newton-Schulz iterations.
     a, b, c = group["ns_coefficients"]
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -102,11 +124,9 @@ def _orthogonalised(matrix: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    """Begin with a momentum of zeros, which is the same mathematics.
-
-    Left to themselves, torch's fused SGD leaves garbage in the buffer when its first step is
-    skipped, and a checkpoint taken before the first step lacks it.
-    """
+    # Begin with a momentum of zeros, which is the same mathematics. Left to itself, torch's fused
+    # SGD leaves garbage in the buffer when its first step is skipped, and a checkpoint taken before
+    # the first step lacks it.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -122,18 +142,6 @@ def _adamw(config: TrainingConfig, parameters: list[nn.Parameter]) -> Optimizer:
     )
 
 
-def _small_adamw(config: TrainingConfig, parameters: list[nn.Parameter], seed: int) -> Optimizer:
-    return SmallAdamW(
-        _decay_groups(config, parameters),
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        eight_bit=config.optimizer == "adamw_8bit",
-        rounds_at_random=config.stochastic_rounding,
-        seed=seed,
-    )
-
-
 def _decay_groups(
     config: TrainingConfig, parameters: list[nn.Parameter]
 ) -> list[dict[str, object]]:
@@ -145,7 +153,171 @@ def _decay_groups(
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:
-    """Embeddings of tokens and positions, and the head."""
+    # Embeddings of tokens and positions, and the head.
     head = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Embedding)]
     return ends if head is None else [*ends, head]
+
+
+class LowMemoryAdamW(Optimizer):
+    """torchao's AdamW on this rank's part of each parameter: moments in 8 bits, bf16 weights that
+    are rounded at random, or both.
+
+    torchao is given plain tensors. Blocks of codes lie within rows, so that codes and scales are
+    cut like the matrix, and a checkpoint is loaded by any number of ranks, bit for bit. Random
+    numbers follow from the seed, the step and the place of the shard: ranks that hold the same
+    weights round them alike, and a resumed run rounds as it would have.
+
+    Args:
+        groups: parameters with their `weight_decay`, whole or sharded (DTensors).
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: offset of the denominator.
+        eight_bit: hold the moments of matrices in 8 bits, other moments in fp32.
+        rounds_at_random: round weights in bf16 stochastically; with eight_bit off, moments have
+            the weights' type.
+        seed: of the random numbers; the same on all ranks.
+
+    Source: Dettmers et al. 2022 (arXiv:2110.02861) for the 8-bit type and its blocks; Gupta et al.
+    2015 (arXiv:1502.02551) for the rounding.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        eight_bit: bool,
+        rounds_at_random: bool,
+        seed: int,
+    ) -> None:
+        from torchao.optim import AdamW8bit
+
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._rounds_at_random = rounds_at_random
+        self._seed = seed
+        self._inner: dict[nn.Parameter, Any] = {}
+        plain_dtype = torch.float32 if eight_bit or not rounds_at_random else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                block = _block_length(parameter) if eight_bit else None
+                # There from the start: a checkpoint before the first step has it too.
+                state = self.state[parameter] = {"step": torch.tensor(0.0)}
+                for moment in _MOMENTS:
+                    state |= _zero_moment(moment, parameter, block, plain_dtype)
+                plain = nn.Parameter(_local(parameter.data), requires_grad=False)
+                self._inner[parameter] = inner = AdamW8bit(
+                    [plain], lr=lr, betas=betas, eps=eps, bf16_stochastic_round=rounds_at_random
+                )
+                if plain.numel():
+                    inner.state[plain] = _torchao_state(state, block)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient; the gradients stay as they are."""
+        assert closure is None, "isles evaluates a loss once a step"
+        device = _local(self.param_groups[0]["params"][0].data).device
+        devices = [device] if device.type == "cuda" else []
+        # Compiled, a step never holds fp32 copies of a matrix; a CPU may have no compiler.
+        stance = "default" if device.type == "cuda" else "force_eager"
+        with (
+            torch.compiler.set_stance(stance),
+            torch.random.fork_rng(devices=devices, enabled=self._rounds_at_random),
+        ):
+            place = -1
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    place += 1
+                    if parameter.grad is not None:
+                        self._step_one(parameter, group, place)
+
+    def _step_one(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
+        inner = self._inner[parameter]
+        (inner_group,) = inner.param_groups
+        (plain,) = inner_group["params"]
+        plain.data = _local(parameter.data)
+        if not plain.numel():  # more ranks than rows
+            self.state[parameter]["step"] += 1
+            return
+        inner_group["lr"].fill_(group["lr"])
+        inner_group["weight_decay"] = group["weight_decay"]
+        if self._rounds_at_random:
+            torch.manual_seed(self._shard_seed(parameter, place))
+        plain.grad = _local(parameter.grad)
+        inner.step()
+        plain.grad = None
+
+    def _shard_seed(self, parameter: nn.Parameter, place: int) -> int:
+        data: Any = parameter.data
+        shard: tuple[int, ...] = ()
+        if isinstance(data, DTensor):
+            where = data.device_mesh.get_coordinate() or ()
+            cuts = zip(where, data.placements, strict=True)
+            shard = tuple(index for index, placement in cuts if placement.is_shard())
+        text = f"{self._seed} {int(self.state[parameter]['step'])} {place} {shard}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over moments in place, bit for bit; torch's own would turn codes into floats.
+
+        Hyperparameters stay: they come from the run file.
+        """
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"][key].items():
+                    _local(self.state[parameter][name]).copy_(_local(value))
+
+
+def _block_length(parameter: nn.Parameter) -> int | None:
+    # Numbers of a row that share a scale; None: this tensor keeps plain moments. It depends on
+    # what all ranks know alike, so that they hold the same kinds of state.
+    if parameter.ndim < 2 or parameter.numel() < _LEAST_NUMEL:
+        return None
+    width = _local(parameter.data).shape[-1]
+    block = min(_LONGEST_BLOCK, width & -width)
+    return block if block >= _SHORTEST_BLOCK else None
+
+
+def _zero_moment(
+    name: str, parameter: nn.Parameter, block: int | None, plain_dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    # A moment as checkpoints hold it: numbers, or codes and the scale of each block.
+    if block is None:
+        return {name: torch.zeros_like(parameter.data, dtype=plain_dtype)}
+    codes = torch.zeros_like(parameter.data, dtype=torch.uint8)
+    local = _local(codes)
+    scale = torch.zeros((*local.shape[:-1], local.shape[-1] // block), device=local.device)
+    if isinstance(codes, DTensor):
+        shape = torch.Size((*codes.shape[:-1], codes.shape[-1] // block))
+        scale = DTensor.from_local(
+            scale,
+            codes.device_mesh,
+            codes.placements,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        ).to(local.device)  # from_local moves offloaded ones to the GPU
+    return {name: codes, f"{name}_scale": scale}
+
+
+def _torchao_state(state: dict[str, Tensor], block: int | None) -> dict[str, Tensor]:
+    # The same memory in torchao's types.
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    found = {"step": state["step"]}
+    for name in _MOMENTS:
+        found[name] = values = _local(state[name])
+        if block is not None:
+            is_signed = name == "exp_avg"
+            qmap = OptimState8bit.zeros((block,), is_signed, block, values.device).qmap
+            scale = _local(state[f"{name}_scale"]).view(-1)
+            found[name] = OptimState8bit(values, scale, qmap, is_signed)
+    return found
+
+
+def _local(tensor: Any) -> Any:
+    # This rank's part of a tensor; whatever is not sharded as it is.
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

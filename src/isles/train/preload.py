@@ -1,4 +1,4 @@
-"""What every rank needs, imported once by the fork server before the ranks are forked from it."""
+"""Imports what every rank needs, once, in the fork server from which the ranks are forked."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from isles.run.process import die_with_parent
 
 
 def preload() -> None:
-    """Import the worker and the code of the run's model.
-
-    Whatever cannot be imported here is left to the ranks, where an error reaches the user; but
-    without torch there can be none.
-    """
+    """Import the worker and the code of the run's model; what fails is left to the ranks."""
     # A signal to the whole process group is for the ranks, which save; this server must live.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -37,7 +33,12 @@ def preload() -> None:
         resolved = load_resolved(run_dir.resolved.read_text(encoding="utf-8"))
         if resolved.config.training.script is not None:
             return  # which is a process of its own
-        _require("torch")
+        try:
+            importlib.import_module("torch")
+        except Exception:  # no rank can do without: end this process, and so the agent
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
         import transformers
 
         importlib.import_module("isles.train.worker")
@@ -46,16 +47,6 @@ def preload() -> None:
         if not resolved.config.model.trust_remote_code:
             config = load_model_config(resolved.config.model)
             transformers.AutoModelForCausalLM._model_mapping[type(config)]
-
-
-def _require(package: str) -> None:
-    """End this process where a package cannot be imported, and so the agent that has started it."""
-    try:
-        importlib.import_module(package)
-    except Exception:  # the process' edge: whatever it is, the node's log has it
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 preload()

@@ -12,12 +12,19 @@ from torch import Tensor, nn
 
 from isles.balance.curve import Curve
 from isles.balance.measure import Probe, calibrate, curve_file, keep_curve, read_curve
+from isles.balance.measure import (
+    Lockstep,
+    Probe,
+    calibrate,
+    curve_file,
+    keep_curve,
+    read_curve,
+)
 from isles.config.layout import Strategy
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DeepSpeedStrategyConfig, FSDPStrategyConfig
 from isles.dist.batch import Batch, cu_seqlens
-from isles.dist.measure import Company
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import OutOfMemoryError
@@ -146,7 +153,7 @@ def measure_curve(
     rows = training.global_batch_size
     if world.device.type == "cpu":
         most = min(most_rows or CPU_MICRO_BATCH_SIZE, rows)
-        together = replace(probe, company=Company(world))
+        together = replace(probe, lockstep=Lockstep(world))
         return calibrate(together, _doubling(most), free_bytes=None)
     most = min(most_rows or _PLAUSIBLE * -(-rows // layout.dp_size), rows)
     return _measure_gpu(probe, _doubling(most), model, config, strategy, mesh)

@@ -9,9 +9,13 @@ from typing import Any
 class Progress:
     """Counts of the whole run, over all its attempts.
 
-    `step`: inner steps done. `samples`: the global cursor, the index of the next sample; where a
-    cluster shares the samples with others, it counts the cluster's own. `tokens`: read by the
-    model, without padding, trained on or not. `target_tokens`: trained on.
+    Args:
+        step: inner steps done.
+        samples: the global cursor, the index of the next sample; where a cluster shares the samples
+            with others, it counts the cluster's own.
+        tokens: read by the model, without padding, trained on or not.
+        target_tokens: trained on.
+        elapsed_s: seconds of training in earlier attempts.
     """
 
     def __init__(

@@ -1,34 +1,56 @@
-"""What rank 0 tells the outside: status.json and the trackers' rows."""
+"""What rank 0 shows the outside: status.json, and rows for the trackers that it opens."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, assert_never
 
+import torch
+
+import isles
+from isles.checkpoint.hub import check_push
+from isles.config.resolve import Resolved, leaves
+from isles.config.sections.output import (
+    JsonlConfig,
+    MLflowConfig,
+    TensorBoardConfig,
+    WandbConfig,
+    tracker_sections,
+)
+from isles.dist.world import World
+from isles.errors import UserError
+from isles.run.begin import require_packages
+from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import write_record
 from isles.run.restarts import LastStep
-from isles.track.base import Trackers
+from isles.track.base import Background, RemoteTracker, RunFacts, Tracker, Trackers
+from isles.track.jsonl import JsonlTracker
+from isles.track.mlflow import MLflowTracker, load_mlflow
+from isles.track.tensorboard import TensorBoardTracker
+from isles.track.wandb import WandbTracker, settle_mode
 
 log = logging.getLogger(__name__)
 
 _STATUS_EVERY_S = 0.5
-_BEAT_S = 5.0
-"""So often at least, so that it can be seen from afar that rank 0 lives."""
+_HEARTBEAT_S = 5.0
+"""status.json is written so often at least, so that it can be seen from afar that rank 0 lives."""
 
 
 class Recorder:
-    """Keeps status.json and the curves. On other ranks than 0 every method does nothing.
+    """Writes status.json, and hands rows to the trackers. Does nothing on other ranks than 0.
 
     Args:
-        run_dir: where the records lie.
+        run_dir: takes the records.
         is_main: whether this is rank 0.
         world_size: ranks in the run.
-        last_step: where each step is noted; None: nowhere.
-        beat_s: how often status.json is written at least.
+        last_step: takes the number of each step; None: nothing does.
+        heartbeat_s: how often status.json is written at least.
     """
 
     def __init__(
@@ -38,9 +60,9 @@ class Recorder:
         is_main: bool,
         world_size: int,
         last_step: LastStep | None = None,
-        beat_s: float = _BEAT_S,
+        heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        self._beat_s = beat_s
+        self._heartbeat_s = heartbeat_s
         self._run_dir = run_dir
         self._last_step = last_step
         self._is_main = is_main
@@ -53,10 +75,10 @@ class Recorder:
         self._summary: dict[str, Any] | None = None
         self.status: dict[str, Any] = {"phase": "starting", "detail": "", "world_size": world_size}
         if is_main:
-            threading.Thread(target=self._beat, name="status", daemon=True).start()
+            threading.Thread(target=self._write_regularly, name="status", daemon=True).start()
 
     def use(self, trackers: Trackers) -> None:
-        """Where rows go from now on."""
+        """The trackers that take rows from now on."""
         self._trackers = trackers
 
     def phase(self, phase: str, detail: str = "") -> None:
@@ -81,14 +103,14 @@ class Recorder:
         log.warning("%s", text)
         self._notes.append(text)
         if self._is_main and threading.current_thread() is threading.main_thread():
-            self._write()  # of another thread's note, the next status tells
+            self._write()  # a note of another thread is in the next status
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """The run is over: these are its final figures, for the trackers."""
+        """Final figures of the run, for the trackers."""
         self._summary = summary
 
     def step_done(self, step: int) -> None:
-        """This step is done: if a rank dies, it is known how far they had come."""
+        """Note how far the ranks have come, in case one of them dies."""
         self._progress_at = time.time()
         if self._last_step is not None:
             self._last_step.note(step)
@@ -108,16 +130,16 @@ class Recorder:
         if self._last_step is not None:
             self._last_step.close()
 
-    def _beat(self) -> None:
+    def _write_regularly(self) -> None:
         # A sign of life, also while the main thread is busy with one long thing.
-        while not self._is_closed.wait(self._beat_s):
-            if time.time() - self._written_at >= self._beat_s:
-                self._write(is_beat=True)
+        while not self._is_closed.wait(self._heartbeat_s):
+            if time.time() - self._written_at >= self._heartbeat_s:
+                self._write(is_heartbeat=True)
 
-    def _write(self, *, is_beat: bool = False) -> None:
+    def _write(self, *, is_heartbeat: bool = False) -> None:
         with self._writing:
-            if is_beat and self._is_closed.is_set():
-                return  # the last word is not overwritten
+            if is_heartbeat and self._is_closed.is_set():
+                return  # the last status stays
             self._written_at = time.time()
             record = {name: _finite(value) for name, value in list(self.status.items())}
             if self._notes:
@@ -132,3 +154,110 @@ class Recorder:
 def _finite(value: Any) -> Any:
     # JSON knows neither NaN nor infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world: World) -> None:
+    """Check what the run will need outside, before hours are spent. All ranks must call this.
+
+    Raises:
+        UserError: a tracker lacks its package, its server's address or its key, or the hub would
+            refuse the upload at the end and nothing is saved yet; on every rank.
+    """
+
+    def check() -> None:
+        config = resolved.config
+        require_packages(config)
+        for section in tracker_sections(config.track):
+            if isinstance(section, WandbConfig):
+                try:
+                    settle_mode(section, run_dir.path)
+                except UserError:
+                    raise
+                except Exception:  # a package that is there and broken; `make_trackers` says so
+                    log.debug("wandb failed", exc_info=True)
+        repo = config.checkpoint.push_to_hub
+        if repo is None:
+            return
+        recorder.phase("starting", f"asking the hub about {repo}")
+        try:
+            check_push(repo)
+        except UserError as error:
+            if not list_checkpoints(run_dir):
+                raise
+            # Hours are spent already: a hub that is away for a moment must not end a run that
+            # restarts.
+            recorder.note(f"{error.where}: {error.what}; the upload at the end may fail")
+
+    world.main_first(check, group=world.work)
+
+
+def make_trackers(
+    resolved: Resolved, run_dir: RunDir, recorder: Recorder, world: World, *, step: int
+) -> Trackers:
+    """Open the trackers on rank 0; on other ranks there are none.
+
+    Args:
+        resolved: the run file.
+        run_dir: where records and curves lie.
+        recorder: takes what a tracker says to the user.
+        world: the ranks.
+        step: the inner steps that are done.
+    """
+    if not world.is_main:
+        return Trackers([])
+    local: list[Tracker] = [JsonlTracker(run_dir.metrics, resumed_step=step)]
+    remote: list[Background] = []
+    for section in tracker_sections(resolved.config.track):
+        match section:
+            case JsonlConfig():
+                pass  # every run writes it: status and loss.png are made from it
+            case TensorBoardConfig():
+                local.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
+            case WandbConfig() | MLflowConfig():
+                opened = _open(section, resolved, run_dir, recorder, world)
+                remote += [opened] if opened is not None else []
+            case _:
+                assert_never(section)
+    return Trackers(local, remote, recorder.note)
+
+
+def _open(
+    section: WandbConfig | MLflowConfig,
+    resolved: Resolved,
+    run_dir: RunDir,
+    recorder: Recorder,
+    world: World,
+) -> Background | None:
+    # None where its package is broken.
+    import transformers
+
+    about = {
+        "version": isles.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "world_size": world.world_size,
+        "device": world.device_name,
+        "strategy": resolved.config.strategy.kind,
+        "host": world.host,
+        "run_dir": str(run_dir.path),
+    }
+    record, values = run_dir.tracker_record(section.kind), dict(leaves(resolved.config))
+    facts = RunFacts(run_dir.name, run_dir.path, record, values, about)
+    open_tracker: Callable[[], RemoteTracker]
+    try:
+        match section:
+            case WandbConfig():
+                mode, note = settle_mode(section, run_dir.path)
+                if note:
+                    recorder.note(note)
+                open_tracker = functools.partial(WandbTracker, section, facts, mode=mode)
+            case MLflowConfig():
+                load_mlflow()
+                open_tracker = functools.partial(MLflowTracker, section, facts)
+            case _:
+                assert_never(section)
+    except Exception as error:  # a curve is not worth a run; the traceback says why
+        log.info("%s failed", section.kind, exc_info=True)
+        recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
+        return None
+    return Background(section.kind, open_tracker, say=recorder.note)

@@ -1,7 +1,7 @@
-"""What the model thought of each answer before it was trained: the reference of DPO.
+"""The reference of DPO: log-probabilities of each answer by the model before training.
 
 Every pair is scored once, by all ranks together, before the first step. No second model lies in
-memory then, and no step asks it again.
+memory then, and no step runs one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from isles.config.sections.training import TrainingConfig
+from isles.data.mix import Dataset
 from isles.data.loader import numbered_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
-from isles.run.paths import RunDir
 from isles.run.records import write_bytes_atomic
 from isles.strategies.base import Engine
 from isles.train.record import Recorder
@@ -37,13 +37,13 @@ _BATCHES_AT_ONCE = 16
 
 
 class Reference:
-    """Scores the pairs of a run's data with the model as it is now. Every method is collective.
+    """Scores the pairs of a run's data with the model as it is now. All ranks must call `score`.
 
     Args:
-        engine: whose model has its first weights, before any checkpoint is taken over.
+        engine: its model has its first weights, before any checkpoint is loaded.
         mesh: which ranks share rows.
         world: all ranks.
-        recorder: told how far it is.
+        recorder: shows the progress.
         micro_batch_size: pairs of a forward pass.
     """
 
@@ -59,45 +59,24 @@ class Reference:
         self._recorder = recorder
         self._size = micro_batch_size
 
-    def score_all(
-        self,
-        training: Dataset,
-        validation: Dataset | None,
-        config: TrainingConfig,
-        total_steps: int | None,
-        run_dir: RunDir,
-    ) -> None:
-        """Score all pairs that a run will read. All ranks must call this.
-
-        Args:
-            training, validation: their data; given the scores here.
-            config: the run file's section.
-            total_steps: length of the run; None: not known.
-            run_dir: keeps the scores for later starts.
-        """
-        rows = None if total_steps is None else total_steps * config.global_batch_size
-        self.score(training, rows, run_dir.reference("training"))
-        if validation is not None:
-            self.score(validation, config.eval_samples, run_dir.reference("validation"))
-
     def score(self, dataset: Dataset, num_samples: int | None, path: Path) -> None:
-        """Give a dataset the scores of its first samples. All ranks must call this.
+        """Give a dataset the scores of its first samples.
 
         Args:
             dataset: of pairs.
             num_samples: how many global indices will be read; None: perhaps all.
-            path: where the scores of an earlier start lie, and those of this one will.
+            path: keeps the scores for later starts.
         """
-        scores = self._read(dataset, path)
+        scores = self._world.main_first(lambda: _known(dataset, path), group=self._world.work)
         wanted = _wanted(dataset, num_samples)
         missing = wanted[np.isnan(scores[wanted, 0])]
         if len(missing):
             log.info("reference: scoring pairs=%d of=%d", len(missing), dataset.num_samples)
-            self._score(dataset, missing, scores, path)
+            self._fill(dataset, missing, scores, path)
         dataset.reference = scores
 
-    def _score(self, dataset: Dataset, missing: Any, scores: Any, path: Path) -> None:
-        # Fill in what is missing, a few batches on every rank at a time.
+    def _fill(self, dataset: Dataset, missing: Any, scores: Any, path: Path) -> None:
+        # A few batches on every rank at a time.
         kept_at = time.monotonic()
         at_once = self._mesh.dp_size * self._size * _BATCHES_AT_ONCE
         self._engine.model.eval()
@@ -108,12 +87,14 @@ class Reference:
                     "scoring the reference", f"{start} of {len(missing)} pairs: {path.stem}"
                 )
                 scores[numbers] = self._score_together(dataset, numbers)
-                if time.monotonic() - kept_at > _KEEP_EVERY_S:
-                    self._write(dataset, scores, path)
+                is_last = start + at_once >= len(missing)
+                if self._world.is_main and (is_last or time.monotonic() - kept_at > _KEEP_EVERY_S):
+                    buffer = io.BytesIO()
+                    np.savez(buffer, scores=scores, content=np.array(dataset.content))
+                    write_bytes_atomic(path, buffer.getvalue())
                     kept_at = time.monotonic()
         finally:
             self._engine.model.train()
-        self._write(dataset, scores, path)
 
     def _score_together(self, dataset: Dataset, numbers: Any) -> Any:
         # Scores of these samples, [len(numbers), 2], on every rank.
@@ -132,23 +113,10 @@ class Reference:
             dist.all_reduce(found, group=self._world.control)
         return found[: len(numbers)].float().numpy()
 
-    def _read(self, dataset: Dataset, path: Path) -> Any:
-        return self._world.main_first(lambda: _known(dataset, path), group=self._world.work)
-
-    def _write(self, dataset: Dataset, scores: Any, path: Path) -> None:
-        if self._world.is_main:
-            buffer = io.BytesIO()
-            np.savez(buffer, scores=scores, content=np.array(dataset.content))
-            write_bytes_atomic(path, buffer.getvalue())
-
 
 def give_scores(dataset: Dataset, num_samples: int, path: Path) -> None:
-    """Give a dataset the scores that a run has left.
-
-    Args:
-        dataset: of pairs, as the run had it.
-        num_samples: how many global indices will be read.
-        path: where the scores lie.
+    """Give a dataset of pairs the scores that its run has kept at `path`, for the first global
+    indices.
 
     Raises:
         UserError: the run has not scored all of these.

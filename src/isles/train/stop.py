@@ -40,7 +40,6 @@ _CODES = {
     signal.SIGUSR2: ExitCode.HANDOVER,
 }
 
-
 _KIND_SIGNALS: dict[StopKind, signal.Signals] = {
     "save": signal.SIGTERM,
     "interrupt": signal.SIGINT,
@@ -62,12 +61,13 @@ class StopBeforeTraining(BaseException):
 class StopSignals:
     """SIGINT asks to save and stop with 130, SIGTERM and SIGUSR1 with 85, SIGUSR2 with 84.
 
-    So does a request that is left in the attempt's folder, by `isles stop` on whatever machine.
-    Main thread only.
+    So does a request that `isles stop` has left in the attempt's folder. Main thread only.
+
+    Args:
+        attempt: whose folder is looked at for requests; None: none is.
     """
 
     def __init__(self, attempt: Attempt | None = None) -> None:
-        """`attempt`: where requests are looked for; None: nowhere."""
         self.requested = 0
         self.was_requested = False
         """Whether the stop came by a request in the attempt's folder."""
@@ -85,7 +85,7 @@ class StopSignals:
 
     @property
     def stop_code(self) -> int:
-        """What this rank wants at the end of the step: an exit code, NOW, or 0."""
+        """What this rank asks for at the end of the step: an exit code, NOW, or 0."""
         return NOW if self._is_now else self.requested
 
     def training_begins(self) -> None:
@@ -100,18 +100,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _watch(self, reader: int) -> None:
-        """End a rank that must stop and is stuck before the first step: nothing is lost."""
+        # End a rank that must stop and is stuck before the first step: nothing is lost.
         number = os.read(reader, 1)[0]
         is_over = self._is_over.wait(_STUCK_S)
         if not is_over and not self._training and not self.requested:
             os._exit(_CODES[signal.Signals(number)])
 
     def _look(self, attempt: Attempt) -> None:
-        """Turn a request in the attempt's folder into the signal that means the same.
-
-        Where that folder is gone, the rank ends: it may have no agent of ours that would end it.
-        """
-        told: StopKind | None = None
+        # Turn a request in the attempt's folder into the signal that means the same. Where that
+        # folder is gone, the rank ends: it may have no agent of ours that would end it.
+        last: StopKind | None = None
         while not self._is_over.wait(_LOOK_S):
             if (gone := deleted(attempt)) is not None:
                 log.error("%s", gone)
@@ -120,12 +118,12 @@ class StopSignals:
                 request = read_stop_request(attempt) if attempt.stop_request.exists() else None
             except OSError:  # a disk of the network, while the file is replaced: looked at again
                 continue
-            if request is None or request.kind == told:
+            if request is None or request.kind == last:
                 continue
-            told = request.kind
+            last = request.kind
             self.was_requested = True
-            self._is_now = told == "now"
-            os.kill(os.getpid(), _KIND_SIGNALS[told])
+            self._is_now = last == "now"
+            os.kill(os.getpid(), _KIND_SIGNALS[last])
             if self._is_now and not self._is_over.wait(_NOW_S):
                 os._exit(ExitCode.INTERRUPTED)  # the step does not end by itself
 
@@ -159,7 +157,7 @@ class Agreement:
     Args:
         world: the ranks of the cluster.
         signals: this rank's signals.
-        stop_at: time.monotonic() at which rank 0 wants to stop, or None.
+        stop_at: time.monotonic() at which rank 0 asks to stop, or None.
         time_ends_run: whether that is the run's end or only this attempt's.
         save_every_s: longest time between two saves, or None.
     """

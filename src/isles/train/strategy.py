@@ -1,15 +1,18 @@
-"""From the section `strategy` to the grid of ranks and the engine."""
+"""From the section `strategy` to the grid of ranks, the engine and the attention."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,7 +28,6 @@ from isles.config.sections.strategy import (
     MeshSection,
 )
 from isles.config.sections.training import TrainingConfig
-from isles.dist.measure import least_memory_bytes, link_bytes_per_s
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
 from isles.facts.cost import ModelSize
@@ -42,21 +44,22 @@ SCORES_DTYPE = {
 }
 """In what attention is computed; fp32 where nothing is named."""
 
+_LINK_BYTES = 32 * 2**20
+_LINK_REPEATS = 3
+
 MakeOptimizers = Callable[[nn.Module], Sequence[Optimizer]]
 
 
 def resolve_strategy(
     config: RunConfig, world: World, empty_model: Callable[[], nn.Module]
 ) -> tuple[Strategy, str]:
-    """The run file's strategy; for `auto`, the one that is chosen. All ranks must call this.
+    """The run file's strategy, or the one that is chosen for `auto`, and why ("" where the run file
+    names it). All ranks must call this.
 
     Args:
         config: the run file.
         world: all ranks.
         empty_model: makes the model without memory.
-
-    Returns:
-        The strategy, and why it was chosen; "" where the run file says it.
     """
     match config.strategy:
         case AutoStrategy() if config.adapter.type == "qlora":
@@ -76,13 +79,43 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         vocab_size=int(shape.vocab_size),
         num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
-    memory = least_memory_bytes(world)
+    memory = _least_memory_bytes(world)
     machine = Machine(world.world_size, _ranks_per_node(world), memory, None)
     training, length = config.training, config.data.seq_length
     if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
-        machine = replace(machine, link_bytes_per_s=link_bytes_per_s(world))
+        machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
     chosen, why = choose_strategy(size, training, length, machine)
     return chosen, f"{describe(chosen)}, as {why}"
+
+
+def _least_memory_bytes(world: World) -> int:
+    # Of the rank that has least: its GPU's, or its part of the machine's on a CPU.
+    if world.device.type == "cuda":
+        mine = int(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        mine = psutil.virtual_memory().total // world.local_world_size
+    return min(world.gather(mine))
+
+
+def _link_bytes_per_s(world: World) -> float:
+    # Bytes a second that each rank sends in an all-reduce over all: the bus bandwidth of NVIDIA's
+    # nccl-tests, 2 (n - 1) / n of the buffer over its time.
+    buffer = torch.zeros(_LINK_BYTES // 4, device=world.device)
+    best = float("inf")
+    for _ in range(_LINK_REPEATS):
+        dist.barrier()
+        _wait(world)
+        began = time.perf_counter()
+        dist.all_reduce(buffer)
+        _wait(world)
+        best = min(best, time.perf_counter() - began)
+    sent = 2 * (world.world_size - 1) / world.world_size * _LINK_BYTES
+    return min(world.gather(sent / best))
+
+
+def _wait(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
 
 
 def resolve_mesh(strategy: Strategy, world: World) -> Mesh:
@@ -161,7 +194,7 @@ def make_engine(
     """The engine of a strategy. All ranks must call this.
 
     Args:
-        strategy: a settled one.
+        strategy: a resolved one.
         model: empty where the strategy is sharded, else whole.
         materialize: fills an empty model, or this rank's part of it, once it has memory.
         make_optimizers: the optimizers over a module.
@@ -275,15 +308,7 @@ def use_attention(
     device: torch.device,
     training: TrainingConfig,
 ) -> None:
-    """The attention of a training run: without masks, or over ranks that share a sequence.
-
-    Args:
-        model: whole or empty.
-        strategy: a settled one.
-        mesh: its grid.
-        device: of this rank.
-        training: the run file's section.
-    """
+    """Set the attention of a training run: without masks, or over ranks that share a sequence."""
     if mesh.layout.cp == 1:
         use_maskless_attention(
             model,

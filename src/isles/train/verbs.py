@@ -6,11 +6,9 @@ Each works on one process, on the run's newest checkpoint or the one of `--step`
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,12 @@ from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
 from isles.config.sections.training import Precision
 from isles.data.chat.template import chat_prompt
+from isles.data.mix import build_datasets
+from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
-from isles.dist.world import World, join_world, leave_world
+from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, TrainingError, UserError
 from isles.models.build import converts_weights
 from isles.run.checkpoints import CheckpointInfo, find_checkpoint, verify_checkpoint
@@ -90,15 +90,6 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _hub_id(text: str) -> str:
-    try:
-        return str(TypeAdapter(HubId).validate_python(text))
-    except ValidationError:
-        raise UserError(
-            f"{text!r} is not the name of a repository", where="--push-to-hub", fix="use owner/name"
-        ) from None
-
-
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -107,8 +98,16 @@ def _positive(text: str) -> int:
 
 
 def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> None:
-    repo = None if options.push_to_hub is None else _hub_id(options.push_to_hub)
+    repo = options.push_to_hub
     if repo is not None:
+        try:
+            TypeAdapter(HubId).validate_python(repo)
+        except ValidationError:
+            raise UserError(
+                f"{repo!r} is not the name of a repository",
+                where="--push-to-hub",
+                fix="use owner/name",
+            ) from None
         check_push(repo, where=f"--push-to-hub={repo}")
     checkpoint = _sound_checkpoint(run_dir, options.step)
     folder, step = options.output or run_dir.model, checkpoint.step
@@ -179,8 +178,10 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
                 id="data.tokenizer",
             )
     greedy = options.temperature <= 0
-    precision = resolved.config.training.precision
-    with torch.no_grad(), _computing(precision, device, has_adapter=has_adapter):
+    # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
+    mixed = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+    dtype = mixed.get(resolved.config.training.precision) if has_adapter else None
+    with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=torch.ones_like(inputs["input_ids"]),
@@ -201,7 +202,9 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
     config = resolved.config
     tokenizer = _tokenizer(run_dir, resolved)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    with _alone(kind) as world:
+    env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0, store=None)
+    world = join_world(env, device=kind, timeout_s=600)
+    try:
         model, step = _load(run_dir, resolved, options.step, world.device)
         _, validation = build_datasets(
             config.data,
@@ -244,35 +247,17 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
             device=world.device,
         )
         figures = evaluate(engine, batches, world, counts=True)
-    sys.stdout.write(f"step {step}: {_evaluation_text(figures)}\n")
-
-
-def _evaluation_text(figures: dict[str, float]) -> str:
-    loss = f"validation loss {figures['loss']:.4f}"
-    if "pairs" in figures:
-        return (
-            f"{loss}, chosen preferred {figures['reward_accuracy']:.0%}, margin "
-            f"{figures['reward_margin']:.3f}, {figures['pairs']:.0f} pairs"
-        )
-    perplexity = figures["perplexity"]
-    shown = f"{perplexity:.2f}" if math.isfinite(perplexity) else "inf"
-    return f"{loss}, perplexity {shown}, {figures['tokens']:.0f} tokens"
-
-
-def _computing(precision: Precision, device: torch.device, *, has_adapter: bool) -> torch.autocast:
-    # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
-    dtype = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision)
-    return torch.autocast(device.type, dtype=dtype, enabled=has_adapter and dtype is not None)
-
-
-@contextlib.contextmanager
-def _alone(kind: str) -> Iterator[World]:
-    env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, attempt=0, store=None)
-    world = join_world(env, device=kind, timeout_s=600)
-    try:
-        yield world
     finally:
         leave_world()
+    text = f"step {step}: validation loss {figures['loss']:.4f}, "
+    if "pairs" in figures:
+        text += f"chosen preferred {figures['reward_accuracy']:.0%}, "
+        text += f"margin {figures['reward_margin']:.3f}, {figures['pairs']:.0f} pairs"
+    else:
+        perplexity = figures["perplexity"]
+        shown = f"{perplexity:.2f}" if math.isfinite(perplexity) else "inf"
+        text += f"perplexity {shown}, {figures['tokens']:.0f} tokens"
+    sys.stdout.write(f"{text}\n")
 
 
 def _load(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from isles.checkpoint.load import latest_good, refuse_other_run
 from isles.config.resolve import Resolved, digest, load_resolved
@@ -39,6 +36,9 @@ from isles.train.logs import silence_libraries
 from isles.train.loop import train
 from isles.train.outer.step import go_on_ending
 from isles.train.parts import Parts
+from isles.train.logs import log_of_rank
+from isles.train.loop import train
+from isles.train.outer.step import go_on_ending
 from isles.train.record import Recorder, check_outside
 from isles.train.stop import StopBeforeTraining, StopSignals
 
@@ -52,19 +52,16 @@ def run_rank(
     resume_from: Path | None,
     world: World | None = None,
 ) -> int:
-    """Train as one rank of a run, and leave the records that say how it ended.
+    """Train as one rank of a run, and record how it ended; returns the exit code.
 
     Args:
         run_dir: the run directory, with resolved.yaml in it.
-        attempt: the folder of this start, which exists.
+        attempt: this start, whose folder exists.
         env: this process' place.
         resume_from: a checkpoint that was asked for by name; None: the latest good one.
         world: the process group, where it is joined already.
-
-    Returns:
-        The exit code.
     """
-    _start_logging(env)
+    log_of_rank(env.rank)
     signals = StopSignals(attempt if env.rank == 0 else None)
     try:
         # After the handlers: whoever reads this record may send a signal.
@@ -127,7 +124,12 @@ def _train(
     with watching(
         clock, resolved.config, attempt, env, world, recorder, lambda: checkpoints.moved_at
     ):
-        code = _loop(parts)
+        try:
+            code = ExitCode(go_on_ending(parts)) or train(parts)
+        except BaseException:
+            parts.close(is_over=False)
+            raise
+        parts.close(is_over=True)
     parts.checkpoints.close()
     if code is ExitCode.OK:
         finish(parts)
@@ -146,16 +148,6 @@ def _train(
         state: Literal["finished", "stopped"] = "finished" if code is ExitCode.OK else "stopped"
         _write_outcome(attempt, env, state, code, step=parts.progress.step, reason=reason)
     log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
-    return code
-
-
-def _loop(parts: Parts) -> ExitCode:
-    try:
-        code = ExitCode(go_on_ending(parts)) or train(parts)
-    except BaseException:
-        parts.close(is_over=False)
-        raise
-    parts.close(is_over=True)
     return code
 
 
@@ -178,7 +170,7 @@ def _find_checkpoint(
 
 
 def _compare_configs(resolved: Resolved, world: World) -> None:
-    # Every rank must have read the same run. All ranks must call this.
+    # Every rank must have read the same run.
     mine = (world.rank, world.host, digest(resolved.config), torch.__version__)
     for rank, host, other, version in world.gather(mine):
         if other != mine[2]:
@@ -197,29 +189,8 @@ def _compare_configs(resolved: Resolved, world: World) -> None:
             )
 
 
-def _start_logging(env: RankEnv) -> None:
-    # INFO from rank 0, WARNING from all, each line with its rank; a crash leaves its stack.
-    faulthandler.enable()
-    level = logging.INFO if env.rank == 0 else logging.WARNING
-    form = f"%(asctime)s %(levelname)s [rank {env.rank}] %(name)s: %(message)s"
-    logging.basicConfig(level=level, format=form, stream=sys.stderr, force=True)
-    for noisy in (
-        "torch",
-        "transformers",
-        "datasets",
-        "httpx",
-        "httpx2",
-        "urllib3",
-        "filelock",
-        "matplotlib",
-    ):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    silence_libraries()
-    transformers_logging.disable_progress_bar()
-
-
 def record_error(attempt: Attempt, env: RankEnv, error: Exception) -> int:
-    """Put an error on record for whoever looks for the culprit; returns the exit code."""
+    """Record an error, from which the root cause is found; returns the exit code."""
     error = deleted(attempt) or error  # what fails then is a consequence
     named = _as_user_error(error)
     is_communication = is_communication_error(error)

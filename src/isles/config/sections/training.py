@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from isles.config.sections.base import DurationS, Section, Text
+from isles.errors import MissingDependencyError
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**12)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -76,8 +78,9 @@ class TrainingConfig(Section):
     """Learning rate at the end, as a share of the peak (linear, cosine and wsd)."""
 
     optimizer: OptimizerName = "adamw"
-    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight), sgd, or muon
-    (Muon on matrices, AdamW on embeddings, norms and the head)."""
+    """adamw, adamw_8bit (its state in 8 bits: two bytes a weight instead of eight; needs
+    `pip install 'isles[torchao]'`), sgd, or muon (Muon on matrices, AdamW on embeddings, norms and
+    the head)."""
 
     adam_beta1: Fraction = 0.9
     """Decay of AdamW's first moment."""
@@ -103,8 +106,8 @@ class TrainingConfig(Section):
 
     stochastic_rounding: bool = False
     """bf16-true with adamw or adamw_8bit: round updated weights up or down at random, so that
-    updates smaller than bf16's steps are kept in the mean. fp32 master weights instead:
-    bf16-mixed."""
+    updates smaller than bf16's steps are kept in the mean; needs `pip install 'isles[torchao]'`.
+    fp32 master weights instead: bf16-mixed."""
 
     gradient_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass to save memory. selective: keep the results of
@@ -140,6 +143,25 @@ class WatchdogConfig(Section):
     action: Literal["report", "stop"] = "report"
     """report: say so and go on waiting, until clusters.comm_timeout. stop: end the run, or start
     its ranks again while clusters.max_restarts allows."""
+
+
+def needs_torchao(training: TrainingConfig) -> bool:
+    """Whether the optimizer of a run is torchao's."""
+    return training.optimizer == "adamw_8bit" or training.stochastic_rounding
+
+
+def missing_torchao(training: TrainingConfig) -> MissingDependencyError | None:
+    """The error to raise where the optimizer needs torchao, and it is not installed."""
+    if not needs_torchao(training) or importlib.util.find_spec("torchao") is not None:
+        return None
+    key, value = "stochastic_rounding", "true"
+    if training.optimizer == "adamw_8bit":
+        key, value = "optimizer", "adamw_8bit"
+    return MissingDependencyError(
+        f"{key}: {value} needs the package torchao, which is not installed",
+        where=f"training.{key}",
+        fix="pip install 'isles[torchao]'",
+    )
 
 
 def length_in_steps(config: TrainingConfig, samples_per_epoch: int | None) -> int | None:

@@ -25,6 +25,7 @@ from isles.config.sections.cluster import (
 )
 from isles.config.sections.output import tracker_sections
 from isles.config.sections.run import RunConfig
+from isles.config.sections.training import needs_torchao
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
 from isles.launch.remote.setup import wheel_bytes, wheel_name
@@ -158,6 +159,7 @@ def _extras(config: RunConfig, cluster: ClusterConfig) -> list[str]:
         "deepspeed": strategy.kind == "deepspeed",
         "hivemind": config.diloco is not None and config.diloco.engine == "hivemind",
         "qlora": config.adapter.type == "qlora",
+        "torchao": needs_torchao(config.training),
         "wandb": "wandb" in kinds,
         "mlflow": "mlflow" in kinds,
     }

@@ -1,0 +1,354 @@
+"""Measures ranks: before training by small models of few layers, during it by its own steps."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from isles.balance.curve import Curve
+from isles.dist.world import World
+from isles.run.records import read_record, write_record
+
+_ROUNDS = 3
+"""At least, where passes are short."""
+
+_WINDOW_S = 0.06
+"""Of one size in one round: several periods of whatever slows a machine in bursts."""
+
+_AGREE = 1.10
+"""The two fastest rounds must not differ by more at any size: noise only makes a pass slower, and
+what two rounds have found is none."""
+
+_BUDGET_S = 8.0
+"""Of all rounds and sizes of one model, after which the ranks have not settled."""
+
+_SAMPLE_EVERY = 5
+"""Steps from one whose blocks are timed to the next on CUDA, where an event costs a little."""
+
+_EACH_UP_TO = 10
+"""Steps that are all timed, after a start or a change of rows: an early look must have some."""
+
+_WARMUP = 2
+"""First steps of a start, which allocate and compile, and are left out."""
+
+
+class Lockstep:
+    """Ranks that measure at the same time, as they will compute at the same time.
+
+    Some of them may share processors unknown to torch, as virtual machines of one computer do. A
+    rank that measured before the others had begun, or after they were done, would seem too fast.
+    All ranks must call each method.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._group = world.control
+
+    def begin(self) -> None:
+        """Wait until all ranks are here."""
+        dist.barrier(group=self._group)
+
+    def go_on(self, work: Callable[[], object]) -> None:
+        """Repeat `work` until all ranks are here."""
+        others = dist.barrier(group=self._group, async_op=True)
+        assert others is not None  # it is, of a group that this rank is in
+        while not others.is_completed():
+            work()
+        others.wait()
+
+    def all_true(self, is_true: bool) -> bool:
+        """Whether it is true on all ranks."""
+        votes = torch.tensor([int(is_true)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(votes.item())
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A model that stands for a larger one of the same shape.
+
+    Args:
+        make: makes a model with so many layers, on the device, in train mode, that gives the loss
+            of tokens [B, T].
+        layers: of the real model.
+        vocab_size, seq_length: of the tokens.
+        autocast: type of the matrix products under mixed precision, or None.
+        device: where it is measured.
+        share: part of the real model's work that falls to one rank (tensor, context and pipeline
+            parallel ranks share it).
+        lockstep: for ranks that may share processors; None: they share nothing.
+    """
+
+    make: Callable[[int], nn.Module]
+    layers: int
+    vocab_size: int
+    seq_length: int
+    autocast: torch.dtype | None
+    device: torch.device
+    share: float
+    lockstep: Lockstep | None = None
+
+
+def calibrate(
+    probe: Probe, sizes: Sequence[int], *, free_bytes: float | None
+) -> tuple[Curve, bool]:
+    """Measure this rank; returns its curve, and whether it settled. Random states stay as they are.
+
+    Sizes are timed in rounds until the two fastest agree, or the time for it is over. With lockstep
+    all ranks must call this.
+
+    Args:
+        probe: the model and its device.
+        sizes: of micro-batches to try, ascending, the last one the most that is of use.
+        free_bytes: left for activations on this rank; None: memory is no limit, as on a CPU.
+
+    Raises:
+        torch.OutOfMemoryError: not even one row of the smallest probe fits.
+    """
+    devices = [probe.device] if probe.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        depths = sorted({min(1, probe.layers), min(2, probe.layers)})
+        found = []
+        for depth in depths:
+            model = probe.make(depth)
+            found.append(_measure(model, probe, sizes, free_bytes))
+            del model
+            if probe.device.type == "cuda":
+                torch.cuda.empty_cache()
+    (shallow_s, shallow_bytes, _), (deep_s, deep_bytes, _) = found[0], found[-1]
+    more = (probe.layers - depths[-1]) if len(depths) > 1 else 0
+    seconds, size_bytes = {}, {}
+    for size in sorted(shallow_s.keys() & deep_s.keys()):
+        # Two layers may have been measured as no slower than one, on a machine full of noise.
+        per_layer_s = max(0.0, deep_s[size] - shallow_s[size])
+        seconds[size] = (deep_s[size] + more * per_layer_s) * probe.share
+        per_layer = max(0, deep_bytes[size] - shallow_bytes[size])
+        size_bytes[size] = (deep_bytes[size] + more * per_layer) * probe.share
+    limit = sizes[-1]
+    if free_bytes is not None:
+        limit = rows_that_fit(size_bytes, free_bytes, sizes[-1])
+    return Curve.of(seconds, max(1, limit)), all(is_settled for _, _, is_settled in found)
+
+
+def rows_that_fit(bytes_by_rows: dict[int, float], free_bytes: float, most: int) -> int:
+    """The most rows whose activations fit, by the line through the two largest that were measured;
+    0: not even one."""
+    sizes = sorted(bytes_by_rows)
+    last = sizes[-1]
+    before = sizes[-2] if len(sizes) > 1 else 0
+    base = bytes_by_rows.get(before, 0.0)
+    slope = max(1.0, (bytes_by_rows[last] - base) / (last - before))
+    fit = int((free_bytes - bytes_by_rows[last]) // slope) + last
+    return max(0, min(most, fit))
+
+
+def settled(rounds: Sequence[Sequence[float]]) -> bool:
+    """Whether the two fastest rounds agree, for each size's seconds round by round."""
+    if not rounds or min(map(len, rounds)) < 2:
+        return False
+    fastest = (sorted(seconds)[:2] for seconds in rounds)
+    return all(second <= _AGREE * first for first, second in fastest)
+
+
+def _measure(
+    model: nn.Module, probe: Probe, sizes: Sequence[int], free_bytes: float | None
+) -> tuple[dict[int, float], dict[int, int], bool]:
+    # Seconds and bytes by rows, and whether the seconds settled. Sizes grow until memory ends; then
+    # all are timed in turn, so that noise falls on all alike.
+    began = time.perf_counter()
+    bytes_by_size: dict[int, int] = {}
+    guesses: dict[int, float] = {}
+    for size in sizes:
+        try:
+            _pass(model, probe, size)  # makes the gradients, compiles kernels
+            bytes_by_size[size], guesses[size] = _peak(model, probe, size)
+        except torch.OutOfMemoryError:
+            if not guesses:
+                raise
+            break  # the limit follows from the sizes before
+        if free_bytes is not None and 2 * bytes_by_size[size] > free_bytes:
+            break
+        if time.perf_counter() - began > _BUDGET_S / 2:
+            break
+    rounds: dict[int, list[float]] = {size: [] for size in guesses}
+    for done in itertools.count(1):
+        if probe.lockstep is not None:
+            probe.lockstep.begin()
+        for size, guess in guesses.items():
+            if time.perf_counter() - began > _BUDGET_S:
+                break
+            rounds[size].append(_window(model, probe, size, guess))
+        if probe.lockstep is not None:
+            # Who is done must not leave the processors to the others: in training it will not.
+            probe.lockstep.go_on(lambda: _pass(model, probe, min(guesses)))
+        is_settled = settled(list(rounds.values()))
+        is_done = is_settled and done >= _ROUNDS
+        is_done = is_done or time.perf_counter() - began > _BUDGET_S
+        if probe.lockstep is not None:
+            is_done = probe.lockstep.all_true(is_done)
+        if is_done:
+            break
+    seconds = {size: min(rounds[size], default=guesses[size]) for size in guesses}
+    return seconds, bytes_by_size, is_settled
+
+
+def _window(model: nn.Module, probe: Probe, size: int, guess: float) -> float:
+    began = _now(probe)
+    if probe.device.type == "cpu":
+        for done in itertools.count(1):
+            _pass(model, probe, size)
+            if (seconds := _now(probe) - began) >= _WINDOW_S:
+                return seconds / done
+    count = max(1, int(_WINDOW_S / guess))
+    for _ in range(count):
+        _pass(model, probe, size)
+    return (_now(probe) - began) / count
+
+
+def _peak(model: nn.Module, probe: Probe, size: int) -> tuple[int, float]:
+    # Bytes that a pass takes on a GPU, and its seconds.
+    is_gpu = probe.device.type == "cuda"
+    base = torch.cuda.memory_allocated(probe.device) if is_gpu else 0
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats(probe.device)
+    began = _now(probe)
+    _pass(model, probe, size)
+    seconds = _now(probe) - began
+    peak = torch.cuda.max_memory_allocated(probe.device) if is_gpu else 0
+    return peak - base, seconds
+
+
+def _now(probe: Probe) -> float:
+    if probe.device.type == "cuda":
+        torch.cuda.synchronize(probe.device)
+    return time.perf_counter()
+
+
+def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
+    # One forward and backward pass on tokens that mean nothing, as an engine does it.
+    tokens_BT = torch.arange(rows * probe.seq_length, device=probe.device) % probe.vocab_size
+    tokens_BT = tokens_BT.view(rows, probe.seq_length)
+    with torch.autocast(
+        probe.device.type, dtype=probe.autocast, enabled=probe.autocast is not None
+    ):
+        loss = model(tokens_BT)
+    loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def curve_file(folder: Path, key: dict[str, object]) -> Path:
+    """Where a cache folder keeps the curve that depends on all of `key`."""
+    text = json.dumps(key, sort_keys=True, default=str)
+    return folder / "curves" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_curve(file: Path) -> Curve | None:
+    """A curve that was kept, or None."""
+    record = read_record(file)
+    try:
+        return None if record is None else Curve.read(record)
+    except (KeyError, TypeError, ValueError, AssertionError):
+        return None  # of another version: measured anew, and overwritten
+
+
+def keep_curve(file: Path, curve: Curve) -> None:
+    """Keep a curve; a cache that cannot be written costs only time."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_record(file, curve.record(), durable=False)
+
+
+class ComputeMeter:
+    """Seconds of the forward passes of some modules in each step, inside the real engine.
+
+    Hooks time the blocks alone: what a strategy gathers before a block, and what it waits for
+    between two, is not in it. The backward pass takes its usual multiple and is not looked at.
+
+    Args:
+        modules: each of which computes and never waits; none inside another.
+        device: where they compute.
+    """
+
+    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._steps: list[float] = []
+        self._events: list[list[tuple[Any, Any]]] = []
+        self._now = 0.0
+        self._pairs: list[tuple[Any, Any]] = []
+        self._since: Any = None
+        self._step = -_WARMUP
+        for module in modules:
+            # After the strategy's own hooks before the block, and ahead of those behind it.
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end, prepend=True)
+
+    def step_done(self) -> None:
+        """A step is over."""
+        if self._step >= 0:
+            if self._pairs:
+                self._events.append(self._pairs)
+            if not self._cuda:
+                self._steps.append(self._now)
+        self._now, self._pairs = 0.0, []
+        self._step += 1
+
+    def steps(self) -> list[float]:
+        """Seconds of each step that was timed since the last `reset`, in order. Waits for no GPU:
+        steps that it has not finished yet are left out."""
+        while self._events and self._events[0][-1][1].query():
+            pairs = self._events.pop(0)
+            self._steps.append(sum(a.elapsed_time(b) for a, b in pairs) / 1e3)
+        return list(self._steps)
+
+    def reset(self) -> None:
+        """Forget what was timed so far."""
+        self._steps.clear()
+        self._events.clear()
+        self._step = 0
+
+    def _begin(self, module: nn.Module, _inputs: Any) -> None:
+        self._since = None
+        if not module.training:
+            return
+        if not self._cuda:
+            self._since = _own_seconds()
+        elif 0 <= self._step < _EACH_UP_TO or self._step % _SAMPLE_EVERY == 0:
+            self._since = _mark()
+
+    def _end(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._since is None:
+            return
+        if self._cuda:
+            self._pairs.append((self._since, _mark()))
+        else:
+            self._now += _own_seconds() - self._since
+        self._since = None
+
+
+def _own_seconds() -> float:
+    # A clock that stands still while this thread could run and other work has its processor. A
+    # device that is slow, or stopped again and again, is slow by it; one that is shared for a while
+    # is not. https://docs.kernel.org/scheduler/sched-stats.html: /proc/<pid>/schedstat
+    try:
+        waited_ns = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    except (OSError, IndexError):
+        waited_ns = 0  # a kernel without these figures
+    return time.perf_counter() - waited_ns / 1e9
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,200 @@
+"""The data half of the assembler: tokenizer, training and validation data, and their checks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from isles.config.files import CHATML
+from isles.config.rules.shape import check_shape
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.data.mix import build_datasets, documents_for_tokenizer
+from isles.data.chat.template import stop_at_turns, use_template
+from isles.data.mix import Dataset
+from isles.data.tokens.encode import TEMPLATED
+from isles.data.tokens.prepare import rank_with_data
+from isles.data.tokens.tokenizer import (
+    OTHER_TOKENIZER,
+    check_vocabulary,
+    load_tokenizer,
+    train_tokenizer,
+)
+from isles.dist.files import Disks, broadcast_folder
+from isles.dist.world import World, on_every_rank, place_of
+from isles.errors import ConfigError, ConfigErrors, DataError, UserError
+from isles.facts.models import shape_names
+from isles.models.build import load_model_config
+from isles.run.checkpoints import CheckpointInfo
+from isles.run.env import cache_home
+from isles.run.paths import RunDir
+from isles.train.record import Recorder
+from isles.train.strategy import needs_fixed_length
+
+log = logging.getLogger(__name__)
+
+
+def make_data(
+    config: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    recorder: Recorder,
+    resume_from: CheckpointInfo | None,
+    disks: Disks,
+) -> tuple[Any, Dataset, Dataset | None]:
+    """Tokenizer, training and validation data of a run. All ranks must call this.
+
+    Raises:
+        UserError: the model's folder, the tokenizer or the data is missing or broken somewhere, or
+            they do not go together; the same on every rank.
+    """
+    recorder.phase("preparing data")
+    # First: its errors say more than a tokenizer's.
+    check_model_folder(config.model, world)
+    hf_config = on_every_rank(world, lambda: load_model_config(config.model))
+    tokenizer = _make_tokenizer(config, run_dir, world, disks)
+    # Could not be checked before the start, where the model's config was not on that machine.
+    if issues := check_shape(config, hf_config.to_dict()):
+        raise ConfigErrors([ConfigError(v.what, where=v.keys[0], fix=v.fix) for v in issues])
+    # A tokenizer that is trained for the run decides how many tokens the model knows.
+    trained = config.tokenizer.train_vocab_size is not None
+    vocab_size = len(tokenizer) if trained else int(hf_config.vocab_size)
+    if tokenizer is not None and (warning := check_vocabulary(tokenizer, vocab_size)):
+        recorder.note(warning)
+    training, validation = build_datasets(
+        config.data,
+        tokenizer,
+        Path(config.data.cache_dir) if config.data.cache_dir else cache_home() / "data",
+        seed=config.seed,
+        vocab_size=vocab_size,
+        progress=lambda text: recorder.phase("preparing data", text),
+        world=world,
+        pairs=config.training.method == "dpo",
+        fixed_length=needs_fixed_length(config),
+        stream_state=None if resume_from is None else resume_from.manifest.get("stream"),
+    )
+    _check_content(training, world, resume_from)
+    needed = max(part.vocab_size_needed for part in (training, validation) if part is not None)
+    if needed > vocab_size:
+        raise DataError(
+            f"the data holds token {needed - 1}, the model knows {vocab_size} tokens",
+            where="tokenizer.name_or_path",
+            fix=OTHER_TOKENIZER,
+            id="data.tokenizer",
+        )
+    return tokenizer, training, validation
+
+
+def _check_content(training: Dataset, world: World, resume_from: CheckpointInfo | None) -> None:
+    # Every rank must have the same samples, and those that the cursor of a checkpoint counts.
+    found = world.gather((world.host, training.content))
+    odd = [
+        f"{rank} on {host}" for rank, (host, content) in enumerate(found) if content != found[0][1]
+    ]
+    if odd:
+        raise DataError(
+            f"these ranks have other training data than rank 0 on {found[0][0]}: {', '.join(odd)}",
+            where="data.sources",
+            fix="give every machine the same files, or let one of them alone have them: what is "
+            "prepared there is sent to the others",
+            id="data.changed",
+        )
+    before = None if resume_from is None else resume_from.manifest.get("data")
+    if resume_from is not None and before is not None and before != training.content:
+        raise DataError(
+            f"the training data has changed since step {resume_from.step} was saved",
+            where="data.sources",
+            fix="put it back to go on exactly, or start a new run with `--resume no` (for other "
+            "text with these weights: model.init: pretrained from this run's export)",
+            id="data.changed",
+        )
+
+
+def check_model_folder(model: ModelConfig, world: World) -> None:
+    """Check that a model that is a folder is on every node. All ranks must call this.
+
+    Raises:
+        UserError: some nodes lack it; on every rank, with their names.
+    """
+    name = model.name_or_path
+    if world.world_size == world.local_world_size or name in shape_names():
+        return
+    folder = Path(name).expanduser()
+    me = place_of(world)
+    found = world.gather((me, me.is_leader and folder.is_dir(), str(folder.absolute())))
+    leaders = [(place, is_there, path) for place, is_there, path in found if place.is_leader]
+    has = [(place, path) for place, is_there, path in leaders if is_there]
+    lacks = [place for place, is_there, _ in leaders if not is_there]
+    if not has or not lacks:
+        return  # on the hub, or nowhere: loading it says which
+    owner, path = has[0]
+    lines = [f"rsync -a --mkpath {path}/ {place.host}:{path}/" for place in lacks]
+    raise UserError(
+        f"the model {name!r} is a folder on {owner}, which {', '.join(map(str, lacks))} "
+        f"{'lack' if len(lacks) > 1 else 'lacks'}",
+        where="model.name_or_path",
+        fix=f"on {owner.host}: {'; '.join(lines)}; or put it on a disk that all hosts share",
+        id="files.model",
+    )
+
+
+def _make_tokenizer(config: RunConfig, run_dir: RunDir, world: World, disks: Disks) -> Any:
+    # Load or train it, into the run directory, so that every restart has the same one; None for
+    # fake data.
+    if all(source.type == "fake" for source in config.data.sources):
+        return None
+    trains = config.tokenizer.train_vocab_size is not None
+    is_there = world.main_first(run_dir.tokenizer.is_dir)
+    # Where the data lies on one machine only, a tokenizer is trained there.
+    rank = rank_with_data(config.data, world) if trains and not is_there else 0
+
+    def write() -> None:
+        if disks.is_apart[rank]:  # another run's, or an earlier one's of this name
+            shutil.rmtree(run_dir.tokenizer, ignore_errors=True)
+        write_tokenizer(config, run_dir.tokenizer)
+
+    world.main_first(write, group=world.work, rank=rank)
+    keeper = disks.keeper(world.rank)
+    needs = world.rank == keeper != disks.keeper(rank)
+    broadcast_folder(run_dir.tokenizer, world, src=rank, needs=needs)
+    return load_tokenizer(str(run_dir.tokenizer), trust_remote_code=config.model.trust_remote_code)
+
+
+def write_tokenizer(config: RunConfig, folder: Path) -> None:
+    """Load or train the tokenizer of a run into a folder, unless it is there.
+
+    Its chat template is the one that the run trains with. Without one of its own, a tokenizer that
+    is trained here gets chatml as soon as there are conversations.
+
+    Raises:
+        DataError: there is no such tokenizer or template, or the data cannot be read.
+    """
+    if folder.is_dir():
+        return
+    wanted = config.tokenizer
+    is_chat = any(source.type in TEMPLATED for source in config.data.sources)
+    template = wanted.chat_template
+    if wanted.train_vocab_size is not None:
+        template = template or (CHATML if is_chat else None)
+        tokenizer = train_tokenizer(
+            documents_for_tokenizer(config.data),
+            wanted.train_vocab_size,
+            is_chat=template == CHATML,
+        )
+    else:
+        tokenizer = load_tokenizer(
+            wanted.name_or_path or config.model.name_or_path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    if template is not None:
+        use_template(tokenizer, template)
+    if is_chat and tokenizer.chat_template is not None:
+        stop_at_turns(tokenizer)
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()  # transformers would make the run directory again, were it deleted
+    tokenizer.save_pretrained(partial)
+    partial.replace(folder)
+    log.info("tokenizer vocabulary=%d folder=%s", len(tokenizer), folder)

@@ -1,1 +1,0 @@
-"""Ranks that take no step: noticed by `watchdog.py`, named by what their stacks say."""
