@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from isles.outer.client.client import Client
-from isles.outer.codec.base import parse_codec
+from isles.outer.client.api import Client
+from isles.outer.codec import parse_codec
 from isles.outer.messages import Join
 from isles.run.join_line import JoinLine
 

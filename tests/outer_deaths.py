@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isles.outer.hub.averaging import average, norm_of
-from isles.outer.hub.files import Incoming
+from isles.outer.hub.files import Incoming, average, norm_of
 from isles.outer.messages import CHUNK_BYTES, Contribution, digest_of, hash_chunks
 from tests.outer_world import World, member_id
 

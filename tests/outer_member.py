@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.outer.client.client import Client
+from isles.outer.client.api import Client
 from isles.outer.client.http import RendezvousRefusal
 from isles.outer.hub import __main__ as rendezvous
 from isles.outer.messages import Beat, Join

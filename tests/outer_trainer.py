@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
-from isles.outer.base import OuterSettings
+from isles.outer.client.client import Link, member_of
 from isles.outer.client.events import (
     Claimed,
     Committed,
@@ -29,9 +29,9 @@ from isles.outer.client.events import (
     Sent,
     StateReady,
 )
-from isles.outer.client.link import Link, member_of
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.layout import make_layout
 from isles.run.env import RankEnv
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.outer.hub.averaging import Average
 from isles.outer.hub.core import Core
+from isles.outer.hub.files import Average
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.status import events

@@ -28,9 +28,9 @@ from isles.dist.world import World, join_world, leave_world
 from isles.errors import TrainingError, UserError
 from isles.models.build import fill_model
 from isles.outer.average import combine
-from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.layout import Layout, make_layout
 from isles.run.env import RankEnv
 from isles.strategies.base import Engine

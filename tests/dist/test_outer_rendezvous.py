@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from isles.errors import CommunicationError
-from isles.outer.client.client import Client
-from isles.outer.client.files import upload
+from isles.outer.client.api import Client, upload
 from isles.outer.client.http import RendezvousRefusal
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from isles.outer.average import size
-from isles.outer.client.client import Client
+from isles.outer.client.api import Client
 from isles.outer.client.http import RendezvousRefusal
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
 from isles.outer.hub import __main__ as rendezvous
 from isles.outer.hub.journal import JOURNAL
 from isles.outer.messages import Beat, digest_of, hash_chunks

@@ -24,18 +24,18 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.data.build import build_datasets
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
-from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from isles.outer.layout import make_layout
+from isles.outer.samples import OwnSamples
+from isles.outer.trainer.step import Turns
 from isles.run.env import RankEnv
 from isles.run.manifest import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows, write_record
-from isles.train.outer.samples import OwnSamples
-from isles.train.outer.turns import Turns
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from tests.dist.test_same_mathematics import weights_of

@@ -12,6 +12,7 @@ import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError
+from isles.outer.client.client import Alone
 from isles.outer.client.events import (
     Behind,
     Committed,
@@ -22,12 +23,10 @@ from isles.outer.client.events import (
     StateReady,
     TurnDue,
 )
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.pace import LEAST
-from isles.run.paths import RunDir
-from isles.train.outer.alone import Alone
-from isles.train.outer.coordinator import (
+from isles.outer.trainer.sync import (
+    LEAST,
     Adopt,
     Contribute,
     Order,
@@ -36,6 +35,7 @@ from isles.train.outer.coordinator import (
     Take,
     UseReserve,
 )
+from isles.run.paths import RunDir
 from isles.train.record import Recorder
 
 BATCH = 4

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ConfigError
-from isles.outer.hivemind.keys import Keys
-from isles.outer.hivemind.node import Hello, choose
-from isles.outer.hub.requests import Refusal
+from isles.outer.hivemind.dht import Keys
+from isles.outer.hivemind.host import Hello, choose
+from isles.outer.hub.rules import Refusal
 from isles.outer.messages import TurnAnswer
 from tests.outer_world import ZERO, World, member_id
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isles.errors import UserError
-from isles.outer.codec.base import Codec, parse_codec
+from isles.outer.codec import Codec, parse_codec
 from isles.outer.layout import PIECE_NUMBERS, Fragment, Piece, make_layout
-from isles.outer.pace import LEAST, MOST, auto_sync_every
+from isles.outer.trainer.sync import LEAST, MOST, auto_sync_every
 from tests.each import each
 
 INT8 = Codec("int8")

@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from isles.errors import ConfigError
 from isles.outer.client.http import RateLimit
 from isles.outer.hub.files import Incoming, Sealed, WrongHash
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import divergence, outliers
+from isles.outer.hub.rules import Refusal, divergence, outliers
 from isles.outer.hub.tls import lock_folder, make_identity
 from isles.outer.messages import (
     CHUNK_BYTES,
@@ -26,7 +25,7 @@ from isles.outer.messages import (
     digest_of,
     hash_chunks,
 )
-from isles.outer.spans import Interval, joined
+from isles.outer.samples import Interval, joined
 from isles.run.join_line import JoinLine, encode
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id, overlaps

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
 from isles.outer.hub.journal import JOURNAL, Journal
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import outliers
+from isles.outer.hub.rules import Refusal, outliers
 from isles.outer.hub.status import status
 from isles.outer.messages import (
     SAMPLE_TOKENS,
@@ -19,7 +18,7 @@ from isles.outer.messages import (
     StateFile,
     StateOffer,
 )
-from isles.outer.spans import reserve_of
+from isles.outer.samples import reserve_of
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id, overlaps
 

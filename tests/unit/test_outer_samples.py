@@ -7,8 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isles.outer.spans import Interval, joined, reserve_of, without
-from isles.train.outer.samples import OwnSamples
+from isles.outer.samples import Interval, OwnSamples, joined, reserve_of, without
 
 ME = "ab" * 16
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from isles.outer.client.spool import Spool
+from isles.outer.client.transfer import Spool
 from isles.outer.messages import TurnAnswer
-from isles.outer.spans import joined, without
+from isles.outer.samples import joined, without
 
 
 def test_intervals_are_sets_of_numbers() -> None:

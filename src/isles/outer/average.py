@@ -10,9 +10,15 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from isles.outer.base import UnsoundUpdateError, check_magnitude
-from isles.outer.codec import topk as codec_topk
-from isles.outer.codec.base import Codec, CodecKind, parse_codec
+from isles.outer.codec import (
+    Codec,
+    CodecKind,
+    UnsoundUpdateError,
+    add_topk,
+    check_magnitude,
+    check_topk,
+    parse_codec,
+)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -89,7 +95,7 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
     weights = data[: 4 * num_parts].view(torch.float32).tolist()
     out.zero_()
     for weight, part in zip(weights, data[4 * num_parts :].view(num_parts, each), strict=True):
-        codec_topk.add(part, out, codec.density, weight=weight)
+        add_topk(part, out, codec.density, weight=weight)
 
 
 def inspect(codec: str, n: int, data: Buffer) -> float:
@@ -105,7 +111,7 @@ def inspect(codec: str, n: int, data: Buffer) -> float:
     own = parse_codec(codec)
     tensor = _tensor(own, n, data)
     if own.kind == "topk":
-        codec_topk.check(tensor, n, own.density)
+        check_topk(tensor, n, own.density)
     values = torch.empty(n)
     own.decode(tensor, values)
     check_magnitude(values)

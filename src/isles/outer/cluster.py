@@ -7,8 +7,9 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,51 @@ from torch import Tensor
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.outer.average import average_size
-from isles.outer.base import (
-    Applied,
-    Contribution,
-    Mode,
-    OuterSettings,
-    UnsoundUpdateError,
-    Weights,
-)
-from isles.outer.carry import Carrier
-from isles.outer.diloco import FragmentShare, clip_scale, total_norm
+from isles.outer.codec import UnsoundUpdateError
+from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
 from isles.outer.layout import Fragment, Layout
+from isles.outer.rank_files import Carrier
+
+
+class Weights(Protocol):
+    """The trained weights of one cluster as whole tensors; an engine of `strategies` is one."""
+
+    def trained_shapes(self) -> Mapping[str, torch.Size]: ...
+
+    def whole_weight(self, name: str) -> Tensor: ...
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None: ...
+
+    def weights_set(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One cluster's encoded pseudo-gradient of a fragment, as a file on rank 0.
+
+    Args:
+        size_bytes: of the file.
+        sha256: of the file; only rank 0 knows it, "" elsewhere.
+        norm: of the pseudo-gradient, before it was encoded and without what is fed back.
+    """
+
+    size_bytes: int
+    sha256: str
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """An outer step of a fragment that has been made; the same on all ranks.
+
+    Args:
+        digest: of the fragment's outer parameters: equal on all clusters.
+        norm: of the averaged pseudo-gradient, before it was clipped.
+    """
+
+    digest: str
+    norm: float
+
 
 _LONGEST_HEAD = 100 * 2**20
 _FIX = "let the cluster take it from another one, or from the rendezvous, once more"

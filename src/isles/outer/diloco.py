@@ -12,14 +12,41 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
-from isles.outer.base import Mode, OuterSettings, UnsoundUpdateError
-from isles.outer.codec.base import Codec
+from isles.outer.codec import Codec, UnsoundUpdateError
 from isles.outer.layout import Piece
+
+Mode = Literal["on_time", "overlap", "late", "idle"]
+"""How an average finds this cluster's weights.
+
+on_time: they are those of the contribution, which is in the average: they become the outer
+parameters.
+overlap: inner steps were made since the contribution, which is in the average.
+late: this cluster's contribution is not in the average, or it made none.
+idle: so, and nothing was learnt here since the last average: they become the outer parameters.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSettings:
+    """The outer optimizer: SGD with Nesterov momentum over pseudo-gradients.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: 0 for none.
+        max_norm: longest averaged pseudo-gradient of a fragment; a longer one is shortened to it.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    max_norm: float | None = None
+
 
 _LANES = 1 << 16
 

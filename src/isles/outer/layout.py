@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from isles.errors import UserError
-from isles.outer.codec.base import Codec
+from isles.outer.codec import Codec
 
 PIECE_NUMBERS = 2**20
 """Numbers in a piece at most: a multiple of the blocks of all codecs."""

@@ -35,6 +35,7 @@ from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
+from isles.outer.trainer.build import Between, join_clusters, make_between
 from isles.run.env import cache_home
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
@@ -50,7 +51,6 @@ from isles.train.model import (
     whole_model,
 )
 from isles.train.optimizer import make_optimizers
-from isles.train.outer.build import Between, join_clusters, make_between
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder
@@ -135,7 +135,19 @@ def build(
         base=base,
     )
     if between is not None:
-        parts.outer = join_clusters(parts, between, lambda: signals.stop_code)
+        parts.outer = join_clusters(
+            between,
+            config,
+            world,
+            run_dir,
+            recorder=recorder,
+            meter=meter,
+            forget_ahead=parts.loader.forget,
+            requested=lambda: signals.stop_code,
+            total_steps=total_steps,
+            data_content=parts.data_content,
+            base=base,
+        )
     return parts
 
 

@@ -19,12 +19,12 @@ from isles.data.dataset import Dataset
 from isles.data.loader import Loader, evaluation_batches
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.outer.trainer.outer import Outer
 from isles.run.manifest import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.evaluate import evaluate
 from isles.train.metrics import StepMeter
-from isles.train.outer.loop import Outer
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement

@@ -1,305 +1,359 @@
-"""What a cluster asks of its rendezvous; every call ends by its deadline, well or in words."""
+"""Rank 0's end of the hub: a thread in which the `Session` runs; survives whatever happens there.
+
+Nothing that is called here waits for the network. What is computed in the thread must leave the
+interpreter to the inner steps: hashes, files and TLS release its lock.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
-from isles.errors import CommunicationError
-from isles.outer.client.files import download, upload
-from isles.outer.client.http import Channel, RateLimit, RendezvousRefusal
-from isles.outer.messages import (
-    Answer,
-    Applied,
-    Beat,
-    BeatAnswer,
-    Claim,
-    ClaimAnswer,
-    Contribution,
-    ContributionAnswer,
-    HeldAnswer,
+from isles.outer.average import combine
+from isles.outer.client.events import (
+    Claimed,
+    Committed,
+    Ended,
+    Event,
     Interval,
-    Join,
-    JoinAnswer,
-    LeaveRun,
-    OnlyId,
-    StateAnswer,
-    StateFile,
-    StateOffer,
-    TurnAnswer,
-    digest_of,
-    hash_chunks,
+    Joined,
+    LinkSettings,
+    Member,
+    Progress,
+    Sent,
 )
-from isles.run.join_line import JoinLine
+from isles.outer.client.session import Session
+from isles.outer.client.transfer import Spool
+from isles.outer.layout import Layout
 
-_POLL_S = 20.0
-_AGAIN_S = 1.0
-_SEAL_S = 300.0
+log = logging.getLogger(__name__)
 
+_KEPT_AVERAGES = 8
+"""Engine hivemind: so many averages stay for clusters that missed them."""
 
-class _Done(Answer):
-    """An answer without content."""
-
-
-class _Offered(Answer):
-    """An offer is taken."""
-
-    state: int
+_PEERS_END_S = 15.0
+"""Engine hivemind: until others have left the hub that is hosted here, and the daemon has ended."""
 
 
-class Client:
-    """One cluster's side of the rendezvous; for one event loop.
+def member_of(
+    layout: Layout, *, name: str, member_id: str, identity: Mapping[str, str] | None = None
+) -> Member:
+    """What a cluster joins with.
 
     Args:
-        line: the join line.
-        member_id: 32 hexadecimal digits that this cluster keeps for the whole run.
-        connections: so many chunks travel at a time.
-        up_bytes_per_s: limit on what is sent; 0: none.
-        down_bytes_per_s: limit on what is fetched; 0: none.
+        layout: of the run.
+        name: of the cluster.
+        member_id: 32 hexadecimal digits (`secrets.token_hex(16)`), kept for the whole run.
+        identity: what else must be equal on all clusters: outer settings, the model's name …
+    """
+    fragments = range(len(layout.fragments))
+    return Member(
+        name=name,
+        member_id=member_id,
+        identity={"layout": layout.digest, **(identity or {})},
+        codec=layout.codec.text,
+        pieces=[layout.piece_counts(fragment) for fragment in fragments],
+    )
+
+
+class Link:
+    """Joins the other clusters at once, in a thread; the first event is `Joined`, later or never.
+
+    To be used by one thread of rank 0. No method waits for the network, save `wait` and `close`,
+    which have deadlines.
+
+    Args:
+        member: who this cluster is; see `member_of`.
+        settings: how it reaches the hub.
+        join_file: holds the join line (mode 0600).
+        spool: a folder of this cluster's own, kept over attempts; contributions and averages lie
+            in it for a while.
+        version: turns applied to the outer parameters (0, or what the checkpoint says).
+        outer_params: the digest of each fragment's outer parameters (`Cluster.digest`).
+        holding: samples claimed before this attempt that the cluster still means to train on, or
+            has trained on since its last contribution that is in an average. What it has claimed
+            and does not hold is dealt to others. From here on the link keeps account.
     """
 
     def __init__(
         self,
-        line: JoinLine,
-        member_id: str,
+        member: Member,
+        settings: LinkSettings,
         *,
-        connections: int = 4,
-        up_bytes_per_s: float = 0.0,
-        down_bytes_per_s: float = 0.0,
+        join_file: Path,
+        spool: Path,
+        version: int,
+        outer_params: Sequence[str],
+        holding: Sequence[Interval] = (),
     ) -> None:
-        self.id = member_id
-        self.channel = Channel(
-            line, connections, RateLimit(up_bytes_per_s), RateLimit(down_bytes_per_s)
+        self._more_s = 0.0 if settings.hivemind is None else _PEERS_END_S
+        kept = 0 if settings.hivemind is None else _KEPT_AVERAGES
+        self._spool = Spool.of(spool, member.pieces, version, kept)
+        self._num_fragments = len(member.pieces)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._session = Session(
+            member, settings, join_file, self._spool, version, outer_params, holding, self._pass_on
         )
-        self._claims = 0
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._session.run())
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread.start()
 
-    async def __aenter__(self) -> Client:
-        await self.channel.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.channel.__aexit__(kind, error, trace)
-
-    async def join(self, join: Join, deadline_s: float) -> JoinAnswer:
-        """Take part; also after a restart of this cluster, or where the rendezvous forgot it."""
-        answer = await self.channel.post("/v1/join", join, JoinAnswer, deadline_s)
-        self._claims = 0
-        return answer
-
-    async def beat(self, beat: Beat, deadline_s: float) -> BeatAnswer:
-        """Say that this cluster lives; every 2 s."""
-        return await self.channel.post("/v1/beat", beat, BeatAnswer, deadline_s)
-
-    async def leave(self, deadline_s: float, *, has_finished: bool = False) -> None:
-        """End: what was claimed and not trained on goes to others."""
-        body = LeaveRun(id=self.id, has_finished=has_finished)
-        await self.channel.post("/v1/leave", body, _Done, deadline_s)
-
-    async def obeyed(self, deadline_s: float) -> None:
-        """The order `reset` has been done."""
-        await self.channel.post("/v1/obeyed", OnlyId(id=self.id), _Done, deadline_s)
-
-    async def claim(self, samples: int, deadline_s: float) -> Sequence[Interval]:
-        """Samples that are this cluster's alone."""
-        self._claims += 1
-        claim = Claim(id=self.id, number=self._claims, samples=samples)
-        return (await self.channel.post("/v1/claim", claim, ClaimAnswer, deadline_s)).samples
-
-    async def contribute(
-        self,
-        turn: int,
-        path: Path,
-        *,
-        tokens: int,
-        steps: int,
-        samples: Sequence[Interval],
-        deadline_s: float,
-    ) -> ContributionAnswer:
-        """Send a contribution, or the rest of it, and have it counted.
-
-        Args:
-            turn: to which turn.
-            path: its encoded bytes; they must not change meanwhile.
-            tokens: its weight.
-            steps: inner steps in it.
-            samples: trained on since the last contribution.
-            deadline_s: for the whole.
-
-        Raises:
-            RendezvousRefusal: kind `late`: the turn is decided without it; `refused`: it holds
-                values that are not finite; `behind`: the state must be pulled first.
-            CommunicationError: the deadline is over.
-        """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        hashes = await asyncio.to_thread(hash_chunks, path)
-        contribution = Contribution(
-            id=self.id,
-            tokens=tokens,
-            steps=steps,
-            samples=list(samples),
-            digest=digest_of(hashes),
-        )
-        while True:
-            try:
-                await self._upload_part(turn, path, hashes, end - loop.time())
-                while True:
-                    answer = await self.channel.post(
-                        f"/v1/turns/{turn}/complete",
-                        contribution,
-                        ContributionAnswer,
-                        end - loop.time(),
-                        attempt_s=2 * _POLL_S,
-                    )
-                    if answer.is_measured:
-                        return answer
-            except RendezvousRefusal as error:
-                # The rendezvous came back from a crash with less than it had said it has.
-                if error.kind != "incomplete" or loop.time() > end:
-                    raise
-                await asyncio.sleep(_AGAIN_S)
-
-    async def _upload_part(
-        self, turn: int, path: Path, hashes: Sequence[str], deadline_s: float
-    ) -> None:
-        place = f"/v1/turns/{turn}/parts/{self.id}"
+    def _run(self) -> None:
         try:
-            await upload(self.channel, place, path, hashes, deadline_s)
-        except RendezvousRefusal as error:
-            # It was, before this process was started again.
-            if error.kind not in ("counted", "sealed"):
-                raise
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        except BaseException:  # the edge of a thread
+            log.exception("what speaks with the hub has ended")
+        finally:
+            with suppress(RuntimeError):
+                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
 
-    async def turn(self, turn: int, deadline_s: float) -> TurnAnswer:
-        """How a turn stands, now."""
-        return await self.channel.get(f"/v1/turns/{turn}", TurnAnswer, deadline_s)
+    def _pass_on(self, event: Event) -> None:
+        with self._news:
+            self._events.put(event)
+            self._news.notify_all()
 
-    async def wait_turn(self, turn: int, deadline_s: float) -> TurnAnswer:
-        """Wait until a turn is committed.
+    def _cancel(self) -> None:
+        self._task.cancel()
 
-        Raises:
-            CommunicationError: it is not by the deadline; says whom it waits for.
+    def _do(self, call: Callable[[], None]) -> None:
+        """Have the thread do something."""
+        with suppress(RuntimeError):  # it has ended: see `Refused`
+            self._loop.call_soon_threadsafe(call)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who takes part now, this cluster too."""
+        return self._session.members
+
+    @property
+    def pace(self) -> int:
+        """Inner steps that a round should have for the slowest link of all; 0: not known."""
+        return self._session.pace
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the hub answers."""
+        return self._session.is_connected
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this attempt, to the hub."""
+        return self._session.moved[0]
+
+    @property
+    def received_bytes(self) -> int:
+        """By this attempt, from the hub."""
+        return self._session.moved[1]
+
+    # What rank 0 says.
+
+    def contribution_path(self, turn: int) -> Path:
+        """Where a contribution is to be written (`Cluster.encode`) before `contribute`."""
+        return self._spool.contribution(turn)
+
+    def state_paths(self) -> list[Path]:
+        """Where the state is to be written (`Cluster.export_state`) before `give_state`."""
+        folder = self._spool.given
+        return [folder / f"fragment-{i}.safetensors" for i in range(self._num_fragments)]
+
+    def contribute(self, sent: Sent) -> None:
+        """Bring a contribution into a turn; `Committed` tells what became of it.
+
+        Its file lies at `contribution_path`, and is the link's from now on, which removes it. The
+        turn is the one that this cluster is at: all before it are contributed to or missed.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        while True:
-            left = end - loop.time()
-            answer = await self.channel.get(
-                f"/v1/turns/{turn}", TurnAnswer, max(left, 1.0), max(0.0, min(left, _POLL_S))
-            )
-            if answer.state == "committed":
-                return answer
-            if loop.time() >= end:
-                waits = ", ".join(answer.waits_for) or "nobody"
-                raise CommunicationError(
-                    f"turn {turn} is {answer.state} after {deadline_s:.0f} s; it waits for {waits}",
-                    where=str(self.channel.line),
-                    fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
-                )
+        self._do(lambda: self._session.contribute(sent))
 
-    async def fetch_average(self, answer: TurnAnswer, target: Path, deadline_s: float) -> None:
-        """Fetch the average of a committed turn. See `download`."""
-        place = f"/v1/turns/{answer.turn}/average"
-        await download(self.channel, place, answer.size_bytes, answer.digest, target, deadline_s)
-
-    async def held(self, turn: int, deadline_s: float) -> bool:
-        """Tell that the average of a turn lies here, and wait until it does at all who live.
-
-        Returns:
-            Whether it does.
-        """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        while (left := end - loop.time()) > 0:
-            place = f"/v1/turns/{turn}/held?wait={min(left, _POLL_S):g}"
-            body = OnlyId(id=self.id)
-            answer = await self.channel.post(place, body, HeldAnswer, left, attempt_s=2 * _POLL_S)
-            if answer.is_everywhere:
-                return True
-        return False
-
-    async def applied(self, turn: int, outer_params: str, deadline_s: float) -> None:
-        """Tell which outer parameters an average has led to."""
-        body = Applied(id=self.id, turn=turn, outer_params=outer_params)
-        await self.channel.post("/v1/applied", body, _Done, deadline_s)
-
-    async def give_state(
-        self, version: int, outer_params: Sequence[str], files: Sequence[Path], deadline_s: float
-    ) -> None:
-        """Upload the outer state for a cluster that is behind, or the rest of it.
+    def applied(self, turn: int, digest: str) -> None:
+        """An average was applied (also an empty one); its file is the link's again.
 
         Args:
-            version: turns applied to them.
+            turn: of the average.
+            digest: `Applied.digest`, of the fragment's outer parameters thereafter.
+        """
+        self._do(lambda: self._session.applied(turn, digest))
+
+    def claim(self, num_samples: int) -> None:
+        """Ask for samples; `Claimed` brings them. May be asked several times, ahead."""
+        self._do(lambda: self._session.claim(num_samples))
+
+    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
+        """The answer to `Donate`: safetensors, one for each fragment; they must not change.
+
+        Args:
+            version: turns applied to all of them.
+            paths: see `state_paths`.
             outer_params: digest of each fragment's outer parameters.
-            files: safetensors; they must not change meanwhile.
-            deadline_s: for the whole.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        hashes = [await asyncio.to_thread(hash_chunks, path) for path in files]
-        offered = [
-            StateFile(name=path.name, size_bytes=path.stat().st_size, digest=digest_of(each))
-            for path, each in zip(files, hashes, strict=True)
-        ]
-        offer = StateOffer(
-            id=self.id, version=version, outer_params=list(outer_params), files=offered
-        )
-        state = (await self.channel.post("/v1/states", offer, _Offered, deadline_s)).state
-        for index, (path, each) in enumerate(zip(files, hashes, strict=True)):
-            place = f"/v1/states/{state}/files/{index}/from/{self.id}"
-            await upload(self.channel, place, path, each, end - loop.time())
-        await self.channel.post(
-            f"/v1/states/{state}/complete",
-            OnlyId(id=self.id),
-            _Done,
-            end - loop.time(),
-            attempt_s=_SEAL_S,
-        )
+        self._do(lambda: self._session.give_state(version, paths, outer_params))
 
-    async def pull_state(self, folder: Path, deadline_s: float) -> StateAnswer:
-        """Fetch the state that another cluster gives; what is there of it already is kept.
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
+        """The answer to `StateReady`: the state was imported; contributions under way are void.
 
         Args:
-            folder: where its files shall lie.
-            deadline_s: for the whole.
-
-        Raises:
-            CommunicationError: nobody has given it by the deadline; says who was asked.
+            version: turns applied to it.
+            outer_params: `Cluster.digest` of each fragment.
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        while True:
-            left = max(1.0, end - loop.time())
-            answer = await self.channel.post("/v1/state", OnlyId(id=self.id), StateAnswer, left)
-            if answer.state is not None:
-                try:
-                    return await self._fetch_state(answer, folder, end)
-                except RendezvousRefusal as error:
-                    if error.kind != "no_state":  # gone meanwhile: there will be a newer one
-                        raise
-            if loop.time() >= end:
-                donor = answer.donor or "nobody: no other cluster lives that is up to date"
-                raise CommunicationError(
-                    f"no state has come within {deadline_s:.0f} s; asked for it is {donor}",
-                    where=str(self.channel.line),
-                    fix="look at the log of the cluster named",
-                )
-            await asyncio.sleep(_AGAIN_S)
+        self._do(lambda: self._session.adopted(version, outer_params))
 
-    async def _fetch_state(self, answer: StateAnswer, folder: Path, end: float) -> StateAnswer:
-        loop = asyncio.get_running_loop()
-        folder.mkdir(exist_ok=True)
-        for index, file in enumerate(answer.files):
-            place = f"/v1/states/{answer.state}/files/{index}"
-            target = folder / file.name
-            await download(
-                self.channel, place, file.size_bytes, file.digest, target, end - loop.time()
+    def keep_since(self, version: int) -> None:
+        """The cluster may have to go on from a checkpoint with so many turns applied.
+
+        Until this is called first it may be the one that it has been started from.
+        """
+        self._spool.since = version
+
+    def obeyed(self) -> None:
+        """The answer to `Reset`: the weights are the outer parameters again."""
+        self._do(self._session.obeyed)
+
+    def progress(self, progress: Progress) -> None:
+        """What the others are told of this cluster with the next heartbeat. Costs nothing."""
+        self._session.progress = progress
+
+    # What rank 0 hears.
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call, in order; never waits."""
+        found = []
+        while not self._events.empty():
+            found.append(self._events.get())
+        return found
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `poll` has something; False: nothing within the time."""
+        end = time.monotonic() + timeout_s
+        with self._news:
+            while self._events.empty():
+                left_s = end - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._news.wait(left_s)
+        return True
+
+    def close(
+        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
+    ) -> None:
+        """End the thread, within a time.
+
+        Args:
+            leaves: tell the hub, so that nobody waits for this cluster; it may join again.
+            has_finished: tell it that the training is over, too.
+            timeout_s: for telling it.
+        """
+        tells = leaves and self.is_connected
+        self._do(lambda: self._session.leave(tells=tells, has_finished=has_finished))
+        self._thread.join(timeout_s + self._more_s)
+        if self._thread.is_alive():
+            self._do(self._cancel)
+            self._thread.join(timeout_s)
+
+
+class Alone:
+    """Stands where `Link` would: every turn is decided at once, samples come in their order.
+
+    Args:
+        layout: of the run.
+        name: of the cluster.
+        spool: folder for the contributions.
+        version: turns that have been applied.
+        next_sample: the first that was never dealt.
+    """
+
+    sent_bytes = received_bytes = pace = 0
+    is_connected = True
+
+    def __init__(
+        self, layout: Layout, name: str, spool: Path, *, version: int, next_sample: int
+    ) -> None:
+        self._layout, self._name, self._spool = layout, name, spool
+        self._next_sample = next_sample
+        self._events: list[Event] = [Joined(standing="current", turn=version, from_turn=version)]
+        self.members: tuple[str, ...] = (name,)
+        spool.mkdir(mode=0o700, exist_ok=True)
+
+    def contribution_path(self, turn: int) -> Path:
+        """Where a contribution is to be written."""
+        return self._spool / f"contribution-{turn:08d}"
+
+    def state_paths(self) -> list[Path]:
+        return []  # nobody asks for the state
+
+    def contribute(self, sent: Sent) -> None:
+        """Average a contribution with no other."""
+        path, average = self.contribution_path(sent.turn), self._average(sent.turn)
+        text = self._layout.codec.text
+        size = 0
+        with path.open("rb") as source, average.open("wb") as goal:
+            for count in self._layout.piece_counts(sent.turn % len(self._layout.fragments)):
+                data = source.read(self._layout.codec.size(count))
+                size += goal.write(combine(text, count, [(data, 1.0)]))
+        path.unlink()
+        weights = {self._name: sent.tokens}
+        self._events.append(
+            Committed(
+                turn=sent.turn,
+                path=average,
+                is_in=True,
+                weights=weights,
+                refused={},
+                size_bytes=size,
             )
-        return answer
+        )
+
+    def _average(self, turn: int) -> Path:
+        return self._spool / f"average-{turn:08d}"
+
+    def applied(self, turn: int, digest: str) -> None:
+        """An average is needed no more."""
+        self._average(turn).unlink(missing_ok=True)
+
+    def claim(self, num_samples: int) -> None:
+        """Deal samples."""
+        start, self._next_sample = self._next_sample, self._next_sample + num_samples
+        self._events.append(Claimed(samples=((start, self._next_sample),)))
+
+    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
+        raise AssertionError("nobody asks for the state")
+
+    def adopted(self, version: int, outer_params: Sequence[str]) -> None:
+        raise AssertionError("nobody gives a state")
+
+    def obeyed(self) -> None:
+        raise AssertionError("nobody orders anything")
+
+    def keep_since(self, version: int) -> None:
+        pass  # an average is this cluster's own contribution: its steps are done again
+
+    def progress(self, progress: Progress) -> None:
+        """Nobody has a turn that is still to come."""
+        if progress.ends:
+            self._events.append(Ended(turns=0))
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call."""
+        found, self._events = self._events, []
+        return found
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `poll` has something."""
+        return bool(self._events)
+
+    def close(
+        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
+    ) -> None:
+        pass
+
+
+Line = Link | Alone

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from isles.outer.messages import Standing
+
+log = logging.getLogger(__name__)
+
 
 Interval = tuple[int, int]
 """Samples from a number up to, without, another."""

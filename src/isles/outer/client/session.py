@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from isles.errors import CommunicationError, ConfigError, UserError
-from isles.outer.client.client import Client
+from isles.outer.client.api import Client
 from isles.outer.client.events import (
     Behind,
     Claimed,
@@ -39,14 +39,13 @@ from isles.outer.client.events import (
     TurnDue,
 )
 from isles.outer.client.http import WHO_IS_THERE, NotLetInError, RejoinError, RendezvousRefusal
-from isles.outer.client.spool import Spool
-from isles.outer.client.turns import Turns, patiently, pull_state
+from isles.outer.client.transfer import Spool, Turns, patiently, pull_state
 from isles.outer.messages import Beat, BeatAnswer, Join
-from isles.outer.spans import joined, without
+from isles.outer.samples import joined, without
 from isles.run.join_line import JoinLine
 
 if TYPE_CHECKING:  # an extra
-    from isles.outer.hivemind.node import Node
+    from isles.outer.hivemind.host import Node
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +225,7 @@ class Session:
 
     async def _begin_node(self) -> None:
         if self._node is None:
-            from isles.outer.hivemind.node import Node
+            from isles.outer.hivemind.host import Node
 
             assert self._settings.hivemind is not None
             name, spool, turns = self._member.name, self._spool, self.turns

@@ -8,14 +8,13 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from isles.outer.hub.averaging import Average, Job
+from isles.outer.hub.files import Average, Job
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.members import Membership
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import Settings, divergence
+from isles.outer.hub.rounds import Turns
+from isles.outer.hub.rules import Refusal, Settings, divergence
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.states import States
-from isles.outer.hub.turns import Turns
 from isles.outer.messages import (
     PROTOCOL,
     Applied,

@@ -6,8 +6,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import Settings
+from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.messages import Beat, Join
 

@@ -16,6 +16,24 @@ _ENOUGH_NORMS = 4
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class Refusal(Exception):
+    """A request that is refused: with an HTTP status, a kind for programs, and words for people.
+
+    Args:
+        status: 404, 409, 413, 422, 507 …
+        kind: one word that the client acts on.
+        what: what is wrong, with the value.
+        fix: what to do about it.
+    """
+
+    def __init__(self, status: int, kind: str, what: str, fix: str = "") -> None:
+        super().__init__(what)
+        self.status = status
+        self.kind = kind
+        self.what = what
+        self.fix = fix
+
+
 class Settings(BaseModel):
     """The rules of one run; the same for all clusters."""
 

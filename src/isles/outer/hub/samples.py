@@ -11,8 +11,8 @@ import sqlite3
 from collections.abc import Sequence
 
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.requests import Refusal
-from isles.outer.spans import RESERVE, Interval, dealt, joined, reserve_of, without
+from isles.outer.hub.rules import Refusal
+from isles.outer.samples import RESERVE, Interval, dealt, joined, reserve_of, without
 
 _MOST_LEASED = 2**27
 """Samples that one cluster has at a time at most: so many tokens can weigh in one turn."""

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import Settings
+from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import StateAnswer, StateOffer
 
 _WANTED_S = 300.0

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from isles.outer.hub.averaging import Averager, Job, average, norm_of, part_bytes
 from isles.outer.hub.core import Core
-from isles.outer.hub.files import Incoming
+from isles.outer.hub.files import Averager, Incoming, Job, average, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Settings
 from isles.outer.messages import Join

@@ -14,10 +14,8 @@ from typing import Any
 
 from isles.errors import CommunicationError
 from isles.outer.client.events import Event, HivemindSettings, Note
-from isles.outer.client.spool import Spool
-from isles.outer.client.turns import Turns
-from isles.outer.hivemind.keys import Keys
-from isles.outer.hivemind.peers import Body, PeerError, Peers, Reader, Tunnel, Writer
+from isles.outer.client.transfer import Spool, Turns
+from isles.outer.hivemind.dht import Body, Keys, PeerError, Peers, Reader, Tunnel, Writer
 from isles.outer.hub.files import chunk_list
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server

@@ -19,25 +19,20 @@ from isles.config.sections.run import RunConfig
 from isles.dist.nodes import raise_first
 from isles.dist.world import World
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
-from isles.outer.base import OuterSettings
+from isles.outer.client.client import Alone, Line, Link, member_of
 from isles.outer.client.events import HivemindSettings, LinkSettings
-from isles.outer.client.link import Link, member_of
-from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.cluster import Cluster, Weights
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.layout import Layout, make_layout
 from isles.outer.messages import SAMPLE_TOKENS
+from isles.outer.samples import OwnSamples
+from isles.outer.trainer.outer import Outer
+from isles.outer.trainer.step import Turns
+from isles.outer.trainer.sync import Meter, OuterCoordinator, Progress, Recorder
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.run.records import read_record, write_record
-from isles.strategies.base import Engine
-from isles.train.outer.alone import Alone, Line
-from isles.train.outer.coordinator import OuterCoordinator
-from isles.train.outer.loop import Outer
-from isles.train.outer.samples import OwnSamples
-from isles.train.outer.turns import Turns
-from isles.train.parts import Parts
-from isles.train.progress import Progress
-from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +82,7 @@ class Between:
 
 def make_between(
     config: RunConfig,
-    engine: Engine,
+    engine: Weights,
     world: World,
     run_dir: RunDir,
     resume_from: CheckpointInfo | None,
@@ -119,48 +114,67 @@ def make_between(
     return Between(outer, config.clusters[0].name, member_id, cluster, layout, manifest)
 
 
-def join_clusters(parts: Parts, between: Between, requested: Callable[[], int]) -> Outer:
+def join_clusters(
+    between: Between,
+    config: RunConfig,
+    world: World,
+    run_dir: RunDir,
+    *,
+    recorder: Recorder,
+    meter: Meter,
+    forget_ahead: Callable[[], None],
+    requested: Callable[[], int],
+    total_steps: int | None,
+    data_content: str,
+    base: dict[str, str] | None,
+) -> Outer:
     """Join the other clusters, with rank 0's line to them. All ranks must call this.
 
     Args:
-        parts: all others of the loop.
-        between: see there.
+        between: after `begin`.
+        config: the run file.
+        world: the ranks.
+        run_dir: of the run.
+        recorder, meter: of the run.
+        forget_ahead: drops samples that were read in advance.
         requested: what this rank wants at the end of a step: an exit code, or 0.
+        total_steps: of the run, if it is known.
+        data_content: digest of the samples.
+        base: fingerprint of frozen weights, if there are any.
 
     Raises:
         UserError: this cluster is not let in, or does not reach the rendezvous.
     """
-    turns, world, config = between.turns, parts.world, parts.config
+    turns = between.turns
     assert turns is not None
     outer_params = turns.outer_params()
     coordinator = None
     fault: UserError | None = None
     if world.is_main:
         try:
-            identity = _identity(parts)
+            identity = _identity(config, total_steps, data_content, base)
             run = config.name.removesuffix(f"-{between.name}")
-            turns.line = _start_line(between, turns, parts.run_dir, outer_params, identity, run)
+            turns.line = _start_line(between, turns, run_dir, outer_params, identity, run)
             coordinator = OuterCoordinator(
                 between.config,
                 turns.line,
                 num_fragments=turns.num_fragments,
                 batch=config.training.global_batch_size,
-                total_steps=parts.total_steps,
-                recorder=parts.recorder,
+                total_steps=total_steps,
+                recorder=recorder,
             )
         except UserError as error:
             fault = error
     raise_first(world.gather(fault))
     outer = Outer(
-        between.config,
-        world,
         turns,
         coordinator,
-        loader=parts.loader,
-        progress=parts.progress,
-        meter=parts.meter,
-        recorder=parts.recorder,
-        total_steps=parts.total_steps,
+        world=world,
+        batch=config.training.global_batch_size,
+        forget_ahead=forget_ahead,
+        meter=meter,
+        recorder=recorder,
+        total_steps=total_steps,
         requested=requested,
     )
     outer.begin(is_new=between.manifest is None)
@@ -230,17 +244,19 @@ def _hivemind(outer: DiLoCoConfig, run: str) -> HivemindSettings:
     return HivemindSettings(run=run, rules=outer.rendezvous_settings, **found.model_dump())
 
 
-def _identity(parts: Parts) -> dict[str, str]:
+def _identity(
+    config: RunConfig, total_steps: int | None, data_content: str, base: dict[str, str] | None
+) -> dict[str, str]:
     """What must be equal on all clusters, by the names that users know."""
-    config, outer = parts.config, parts.config.diloco
+    outer = config.diloco
     assert outer is not None
     training, seq_length = config.training, config.data.seq_length
     found = {
         "adapter.type": config.adapter.type,
-        "data": parts.data_content[:16],
+        "data": data_content[:16],
         "data.seq_length": str(seq_length),
         "seed": str(config.seed),
-        "steps of the run": str(parts.total_steps),
+        "steps of the run": str(total_steps),
         "training.method": training.method,
         "outer.sync_every": str(outer.sync_every),
         "outer.fragments": str(outer.fragments),
@@ -256,7 +272,7 @@ def _identity(parts: Parts) -> dict[str, str]:
     if outer.warmup_rounds:
         found["outer.warmup_rounds"] = str(outer.warmup_rounds)
         found["outer.warmup_sync_every"] = str(outer.warmup_sync_every)
-    if parts.base is not None:
-        text = json.dumps(parts.base, sort_keys=True)
+    if base is not None:
+        text = json.dumps(base, sort_keys=True)
         found["the frozen weights"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found

@@ -1,8 +1,9 @@
-"""The turns of one cluster: what it contributes, takes in, gives away and saves."""
+"""What the outer steps leave on record: a row for each turn, and a part of status.json."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,18 +15,128 @@ from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import TrainingError
-from isles.outer.base import Applied, Contribution, Mode
+from isles.outer.client.client import Line
 from isles.outer.client.events import Interval, Sent, sent_from
-from isles.outer.cluster import Cluster
+from isles.outer.cluster import Applied, Cluster, Contribution
+from isles.outer.diloco import Mode
 from isles.outer.layout import Layout
-from isles.train.outer.alone import Line
-from isles.train.outer.coordinator import Adopt, SyncState, Take
-from isles.train.outer.record import OuterRecord
-from isles.train.outer.samples import OwnSamples
-from isles.train.progress import Progress
-from isles.train.record import Recorder
+from isles.outer.samples import OwnSamples
+from isles.outer.trainer.sync import Adopt, OuterCoordinator, Progress, Recorder, SyncState, Take
 
 log = logging.getLogger(__name__)
+
+
+_STATUS_EVERY_S = 2.0
+
+
+class OuterRecord:
+    """Times and bytes of the turns.
+
+    Args:
+        recorder: of the run.
+        progress: of the run.
+        fragments: of the layout.
+    """
+
+    def __init__(self, recorder: Recorder, progress: Progress, fragments: int) -> None:
+        self._recorder, self.progress, self._fragments = recorder, progress, fragments
+        self._began: dict[int, float] = {}
+        self._exposed: dict[int, float] = {}
+        self._waiting: dict[int, float] = {}
+        self._exposed_s = self._hidden_s = 0.0
+        self._last: dict[str, Any] | None = None
+        self._told_at = -math.inf
+
+    def begin(self, turn: int) -> None:
+        """The contribution to a turn is made now."""
+        self._began[turn] = time.perf_counter()
+
+    def exposed(self, turn: int, seconds: float) -> None:
+        """No inner step was made for so long, because of this turn."""
+        if turn not in self._waiting:  # it is counted there
+            self._exposed[turn] = self._exposed.get(turn, 0.0) + seconds
+
+    def waits(self, turn: int) -> None:
+        """From now on no inner step is made, because of this turn."""
+        self._waiting[turn] = time.perf_counter()
+
+    def waits_no_more(self, turn: int) -> None:
+        """Inner steps go on."""
+        if (since := self._waiting.pop(turn, None)) is not None:
+            self.exposed(turn, time.perf_counter() - since)
+
+    def turn(self, take: Take, sent: Sent | None, applied: Applied, mode: Mode) -> None:
+        """A turn has been taken in."""
+        event = take.event
+        self.waits_no_more(event.turn)
+        exposed_s = self._exposed.pop(event.turn, 0.0)
+        began = self._began.pop(event.turn, None)
+        took_s = exposed_s if began is None else time.perf_counter() - began
+        hidden_s = max(0.0, took_s - exposed_s)
+        self._exposed_s += exposed_s
+        self._hidden_s += hidden_s
+        samples = [list(span) for span in sent.samples] if sent is not None else []
+        row = {
+            "kind": "outer",
+            "step": self.progress.step,
+            "turn": event.turn,
+            "fragment": event.turn % self._fragments,
+            "round": event.turn // self._fragments,
+            "mode": mode,
+            "num_clusters": len(event.weights),
+            "weights": event.weights,
+            "refused": event.refused,
+            "tokens": 0 if sent is None else sent.tokens,
+            "inner_steps": 0 if sent is None else sent.inner_steps,
+            "samples": samples,
+            "norm": applied.norm,
+            "digest": applied.digest,
+            "average_bytes": event.size_bytes,
+            "sent_bytes": event.sent_bytes,
+            "received_bytes": event.received_bytes,
+            "send_s": event.send_s,
+            "receive_s": event.receive_s,
+            "exposed_s": exposed_s,
+            "hidden_s": hidden_s,
+            "at": time.time(),
+        }
+        self._last = {name: row[name] for name in ("turn", "step", "mode", "weights", "refused")}
+        self._last |= {"norm": applied.norm, "digest": applied.digest, "at": row["at"]}
+        self._told_at = -math.inf
+        self._recorder.row(row)
+
+    def state(
+        self, sync_state: SyncState, coordinator: OuterCoordinator | None, *, is_last: bool = False
+    ) -> None:
+        """How it stands, for status.json; seldom, save after a turn and at the end."""
+        now = time.monotonic()
+        if coordinator is None or (now - self._told_at < _STATUS_EVERY_S and not is_last):
+            return
+        self._told_at = now
+        line = coordinator.line
+        total_s = self._exposed_s + self._hidden_s
+        self._recorder.update(
+            outer={
+                "turn": sync_state.version,
+                "round": sync_state.version // self._fragments,
+                "fragments": self._fragments,
+                "sync_every": coordinator.round_steps(sync_state.version),
+                "steps_since": sync_state.steps - sync_state.contributed_at,
+                "waits_for_turns": list(sync_state.sent),
+                "is_averaged": not sync_state.sent and not sync_state.has_learnt,
+                "clusters": list(line.members),
+                "is_connected": line.is_connected,
+                "is_behind": coordinator.is_behind,
+                "sent_bytes": line.sent_bytes,
+                "received_bytes": line.received_bytes,
+                "bytes_per_s": coordinator.pace.bytes_per_s,
+                "exposed_s": self._exposed_s,
+                "hidden_s": self._hidden_s,
+                "hidden_share": self._hidden_s / total_s if total_s else None,
+                "last_turn": self._last,
+            }
+        )
+
 
 _NOWHERE = Path("nowhere")
 """Stands on other ranks than 0 for a file that rank 0 has."""
@@ -77,9 +188,9 @@ class Turns:
         self.num_fragments = len(layout.fragments)
         self.record = OuterRecord(recorder, progress, self.num_fragments)
         self.samples = samples
-        self._config, self._name = config, name
+        self.config, self._name = config, name
         self._cluster, self._layout = cluster, layout
-        self._progress, self._recorder = progress, recorder
+        self.progress, self._recorder = progress, recorder
         self._contributed_at = 0
         # Of each fragment: trained tokens and inner steps at its last contribution, and what such
         # contributions brought that are in no average.
@@ -144,14 +255,14 @@ class Turns:
         began = time.perf_counter()
         self.finish_move()
         fragment = turn % self.num_fragments
-        self.sent[turn] = self._held(turn, self.samples.tell(self._progress.samples))
+        self.sent[turn] = self._held(turn, self.samples.tell(self.progress.samples))
         self._mark(fragment)
         self._contributed_at = self.steps
         self._is_own_past = False
         self.record.begin(turn)
         self._cluster.snapshot(fragment)
         self._encode(turn)
-        if self._config.delay == 0:
+        if self.config.delay == 0:
             self.encoded(turn)
         self.exposed(turn, began)
 
@@ -168,7 +279,7 @@ class Turns:
         )
 
     def _mark(self, fragment: int) -> None:
-        self._tokens_at[fragment] = self._progress.target_tokens
+        self._tokens_at[fragment] = self.progress.target_tokens
         self._steps_at[fragment] = self.steps
         self._owed[fragment] = (0, 0)
 
@@ -228,8 +339,8 @@ class Turns:
             self._cluster.drop(fragment)
             self._applied(take, sent, Applied(self._cluster.digest(fragment), 0.0), mode)
             return
-        alpha = self._config.alpha if self._config.delay else 0.0
-        is_warmup = self._config.is_warmup(turn, self.num_fragments)
+        alpha = self.config.alpha if self.config.delay else 0.0
+        is_warmup = self.config.is_warmup(turn, self.num_fragments)
         if mode == "overlap" and sent is not None and self._is_early(sent):
             going = self._worker.submit(
                 self._cluster.advance, fragment, event.path, mode, alpha=alpha, is_warmup=is_warmup
@@ -250,7 +361,7 @@ class Turns:
         return self.sent.pop(turn, None)
 
     def _is_early(self, sent: Sent) -> bool:
-        return self.steps - sent.steps < self._config.delay
+        return self.steps - sent.steps < self.config.delay
 
     def is_moving(self, turn: int) -> bool:
         """Whether its average is on its way into the weights."""
@@ -277,7 +388,7 @@ class Turns:
         self.version = turn + 1
         if self.line is not None:
             self.line.applied(turn, applied.digest)
-        self._progress.skip_to(take.step)
+        self.progress.skip_to(take.step)
         self.record.turn(take, sent, applied, mode)
 
     def _owe(self, sent: Sent) -> None:
@@ -327,7 +438,7 @@ class Turns:
             )
         if self.line is not None:
             self.line.adopted(event.version, outer_params)
-        self._progress.skip_to(adopt.step)
+        self.progress.skip_to(adopt.step)
         self._recorder.note(
             f"the weights of {event.donor} after {event.version} turns are taken over"
         )
@@ -342,7 +453,7 @@ class Turns:
         self._cluster.go_back()
         for fragment in range(self.num_fragments):
             self._mark(fragment)
-        self.samples.deal(self.samples.tell(self._progress.samples))
+        self.samples.deal(self.samples.tell(self.progress.samples))
         if self.line is not None:
             self.line.obeyed()
 
@@ -358,7 +469,7 @@ class Turns:
 
     def is_overdue(self, turn: int) -> bool:
         """Whether so many steps were made since the contribution as the average may take."""
-        return self.steps - self.sent[turn].steps >= self._config.delay
+        return self.steps - self.sent[turn].steps >= self.config.delay
 
     def is_done(self, turn: int) -> bool:
         """Whether a turn that this cluster has contributed to is in its weights."""
@@ -371,7 +482,7 @@ class Turns:
 
     def _learnt_tokens(self, fragment: int) -> int:
         owed_tokens, _ = self._owed[fragment]
-        return self._progress.target_tokens - self._tokens_at[fragment] + owed_tokens
+        return self.progress.target_tokens - self._tokens_at[fragment] + owed_tokens
 
     def sync_state(self) -> SyncState:
         """What decisions rest on."""
@@ -381,8 +492,8 @@ class Turns:
             contributed_at=self._contributed_at,
             sent=tuple(sorted(self.sent)),
             has_learnt=self.has_learnt,
-            step=self._progress.step,
-            samples_left=self.samples.left(self._progress.samples),
+            step=self.progress.step,
+            samples_left=self.samples.left(self.progress.samples),
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What only rank 0 does for the outer steps: listens to the other clusters and decides."""
+"""How many inner steps lie between two outer steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, Protocol, assert_never
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
+from isles.outer.client.client import Line
 from isles.outer.client.events import (
     Behind,
     Claimed,
@@ -22,7 +23,6 @@ from isles.outer.client.events import (
     Joined,
     Members,
     Note,
-    Progress,
     Refused,
     RendezvousFound,
     RendezvousLost,
@@ -31,11 +31,96 @@ from isles.outer.client.events import (
     StateReady,
     TurnDue,
 )
-from isles.outer.pace import LEAST, Schedule, auto_sync_every
-from isles.train.outer.alone import Line
-from isles.train.record import Recorder
+from isles.outer.client.events import (
+    Progress as SentProgress,
+)
 
 log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """The records of the run, on rank 0; see `isles.train.record`."""
+
+    status: dict[str, Any]
+
+    def note(self, text: str) -> None: ...
+
+    def phase(self, phase: str, detail: str = "") -> None: ...
+
+    def update(self, **fields: Any) -> None: ...
+
+    def row(self, row: dict[str, Any]) -> None: ...
+
+
+class Progress(Protocol):
+    """How far the run has come; see `isles.train.progress`."""
+
+    step: int
+    samples: int
+    target_tokens: int
+
+    def skip_to(self, step: int) -> None: ...
+
+
+class Meter(Protocol):
+    """Times of the inner steps; see `isles.train.metrics`."""
+
+    def pause(self, phase: str) -> float: ...
+
+    def resume(self, paused_at: float) -> None: ...
+
+
+LEAST, MOST = 10, 1000
+"""Fewer hardly pay for the outer optimizer; with more, clusters learn too far apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """After which inner step each turn is due.
+
+    Args:
+        sync_every: inner steps in which every weight is averaged once.
+        fragments: turns in that time.
+        warmup_rounds: so many rounds come first, of other length.
+        warmup_sync_every: inner steps of each of them.
+    """
+
+    sync_every: int
+    fragments: int
+    warmup_rounds: int = 0
+    warmup_sync_every: int = 0
+
+    def round_steps(self, turn: int) -> int:
+        """Inner steps of the round that a turn belongs to."""
+        is_warmup = turn // self.fragments < self.warmup_rounds
+        return self.warmup_sync_every if is_warmup else self.sync_every
+
+    def step_of(self, turn: int) -> int:
+        """The inner step after which a turn is due."""
+        rounds = turn // self.fragments
+        short = min(rounds, self.warmup_rounds)
+        before = short * self.warmup_sync_every + (rounds - short) * self.sync_every
+        place = turn % self.fragments + 1
+        return before + place * self.round_steps(turn) // self.fragments
+
+
+def auto_sync_every(
+    *, size_bytes: int, link_bytes_per_s: float, step_s: float, max_overhead: float
+) -> int:
+    """Inner steps such that waiting for the link costs no more than a part of the time.
+
+    Args:
+        size_bytes: what a cluster sends and takes in one round, all fragments together.
+        link_bytes_per_s: of the slowest cluster's link, as measured.
+        step_s: of an inner step.
+        max_overhead: which part of the inner steps' time the link may take.
+
+    Returns:
+        Between LEAST and MOST.
+    """
+    wait_s = size_bytes / link_bytes_per_s
+    return max(LEAST, min(MOST, math.ceil(wait_s / (max_overhead * step_s))))
+
 
 _OPEN_TURNS = 8
 """A contribution is sent for so many turns from the next one that is decided, at most."""
@@ -241,7 +326,7 @@ class OuterCoordinator:
         self._ends = self._ends or ends
         status = self._recorder.status
         between = status.get("outer") or {}
-        progress = Progress(
+        progress = SentProgress(
             step=sync_state.step,
             since=sync_state.steps - sync_state.contributed_at,
             tokens_per_s=_finite(status.get("tokens_per_second")) or 0.0,

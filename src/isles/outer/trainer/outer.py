@@ -6,23 +6,20 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from isles.config.sections.outer import DiLoCoConfig
-from isles.data.loader import Loader
 from isles.dist.world import World
 from isles.facts.units import format_duration
 from isles.outer.client.events import Claimed, Donate, Ended, Reset, SamplesLost
-from isles.train.metrics import StepMeter
-from isles.train.outer.coordinator import (
+from isles.outer.trainer.step import Turns
+from isles.outer.trainer.sync import (
     Adopt,
     Contribute,
+    Meter,
     Order,
     OuterCoordinator,
+    Recorder,
     Take,
     UseReserve,
 )
-from isles.train.outer.turns import Turns
-from isles.train.progress import Progress
-from isles.train.record import Recorder
 
 _LOOK_S = 1.0
 _AWAY_S = 2.0
@@ -36,32 +33,32 @@ class Outer:
     All ranks must call every method but `plan`, after the same step.
 
     Args:
-        config: the section of the run file.
-        world: the ranks.
         turns: of this cluster.
         coordinator: on rank 0; None elsewhere.
-        loader, progress, meter, recorder: of the run.
+        world: the ranks.
+        batch: samples in an inner step.
+        forget_ahead: drops samples that were read in advance.
+        meter, recorder: of the run.
         total_steps: of the run, if it is known.
         requested: what this rank wants at the end of the step: an exit code, or 0.
     """
 
     def __init__(
         self,
-        config: DiLoCoConfig,
-        world: World,
         turns: Turns,
         coordinator: OuterCoordinator | None,
         *,
-        loader: Loader,
-        progress: Progress,
-        meter: StepMeter,
+        world: World,
+        batch: int,
+        forget_ahead: Callable[[], None],
+        meter: Meter,
         recorder: Recorder,
         total_steps: int | None,
         requested: Callable[[], int],
     ) -> None:
         self.turns, self._coordinator = turns, coordinator
-        self._config, self._world = config, world
-        self._loader, self._progress = loader, progress
+        self._config, self._world = turns.config, world
+        self._batch, self._forget_ahead, self._progress = batch, forget_ahead, turns.progress
         self._meter, self._recorder = meter, recorder
         self._total_steps, self._requested = total_steps, requested
         self._waited: set[int] = set()
@@ -253,7 +250,7 @@ class Outer:
                 turns.samples.deal(order.samples)
             case SamplesLost():
                 turns.samples.lose(order.samples, self._progress.samples)
-                self._loader.forget()
+                self._forget_ahead()
             case UseReserve():
                 turns.samples.deal_reserve(order.count)
             case Donate():
@@ -337,4 +334,4 @@ class Outer:
         if self._total_steps is not None and self._progress.step >= self._total_steps:
             return True
         left = self.turns.samples.left(self._progress.samples)
-        return left >= self._loader.split.global_batch_size
+        return left >= self._batch
