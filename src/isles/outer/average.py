@@ -131,10 +131,8 @@ def shares_of(weights: Sequence[float]) -> list[float]:
 
 
 def _average_codec(kind: CodecKind) -> Codec | None:
-    """The codec of the average; None: its parts as they are.
-
-    Nobody feeds back the average's own error, so it is not as coarse as int4.
-    """
+    # Nobody feeds back the average's own error, so it is not as coarse as int4. None: the parts
+    # as they are.
     match kind:
         case "none" | "bf16" | "int8":
             return Codec(kind)

@@ -230,7 +230,6 @@ class Cluster:
         self._write(fragment, outer_param if move is None else move, adds=move is not None)
 
     def drop(self, fragment: int) -> None:
-        """Forget a contribution that will be in no average: its steps stay in the next one."""
         self._shares[fragment].drop_snapshot()
 
     @torch.no_grad()
@@ -351,7 +350,6 @@ class Cluster:
         return version
 
     def _num_parts(self, fragment: int, average: Path) -> int:
-        """Over how many contributions an average is, by its size; what else it may depend on."""
         counts, text = self._layout.piece_counts(fragment), self._layout.codec.text
         one = sum(average_size(text, count, 1) for count in counts)
         two = sum(average_size(text, count, 2) for count in counts)
@@ -374,7 +372,6 @@ class Cluster:
         return self._carrier.agree(size, fault)[0] // one
 
     def _read(self, fragment: int, goals: Sequence[Tensor]) -> None:
-        """Copy this rank's pieces out of the whole weights."""
         pieces, mine = self._layout.fragments[fragment].pieces, self._mine(fragment)
         for name, places in self._layout.fragments[fragment].by_name():
             whole = self._weights.whole_weight(name).reshape(-1)
@@ -387,7 +384,6 @@ class Cluster:
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:
-        """Give every rank its part of what the ranks hold of a fragment."""
         own = self._layout.fragments[fragment]
         mine, owners = self._mine(fragment), self._owners(own)
         parts = self._shares[fragment].split(flat)

@@ -182,7 +182,7 @@ def _bits(kind: Literal["int8", "int4"]) -> int:
 
 
 def _slab(x: Tensor) -> int:
-    """Numbers that are worked on together: on a CPU what its cache holds."""
+    # Numbers that are worked on together: on a CPU what its cache holds.
     return _SLAB if x.device.type == "cpu" else max(1, x.numel())
 
 
@@ -201,19 +201,12 @@ _SMALLEST = 2.0**-100
 
 
 def _blocks_size(n: int, bits: int) -> int:
-    """Bytes of a piece of so many numbers."""
     return _scales_size(n, bits) + 4 * -(-_block_codes_size(n, bits) // 4)
 
 
 def _encode_blocks(x: Tensor, out: Tensor, bits: int, slab: int) -> None:
-    """See Codec.encode. A block's largest number is met to 1/254 (int8) or 1/14 of it (int4).
-
-    Args:
-        x: [N] in fp32.
-        out: the bytes.
-        bits: 8 or 4.
-        slab: numbers that are worked on together: a multiple of all blocks.
-    """
+    # A block's largest number is met to 1/254 (int8) or 1/14 of it (int4). `slab`: numbers that
+    # are worked on together, a multiple of all blocks.
     n, block = x.numel(), _BLOCK[bits]
     count = _block_codes_size(n, bits)
     scales, codes = _block_parts(out, n, bits)
@@ -235,7 +228,6 @@ def _encode_blocks(x: Tensor, out: Tensor, bits: int, slab: int) -> None:
 
 
 def _decode_blocks(data: Tensor, out: Tensor, bits: int, slab: int) -> None:
-    """See Codec.decode; the arguments as for `encode`."""
     n, block = out.numel(), _BLOCK[bits]
     scales, codes = _block_parts(data, n, bits)
     wide = scales.float()
@@ -254,7 +246,6 @@ def _decode_blocks(data: Tensor, out: Tensor, bits: int, slab: int) -> None:
 
 
 def _quantize(x: Tensor, whole: Tensor, largest: Tensor, bits: int, work: Tensor) -> None:
-    """One slab: `whole` gets the numbers, `largest` its blocks' largest from the first on."""
     work = work[: x.numel()]
     torch.abs(x, out=work)
     for rows, top in _blocks(work, largest, _BLOCK[bits]):
@@ -269,15 +260,13 @@ def _quantize(x: Tensor, whole: Tensor, largest: Tensor, bits: int, work: Tensor
 
 
 def _scale(largest: Tensor, bits: int) -> Tensor:
-    """What a block's whole numbers are multiplied with: as bf16 holds it, and rounded up, so that
-    the largest stays within the levels."""
+    # As bf16 holds it, and rounded up, so that the largest number stays within the levels.
     scale = largest * (1.0 / _LEVELS[bits])
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
     return torch.threshold_(scale, _SMALLEST, 0.0)
 
 
 def _blocks(x: Tensor, scales: Tensor, block: int) -> list[tuple[Tensor, Tensor]]:
-    """The whole blocks of x as rows beside their scales, and the last one, which is shorter."""
     count, rest = divmod(x.numel(), block)
     parts = []
     if count:
@@ -288,7 +277,6 @@ def _blocks(x: Tensor, scales: Tensor, block: int) -> list[tuple[Tensor, Tensor]
 
 
 def _block_parts(data: Tensor, n: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Scales and whole numbers, each with what fills it up."""
     middle = _scales_size(n, bits)
     return data[:middle].view(torch.bfloat16), data[middle:].view(torch.int8)
 
@@ -314,13 +302,11 @@ _CHUNK = 4096
 
 
 def _topk_size(n: int, density: float) -> int:
-    """Bytes of a piece of so many numbers."""
     whole, rest = divmod(n, _CHUNK)
     return whole * _row_size(_CHUNK, density) + (_row_size(rest, density) if rest else 0)
 
 
 def _encode_topk(x: Tensor, out: Tensor, density: float) -> None:
-    """See Codec.encode."""
     check_magnitude(x)
     for rows, data in _chunks(x, out, density):
         _encode_rows(rows, data, _kept(rows.shape[1], density))
@@ -362,7 +348,6 @@ def check_topk(data: Tensor, n: int, density: float) -> None:
 
 
 def _encode_rows(rows: Tensor, data: Tensor, kept: int) -> None:
-    """Each row of numbers into its row of bytes."""
     chunk = rows.shape[1]
     places = rows.abs().topk(kept, dim=1, sorted=False).indices
     if _has_bits(chunk, kept):
@@ -386,7 +371,6 @@ def _encode_rows(rows: Tensor, data: Tensor, kept: int) -> None:
 
 
 def _decode_rows(data: Tensor, chunk: int, kept: int) -> tuple[Tensor, Tensor]:
-    """Of each row the places, or whether a number is at a place, and the values in that order."""
     end = 4 + _places_size(chunk, kept)
     levels = data[:, :4].contiguous().view(torch.bfloat16).float()
     if _has_bits(chunk, kept):
@@ -401,7 +385,6 @@ def _decode_rows(data: Tensor, chunk: int, kept: int) -> tuple[Tensor, Tensor]:
 
 
 def _pack_bits(mask: Tensor) -> Tensor:
-    """Eight places in a byte."""
     if missing := -mask.shape[1] % 8:
         mask = torch.cat([mask, mask.new_zeros(len(mask), missing)], 1)
     eight = mask.view(torch.uint8).view(len(mask), -1, 8)
@@ -417,12 +400,11 @@ def _unpack_bits(data: Tensor) -> Tensor:
 
 
 def _has_more(marks: Tensor, chunk: int) -> bool:
-    """Whether bits are set behind the last place of the chunk."""
     return bool(chunk % 8) and bool((marks[:, -1] >> chunk % 8).any())
 
 
 def _pack_places(places: Tensor) -> Tensor:
-    """Two numbers of 12 bits in three bytes."""
+    # Two numbers of 12 bits in three bytes.
     if places.shape[1] % 2:
         places = torch.cat([places, places.new_zeros(len(places), 1)], 1)
     first, second = places[:, 0::2], places[:, 1::2]
@@ -436,7 +418,6 @@ def _unpack_places(data: Tensor) -> Tensor:
 
 
 def _pack_codes(codes: Tensor) -> Tensor:
-    """Four numbers of 2 bits in a byte."""
     if missing := -codes.shape[1] % 4:
         codes = torch.cat([codes, codes.new_zeros(len(codes), missing)], 1)
     one, two, three, four = codes.view(len(codes), -1, 4).unbind(2)
@@ -444,7 +425,6 @@ def _pack_codes(codes: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, data: Tensor, density: float) -> list[tuple[Tensor, Tensor]]:
-    """Numbers beside their bytes: the whole chunks as rows, and the last one, which is shorter."""
     whole, rest = divmod(x.numel(), _CHUNK)
     row = _row_size(_CHUNK, density)
     parts = []
@@ -461,7 +441,7 @@ def _kept(n: int, density: float) -> int:
 
 
 def _has_bits(chunk: int, kept: int) -> bool:
-    """Whether a bit for every number of a chunk is shorter than the places of those kept."""
+    # Whether a bit for every number of a chunk is shorter than the places of those kept.
     return (chunk + 7) // 8 < 3 * ((kept + 1) // 2)
 
 

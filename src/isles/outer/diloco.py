@@ -202,7 +202,6 @@ class FragmentShare:
         return move
 
     def hashes(self) -> list[bytes]:
-        """SHA-256 of each piece of the outer parameters."""
         return [
             hashlib.sha256(outer_param.numpy().data.cast("B")).digest()
             for outer_param in self.split(self.outer_param)
@@ -212,19 +211,17 @@ class FragmentShare:
         return encoded[self._encoded_ends[index] : self._encoded_ends[index + 1]]
 
     def _rooms(self) -> tuple[Tensor, Tensor]:
-        """Room for two pieces: memory that is touched once, rather than for each piece anew."""
+        # Memory that is touched once, rather than for each piece anew.
         largest = max(self.counts, default=0)
         return torch.empty(largest), torch.empty(largest)
 
     def _pseudo_gradient(self, index: int, rooms: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """It, and as much room beside it."""
         assert self.snapshot is not None, "nothing to contribute: no snapshot was taken"
         update, spare = (room[: self.counts[index]] for room in rooms)
         torch.sub(self.piece(self.outer_param, index), self.piece(self.snapshot, index), out=update)
         return update, spare
 
     def _owe(self, update: Tensor, spare: Tensor, index: int) -> None:
-        """Add what earlier encodings left out."""
         if self.error is not None:
             error = self.piece(self.error, index)
             if self._codec.decay != 1.0:
@@ -232,7 +229,7 @@ class FragmentShare:
             update.add_(error)
 
     def _settle(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
-        """The contribution was averaged: what its encoding left out is owed now."""
+        # The contribution was averaged: what its encoding left out is the residual now.
         if self.error is None:
             return
         assert self.encoded is not None
@@ -250,10 +247,8 @@ class FragmentShare:
         *,
         is_warmup: bool,
     ) -> Tensor:
-        """What is taken off the outer parameters: torch.optim.SGD(nesterov=True), in single steps.
-
-        In the warmup that is the average itself, and the momentum stays as it is.
-        """
+        # torch.optim.SGD(nesterov=True), in single steps. In the warmup it is the average itself, and
+        # the momentum stays as it is.
         gradient, spare = (room[: self.counts[index]] for room in rooms)
         decode_average(self._codec, data, gradient)
         if scale != 1.0:

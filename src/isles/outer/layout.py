@@ -43,12 +43,10 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """One past its last number."""
         return self.start + self.count
 
     @property
     def key(self) -> str:
-        """Its name in a checkpoint."""
         return f"{self.name}.{self.start}"
 
 
@@ -66,7 +64,6 @@ class Fragment:
 
     @property
     def num_numbers(self) -> int:
-        """Over all pieces."""
         return sum(piece.count for piece in self.pieces)
 
     def by_name(self) -> list[tuple[str, range]]:
@@ -125,7 +122,6 @@ class Layout:
 
     @property
     def num_numbers(self) -> int:
-        """Over all fragments."""
         return sum(fragment.num_numbers for fragment in self.fragments)
 
     def piece_counts(self, fragment: int) -> list[int]:
@@ -133,7 +129,6 @@ class Layout:
         return [piece.count for piece in self.fragments[fragment].pieces]
 
     def contribution_size(self, fragment: int) -> int:
-        """Bytes of one cluster's encoded fragment."""
         return sum(map(self.codec.size, self.piece_counts(fragment)))
 
 
@@ -183,7 +178,6 @@ def make_layout(
 
 
 def _deal(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
-    """The names of each fragment."""
     dealt: list[set[str]] = [set() for _ in range(num_fragments)]
     load = [0] * num_fragments
     blocks: dict[str, list[str]] = {}

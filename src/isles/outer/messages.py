@@ -73,8 +73,6 @@ Standing = Literal["first", "current", "late", "behind"]
 
 
 class JoinAnswer(Answer):
-    """How a cluster takes part."""
-
     standing: Standing
     """first: its weights are the run's. current: go on. late: apply the averages of the turns
     from `version` to `turn`, one after the other. behind: pull the state and join again."""
@@ -126,8 +124,6 @@ class OpenTurn(Answer):
 
 
 class BeatAnswer(Answer):
-    """What a cluster should know now."""
-
     turn: Count
     open: list[OpenTurn]
     members: list[str]
@@ -155,8 +151,6 @@ class Claim(Message):
 
 
 class ClaimAnswer(Answer):
-    """Samples that are this cluster's alone."""
-
     samples: Intervals
 
 
@@ -174,15 +168,11 @@ class Contribution(Message):
 
 
 class ContributionAnswer(Answer):
-    """What became of a contribution."""
-
     is_measured: bool = True
     """False: the rendezvous is still looking at its numbers; say again that it is complete."""
 
 
 class TurnAnswer(Answer):
-    """How a turn stands."""
-
     turn: Count
     state: Literal["future", "collecting", "averaging", "committed"]
     due_in_s: float | None = None
@@ -216,8 +206,6 @@ class Applied(Message):
 
 
 class StateFile(Message):
-    """One file of a state."""
-
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\.safetensors$")]
     size_bytes: Positive
     digest: Sha256
@@ -259,20 +247,16 @@ class OnlyId(Message):
 
 
 class ErrorBody(Answer):
-    """Why a request was refused."""
-
     kind: str
     what: str
     fix: str = ""
 
 
 def num_chunks(size_bytes: int) -> int:
-    """How many chunks a file of this size has."""
     return -(-size_bytes // CHUNK_BYTES)
 
 
 def chunk_size(size_bytes: int, index: int) -> int:
-    """Bytes of one chunk."""
     return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
 
 
@@ -285,7 +269,6 @@ def digest_of(chunks: Iterable[str]) -> str:
 
 
 def hash_chunks(path: Path) -> list[str]:
-    """The sha256 of each chunk of a file."""
     hashes = []
     with path.open("rb") as stream:
         while data := stream.read(CHUNK_BYTES):

@@ -99,7 +99,6 @@ class Carrier:
         self.agree(None, file.fault)
 
     def _bring(self, mine: Tensor, size: int, rank: int) -> Iterator[Tensor]:
-        """One rank's bytes, block by block, on rank 0; nothing elsewhere."""
         for start in range(0, size, _AT_ONCE):
             count = min(_AT_ONCE, size - start)
             if rank == self._world.rank == 0:
@@ -112,7 +111,6 @@ class Carrier:
                 dist.send(mine[start : start + count], dst=0, group=self._group)
 
     def _hand_out(self, file: _File, mine: Tensor, size: int, rank: int) -> None:
-        """The next bytes of a file into one rank's share."""
         for start in range(0, size, _AT_ONCE):
             count = min(_AT_ONCE, size - start)
             if rank == self._world.rank == 0:
@@ -145,11 +143,9 @@ class _File:
 
     @property
     def sha256(self) -> str:
-        """Of what was read or written."""
         return self._digest.hexdigest()
 
     def write(self, view: memoryview) -> None:
-        """Add these bytes."""
         if self._stream is None:
             return
         self._digest.update(view)
@@ -160,7 +156,6 @@ class _File:
             self._fail(error)
 
     def read(self, block: Tensor) -> None:
-        """Fill a tensor of bytes."""
         if self._stream is None:
             return
         view = block.numpy().data
@@ -175,7 +170,6 @@ class _File:
             self._fail(error)
 
     def end_writing(self) -> None:
-        """Give it its name."""
         if self._stream is None:
             return
         try:
@@ -185,7 +179,6 @@ class _File:
             self._fail(error)
 
     def end_reading(self, sha256: str | None) -> None:
-        """It must end here, and have been what was meant."""
         if self._stream is None:
             return
         if self._stream.read(1):

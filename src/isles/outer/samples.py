@@ -80,11 +80,9 @@ class OwnSamples:
         return first + count <= self._end
 
     def left(self, cursor: int) -> int:
-        """Samples that may be read from a place on."""
         return self._end - cursor
 
     def numbers(self, first: int, count: int) -> NDArray[np.int64]:
-        """The samples at these places."""
         spans = self.spans(first, first + count)
         found = np.concatenate([np.arange(start, stop) for start, stop in spans])
         assert len(found) == count, f"{len(found)} of {count} samples are dealt"
@@ -143,7 +141,6 @@ class OwnSamples:
         return without(dealt(mine), self._gone)
 
     def record(self) -> dict[str, Any]:
-        """For a manifest."""
         return {
             "runs": [list(run) for run in self._runs],
             "end": self._end,
@@ -155,7 +152,6 @@ class OwnSamples:
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """What a manifest says."""
         self._runs = tuple((int(p), int(a), int(b)) for p, a, b in record["runs"])
         self._end, self._told = int(record["end"]), int(record["told"])
         self.frontier = int(record["frontier"])

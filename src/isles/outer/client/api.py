@@ -51,7 +51,7 @@ class Received(Answer):
 
 
 class _Hashes(RootModel[list[str]]):
-    """Hashes of a file's chunks, in order."""
+    pass
 
 
 async def upload(
@@ -151,7 +151,6 @@ def _wrong(channel: Channel, place: str, what: str) -> CommunicationError:
 async def _in_parallel(
     work: Callable[[int], Awaitable[None]], indices: Sequence[int], workers: int
 ) -> None:
-    """Do a piece of work for each number, a few at a time; the first failure ends all."""
     left = iter(indices)
 
     async def worker() -> None:
@@ -172,12 +171,10 @@ _SEAL_S = 300.0
 
 
 class _Done(Answer):
-    """An answer without content."""
+    pass
 
 
 class _Offered(Answer):
-    """An offer is taken."""
-
     state: int
 
 

@@ -127,7 +127,6 @@ class Link:
         self._task.cancel()
 
     def _do(self, call: Callable[[], None]) -> None:
-        """Have the thread do something."""
         with suppress(RuntimeError):  # it has ended: see `Refused`
             self._loop.call_soon_threadsafe(call)
 

@@ -64,7 +64,7 @@ class NotLetInError(Exception):
 
 
 class _TryAgain(Exception):
-    """An attempt has failed in a way that another may not."""
+    pass
 
 
 class RateLimit:
@@ -237,12 +237,6 @@ class Channel:
             ) from error
 
     async def _until(self, attempt: Callable[[], Awaitable[R]], deadline_s: float, what: str) -> R:
-        """Try until it works, or the deadline is over.
-
-        Raises:
-            RendezvousRefusal: the rendezvous says no.
-            CommunicationError: it has not answered in time, or is another.
-        """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         pause_s = _FIRST_PAUSE_S
@@ -276,13 +270,13 @@ class Channel:
 
 
 def _put_off(timer: asyncio.Timeout, when: float) -> None:
-    """There is progress: the attempt has more time, unless it is over already."""
+    # There is progress: the attempt has more time, unless it is over already.
     if not timer.expired() and timer.when() is not None:
         timer.reschedule(when)
 
 
 def _make_socket(info: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
-    """A socket that notices within half a minute when the other end is gone without a word."""
+    # Notices within half a minute when the other end is gone without a word.
     family, kind, protocol, _, _ = info
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -63,7 +63,7 @@ _WILL_PASS = {"name_taken", "full"}
 
 
 class _Left(Exception):
-    """Rank 0 has said that the training has ended."""
+    pass
 
 
 class Session:
@@ -209,7 +209,6 @@ class Session:
                 return
 
     async def _live(self) -> BaseException:
-        """Take part for as long as the hub knows this cluster; why no longer."""
         try:
             if self._settings.hivemind is not None:
                 await self._begin_node()
@@ -235,7 +234,6 @@ class Session:
         self._node.begin()
 
     async def _take_part(self) -> None:
-        """Join, and then do whatever is to be done."""
         line = JoinLine.read(self._join_file)
         rate = self._settings.max_bytes_per_s / _ON_THE_WIRE
         member_id = self._member.member_id
@@ -279,7 +277,6 @@ class Session:
             self._spool.tidy(self.turns.version)
 
     async def _watch(self, line: JoinLine) -> None:
-        """Join anew where there is another join line; find out where a peer's part has failed."""
         while True:
             await asyncio.sleep(_LOOK_S)
             with suppress(ConfigError):
@@ -289,12 +286,6 @@ class Session:
                 self._node.check()
 
     def _check(self, error: RendezvousRefusal) -> None:
-        """What follows from a refusal.
-
-        Raises:
-            RejoinError: the hub does not know this cluster.
-            NotLetInError: it says no, and means it.
-        """
         if error.kind == "unknown":
             raise RejoinError(error.what) from error
         if error.kind not in WHO_IS_THERE:
@@ -337,11 +328,6 @@ class Session:
                 self.turns.start()
 
     async def _ask(self, call: Callable[[], Awaitable[R]]) -> R:
-        """Join for as long as it takes.
-
-        Raises:
-            NotLetInError: the hub says no for good.
-        """
         loop = asyncio.get_running_loop()
         started = loop.time()
         while True:
@@ -378,7 +364,6 @@ class Session:
             self._emit(RendezvousFound(away_s=away_s))
 
     async def _beat(self) -> None:
-        """Say again and again that this cluster lives, and do what is answered."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -455,7 +440,6 @@ class Session:
             self._emit(Claimed(samples=tuple(found)))
 
     def _is_averaged(self, samples: Sequence[Interval]) -> None:
-        """A contribution with these is in an average."""
         self._holding = without(self._holding, samples)
 
     async def _report(self) -> None:

@@ -245,7 +245,6 @@ class Turns:
         self._tasks[turn] = self._group.create_task(self._bring_in(self.parts[turn]))
 
     async def _bring_in(self, part: Sent) -> tuple[int, float]:
-        """Bring a contribution into its turn: bytes that were sent, and seconds that it took."""
         loop = asyncio.get_running_loop()
         channel, path = self._data.channel, self._spool.contribution(part.turn)
         while True:
@@ -273,7 +272,6 @@ class Turns:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _follow(self) -> None:
-        """Fetch one average after the other, as far as rank 0 keeps up."""
         loop = asyncio.get_running_loop()
         turn = self._delivered
         while True:
@@ -315,7 +313,6 @@ class Turns:
             turn += 1
 
     async def _committed(self, turn: int) -> TurnAnswer:
-        """Wait until a turn is committed, and say now and then whom it waits for."""
         while True:
             try:
                 return await self._control.wait_turn(turn, _WAIT_S)
@@ -328,7 +325,6 @@ class Turns:
                     self._emit(Note(text=error.what, is_warning=True))
 
     async def _settle(self, answer: TurnAnswer) -> tuple[int, float]:
-        """End what is left of the own contribution to a turn that is committed."""
         task = self._tasks.pop(answer.turn, None)
         if task is None:
             return 0, 0.0
@@ -342,7 +338,6 @@ class Turns:
         return task.result()
 
     async def _bring(self, answer: TurnAnswer, path: Path) -> None:
-        """Have an average in the spool."""
         if not answer.size_bytes:
             path.touch()  # nothing is missing: see `Spool.has`
             return

@@ -80,7 +80,6 @@ class Keys:
         return self._derive(f"proof {speaker} {listener}").hex()
 
     def is_proof(self, given: object, speaker: str, listener: str) -> bool:
-        """Whether that is what this peer would say to that one."""
         return isinstance(given, str) and hmac.compare_digest(
             given.encode(), self.proof(speaker, listener).encode()
         )
@@ -216,7 +215,6 @@ class Peers:
         self.addresses = [str(address) for address in await self._p2p.get_visible_maddrs()]
 
     async def close(self) -> None:
-        """End the daemon."""
         with suppress(AttributeError):  # not started, or only half
             await self._p2p.shutdown()
         with suppress(AttributeError):
@@ -281,7 +279,6 @@ class Peers:
         await say(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
 
     async def _answer(self, info: Any, reader: Reader, writer: Writer) -> None:
-        """A stream comes in; whatever happens in it is its own."""
         peer = str(info.peer_id)
         try:
             async with asyncio.timeout(_HEAD_S):
@@ -318,7 +315,6 @@ def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
 
 
 async def say(writer: Writer, body: Body) -> None:
-    """Send a head."""
     data = json.dumps(body).encode()
     writer.write(len(data).to_bytes(4, "big") + data)
     await writer.drain()
@@ -351,7 +347,6 @@ class Tunnel:
         self._ways: set[asyncio.Task[None]] = set()
 
     async def open(self) -> int:
-        """Begin to listen; the port."""
         self._server = await asyncio.start_server(self._come_in, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -383,7 +378,6 @@ class Tunnel:
             far_writer.close()
 
     def cut(self) -> None:
-        """End all ways: they lead where the rendezvous was."""
         for way in self._ways:
             way.cancel()
 

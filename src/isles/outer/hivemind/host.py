@@ -50,7 +50,6 @@ class Hello:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
-        """What `asdict` gave, among other things."""
         term, turn = int(body["term"]), int(body["turn"])
         return cls(name=str(body["name"]), term=term, host=str(body["host"]), turn=turn)
 
@@ -184,7 +183,6 @@ class Node:
         return path
 
     def begin(self) -> None:
-        """Take part among the peers, unless that is under way."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
@@ -224,7 +222,6 @@ class Node:
         return reader, writer
 
     async def _let_in(self, peer: str, body: Body, reader: Reader, writer: Writer) -> None:
-        """A connection of another cluster to the hub here."""
         host = self._host
         if host is not None and host.is_open and body.get("term") == self._term:
             near = await asyncio.open_connection("127.0.0.1", host.port)
@@ -261,12 +258,10 @@ class Node:
         )
 
     def _others(self) -> dict[str, Hello]:
-        """Who was heard not long ago."""
         since = self._now - self._dead_after_s
         return {peer: hello for peer, (at, hello) in self._heard.items() if at >= since}
 
     async def _run(self) -> None:
-        """Take part among the peers, for ever."""
         await self._start()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._find())
@@ -298,7 +293,6 @@ class Node:
             self._emit(Note(text=text, is_warning=is_warning))
 
     async def _find(self) -> None:
-        """Look for clusters in the DHT, often as long as there are few."""
         while True:
             try:
                 found = await self.peers.find()
@@ -321,7 +315,6 @@ class Node:
         return {**asdict(self._hello()), "addresses": self.peers.addresses}
 
     def _meet(self, peer: str, body: Body) -> None:
-        """Remember where a cluster is, also for when this process is started again."""
         addresses = [str(address) for address in body["addresses"]]
         if self._known.get(peer) != addresses:
             self._known[peer] = addresses
@@ -333,7 +326,7 @@ class Node:
         await self.peers.accept(writer, peer, self._introduction())
 
     async def _let_go(self, peer: str, body: Body, _: Reader, writer: Writer) -> None:
-        """A cluster ends: nobody waits until it counts as dead."""
+        # It has ended: nobody waits until it counts as dead.
         self._heard.pop(peer, None)
         self._known.pop(peer, None)
         await self.peers.accept(writer, peer)
@@ -341,7 +334,6 @@ class Node:
     # Who hosts.
 
     async def _decide(self) -> None:
-        """Again and again: hear the others, and follow whoever hosts, or host."""
         tick_s = min(1.0, self._dead_after_s / 8)
         while True:
             started = self._now
@@ -382,7 +374,6 @@ class Node:
             self._tell(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
 
     def _switch(self, peer: str, term: int) -> None:
-        """From here on another cluster hosts the hub, or none."""
         self._following, self._term = peer, term
         self._tunnel.cut()
 

@@ -70,7 +70,6 @@ class Core:
         self._sweep()
 
     def _learn(self) -> None:
-        """What the first cluster has settled, kept at hand for other threads."""
         known = self.journal.get("identity")
         if known is not None:
             identity, self.pieces = json.loads(known)
@@ -158,11 +157,6 @@ class Core:
     # What must be equal.
 
     def _changes(self, join: Join, known: str) -> dict[str, tuple[str, str]]:
-        """What this cluster would change, each with its value there and here.
-
-        Raises:
-            Refusal: it must not.
-        """
         identity, pieces = json.loads(known)
         mine = identity_of(join)
         found = {
@@ -200,10 +194,8 @@ class Core:
         self.journal.put("identity", json.dumps([identity_of(join), join.pieces]))
 
     def _settle_anew(self, join: Join, known: str, changes: Mapping[str, tuple[str, str]]) -> None:
-        """Nobody else takes part: a run that goes on with other settings has these from now on.
-
-        Whoever is away joins anew when he comes back, and is compared then.
-        """
+        # Nobody else takes part: a run that goes on with other settings has these from now on. Members
+        # that are away join anew when they come back, and are compared then.
         _, pieces = json.loads(known)
         self.journal.put("identity", json.dumps([identity_of(join), pieces]))
         texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
@@ -241,7 +233,6 @@ class Core:
     # Members.
 
     def beat(self, beat: Beat) -> BeatAnswer:
-        """A cluster lives."""
         member = self.membership.find(beat.id)
         number = member["number"]
         self.membership.hear(number, beat)
@@ -266,7 +257,7 @@ class Core:
         )
 
     def _back(self, member: sqlite3.Row) -> sqlite3.Row:
-        """A dropped member is heard again: it keeps its steps, and is waited for again."""
+        # It keeps its steps, and is waited for again.
         following = self.turns.next
         with self.journal.transaction():
             self.journal.run(
@@ -296,13 +287,11 @@ class Core:
         self.journal.note(member["name"], "behind", why)
 
     def obeyed(self, member_id: str) -> None:
-        """A cluster has gone back to its outer parameters, as it was told."""
         member = self.membership.find(member_id)
         if member["orders"] == "reset":
             self.membership.order(member["number"], "")
 
     def leave(self, member_id: str, *, has_finished: bool = False) -> None:
-        """A cluster ends: nobody waits for it."""
         member = self.membership.find(member_id)
         with self.journal.transaction():
             if has_finished:
@@ -324,7 +313,6 @@ class Core:
         return is_any_done and all(m["state"] != "living" for m in members)
 
     def claim(self, claim: Claim) -> ClaimAnswer:
-        """A cluster needs samples."""
         member = self.heard(claim.id)
         return ClaimAnswer(
             samples=self.samples.lease(member["number"], claim.number, claim.samples)
@@ -337,7 +325,7 @@ class Core:
         return self.membership.all_hold(turn + 1)
 
     def heard(self, member_id: str) -> sqlite3.Row:
-        """Who asks; whatever it asks is a sign of life."""
+        """The member that asks; a request of any kind is a sign of life."""
         member = self.membership.find(member_id)
         self.membership.touch(member["number"])
         return self._back(member) if member["state"] == "dropped" else member
@@ -358,7 +346,6 @@ class Core:
         return number, turn % len(self.pieces), self.turns.part_path(turn, number)
 
     def counted(self, member_id: str, turn: int) -> ContributionAnswer | None:
-        """What was said of a contribution that is complete already."""
         part = self.turns.parts.get(turn, self.heard(member_id)["number"])
         if part is None or part["state"] != "complete":
             return None
@@ -367,7 +354,6 @@ class Core:
     def complete(
         self, turn: int, contribution: Contribution, norm: float, fault: str = ""
     ) -> ContributionAnswer:
-        """A contribution is whole, on the disk, and measured. See `Turns.complete`."""
         member = self.heard(contribution.id)
         self.turns.complete(member, turn, contribution, norm, fault)
         return ContributionAnswer()
@@ -386,12 +372,10 @@ class Core:
         return self.turns.close(len(self.pieces)) if self.pieces else None
 
     def commit(self, turn: int, average: Average) -> None:
-        """The average of a turn is on the disk; an empty one changes nothing."""
         self.turns.commit(turn, average)
         self._collect_garbage()
 
     def answer(self, turn: int) -> TurnAnswer:
-        """How a turn stands."""
         return self.turns.answer(turn)
 
     def applied(self, applied: Applied) -> None:
@@ -429,11 +413,9 @@ class Core:
     # State transfer.
 
     def want_state(self, member_id: str) -> StateAnswer:
-        """A cluster is behind."""
         return self.states.want(self.heard(member_id)["number"], self.turns.is_kept_since)
 
     def offer_state(self, offer: StateOffer) -> int:
-        """A donor is about to upload; the state's number."""
         member = self.heard(offer.id)
         if member["is_behind"] or offer.version > self.turns.next:
             raise Refusal(409, "behind", f"the state of {member['name']} is not the run's")
@@ -452,7 +434,6 @@ class Core:
     # Housekeeping.
 
     def _collect_garbage(self) -> None:
-        """Forget averages that nobody needs, and whoever is too far behind for those left."""
         following = self.turns.next
         oldest = following - self.settings.keep_averages
         pinned = self.states.oldest_version()
@@ -468,7 +449,6 @@ class Core:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the files of what the journal knows to be over."""
         following = self.turns.next
         for folder in (self.folder / "turns").glob("[0-9]*"):
             turn = int(folder.name)
@@ -487,5 +467,4 @@ class Core:
 
 
 def identity_of(join: Join) -> dict[str, str]:
-    """What must be equal on all clusters."""
     return {**join.identity, "codec": join.codec}

@@ -16,7 +16,7 @@ from isles.outer.messages import CHUNK_BYTES, chunk_size, digest_of, num_chunks
 
 
 class WrongHash(ValueError):
-    """A chunk is not what its hash says."""
+    pass
 
 
 class Sealed(RuntimeError):
@@ -83,7 +83,6 @@ class Incoming:
             os.write(self._log, f"{index} {sha256}\n".encode())
 
     def received(self) -> dict[int, str]:
-        """The chunks that are there, with their hashes."""
         with self._lock:
             return dict(self._has)
 
@@ -105,7 +104,6 @@ class Incoming:
             return missing
 
     def close(self) -> None:
-        """Close the files; they stay on the disk."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -113,7 +111,6 @@ class Incoming:
                 self._file = self._log = -1
 
     def discard(self) -> None:
-        """Remove the files."""
         self.close()
         self.path.unlink(missing_ok=True)
         self._notes.unlink(missing_ok=True)
@@ -127,14 +124,12 @@ def _write(file: int, data: bytes, offset: int) -> None:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors do: the length of a header in JSON, then the header."""
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         return 2 <= length <= path.stat().st_size - 8 and stream.read(1) == b"{"
 
 
 def chunk_list(path: Path) -> Path:
-    """Where the hashes of a file's chunks stand."""
     return path.with_name(f"{path.name}.hashes")
 
 
@@ -150,9 +145,7 @@ class Averager(Protocol):
     A codec is a word; pieces are numbers of elements.
     """
 
-    def size(self, codec: str, n: int) -> int:
-        """Bytes of a piece as a cluster sends it."""
-        ...
+    def size(self, codec: str, n: int) -> int: ...
 
     def inspect(self, codec: str, n: int, data: bytes) -> float:
         """The sum of the squares of a piece's values.
@@ -162,15 +155,11 @@ class Averager(Protocol):
         """
         ...
 
-    def combine(self, codec: str, n: int, parts: Sequence[tuple[bytes, float]]) -> bytes:
-        """One piece averaged over parts, each with its weight."""
-        ...
+    def combine(self, codec: str, n: int, parts: Sequence[tuple[bytes, float]]) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A turn to be averaged."""
-
     turn: int
     fragment: int
     parts: Sequence[tuple[Path, int]]
@@ -180,14 +169,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """An average on the disk."""
-
     digest: str
     size_bytes: int
 
 
 def part_bytes(averager: Averager, codec: str, pieces: Sequence[int]) -> int:
-    """Size of a whole contribution to a fragment."""
     return sum(averager.size(codec, n) * times for n, times in Counter(pieces).items())
 
 
@@ -234,8 +220,6 @@ def average(averager: Averager, codec: str, pieces: Sequence[int], job: Job) -> 
 
 
 class _Writer:
-    """Writes a file and hashes its chunks as they fill."""
-
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._hash = hashlib.sha256()

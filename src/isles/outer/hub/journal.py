@@ -80,7 +80,6 @@ class Journal:
         self._depth = 0
 
     def _open(self, path: Path) -> None:
-        """Make the tables, and look whether all of the file can be read."""
         is_new = not self.number("SELECT COUNT(*) FROM sqlite_master")
         if not is_new and (found := self.number("PRAGMA user_version")) != _VERSION:
             raise ConfigError(
@@ -113,11 +112,9 @@ class Journal:
             self._depth -= 1
 
     def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        """What a query gives."""
         return self._db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        """The first row that a query gives."""
         found: sqlite3.Row | None = self._db.execute(sql, values).fetchone()
         return found
 
@@ -131,12 +128,10 @@ class Journal:
         return self._db.execute(sql, values).rowcount
 
     def get(self, key: str) -> str | None:
-        """A value that belongs to no table."""
         found = self.row("SELECT value FROM meta WHERE key = ?", key)
         return None if found is None else str(found["value"])
 
     def put(self, key: str, value: str) -> None:
-        """Keep a value that belongs to no table."""
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def note(self, member: str, kind: str, what: str) -> None:
@@ -149,7 +144,6 @@ class Journal:
             self.run("DELETE FROM events WHERE number < ?", last - _KEPT)
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
 

@@ -38,7 +38,6 @@ class Membership:
         self._has: dict[int, int] = {}
 
     def living(self) -> list[sqlite3.Row]:
-        """Members that are heard of."""
         return self._db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
 
     def away(self) -> list[sqlite3.Row]:
@@ -62,7 +61,6 @@ class Membership:
         return max(1, min(least, finished.count(False))) if any(finished) else least
 
     def get(self, number: int) -> sqlite3.Row:
-        """One member."""
         row = self._db.row("SELECT * FROM members WHERE number = ?", number)
         assert row is not None, f"no member {number}"
         return row
@@ -84,7 +82,6 @@ class Membership:
         return row
 
     def heard_s(self, number: int) -> float:
-        """Seconds since a member was heard last."""
         return self._clock() - self._heard.get(number, self._clock())
 
     def check(self, join: Join) -> None:
@@ -119,7 +116,7 @@ class Membership:
             )
 
     def settle(self, join: Join) -> tuple[int, bool]:
-        """Write a cluster down that may join; its number, and whether it lived before."""
+        """Record a cluster that may join; its number, and whether it lived before."""
         for former in self._db.rows(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'dropped'",
             join.name,
@@ -149,7 +146,7 @@ class Membership:
         return number, row is not None and row["state"] == "living"
 
     def stand_in(self, name: str) -> int:
-        """The number of a name in turns that another hub has decided."""
+        """The number for a name in rounds that another hub has decided."""
         row = self._db.row("SELECT number FROM members WHERE name = ?", name)
         if row is None:
             sql = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
@@ -159,7 +156,6 @@ class Membership:
         return int(row["number"])
 
     def hear(self, number: int, beat: Beat) -> None:
-        """A sign of life."""
         now = self._clock()
         self._hear(number)
         self.beats[number] = beat
@@ -167,16 +163,14 @@ class Membership:
             self._moved[number] = (beat.step, now)
 
     def reached(self, number: int, version: int) -> None:
-        """A member has applied so many turns; what it said later may come earlier."""
+        """Note that a member has applied so many rounds; older reports may arrive later."""
         if version > self.get(number)["version"]:  # most beats say nothing new: no write
             self._db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
 
     def holds(self, number: int, has: int) -> None:
-        """A member has the averages of so many turns."""
         self._has[number] = max(self._has.get(number, 0), has)
 
     def all_hold(self, has: int) -> bool:
-        """Whether all members that live, and are not behind, have the averages of so many turns."""
         return all(
             max(row["version"], self._has.get(row["number"], 0)) >= has
             for row in self.living()
@@ -191,7 +185,6 @@ class Membership:
         return min(max(paces, default=0), _LONGEST_ROUND)
 
     def touch(self, number: int) -> None:
-        """Something came from a member: as good as a beat."""
         self._hear(number)
 
     def _hear(self, number: int) -> None:
@@ -202,7 +195,7 @@ class Membership:
         self._come.add(number)
 
     def forgive(self, seconds: float) -> None:
-        """The rendezvous itself stood still for so long: nobody was silent then."""
+        """Subtract a time in which this process itself stood still from all silences."""
         now = self._clock()
         self._heard = {number: min(now, at + seconds) for number, at in self._heard.items()}
         self._moved = {n: (s, min(now, at + seconds)) for n, (s, at) in self._moved.items()}
@@ -233,12 +226,12 @@ class Membership:
             self._db.note(row["name"], "dropped", why)
 
     def pause(self, row: sqlite3.Row) -> None:
-        """A member ends, and means to come back: it keeps its samples for a while."""
+        """A member stops and means to come back: it keeps its samples for a while."""
         self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
         self._db.note(row["name"], "left", "it pauses")
 
     def part(self, row: sqlite3.Row, why: str) -> None:
-        """A member takes part no more, unless it joins anew: its samples are dealt to others."""
+        """A member takes part no more: its samples go back. It may join anew."""
         with self._db.transaction():
             self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
             freed = self._samples.give_back(row["number"])
@@ -250,11 +243,9 @@ class Membership:
         return 0.0 if moved is None else self._clock() - moved[1]
 
     def stalled(self, number: int) -> bool:
-        """Whether a member lives, but has done no inner step for too long."""
         return self.still_s(number) > self._settings.stalled_after_s
 
     def expected(self, turn: int) -> frozenset[int]:
-        """Members that a turn waits for."""
         return frozenset(
             row["number"]
             for row in self.living()
@@ -283,7 +274,7 @@ class Membership:
         return None if ended is None else int(ended["turns"])
 
     def order(self, number: int, order: str, reason: str = "") -> None:
-        """Have a member told something with its beats, until it joins again or has done it."""
+        """Set the order that a member's heartbeats are answered with until it joins again."""
         self._db.run(
             "UPDATE members SET orders = ?, order_reason = ? WHERE number = ?",
             order,
@@ -292,5 +283,4 @@ class Membership:
         )
 
     def names(self, numbers: Sequence[int] | frozenset[int]) -> list[str]:
-        """Names of members, in order."""
         return sorted(self.get(number)["name"] for number in numbers)

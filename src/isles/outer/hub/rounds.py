@@ -44,11 +44,9 @@ class Parts:
         self._sample_tokens = int(text) if _NUMBER.fullmatch(text) else 0
 
     def get(self, turn: int, number: int) -> sqlite3.Row | None:
-        """A member's contribution to a turn."""
         return self._db.row("SELECT * FROM parts WHERE turn = ? AND member = ?", turn, number)
 
     def of_turn(self, turn: int) -> list[sqlite3.Row]:
-        """All contributions to a turn."""
         return self._db.rows("SELECT * FROM parts WHERE turn = ?", turn)
 
     def members(self, turn: int, state: str) -> frozenset[int]:
@@ -59,11 +57,9 @@ class Parts:
     def refuse(
         self, turn: int, number: int, part: Contribution, reason: str, norm: float = -1.0
     ) -> None:
-        """A contribution counts for nothing."""
         self._write(turn, number, part, state="refused", norm=norm, reason=reason)
 
     def refuse_complete(self, turn: int, number: int, reason: str) -> None:
-        """A contribution that was complete counts for nothing."""
         self._db.run(
             "UPDATE parts SET state = 'refused', reason = ? WHERE turn = ? AND member = ?",
             reason,
@@ -128,11 +124,8 @@ class Parts:
         )
 
     def _weight(self, turn: int, number: int, tokens: int, samples: int) -> int:
-        """The tokens for which a contribution counts: at most those of the samples behind it.
-
-        Behind it are the samples in it, and those in the same member's contributions to other
-        fragments since the last one to this fragment.
-        """
+        # At most the tokens of the samples behind a contribution: those in it, and those in the same
+        # member's contributions to other fragments since the last one to this fragment.
         if not self._sample_tokens:
             return tokens
         fragments = len(self._pieces)
@@ -169,7 +162,6 @@ class Parts:
         return outliers(self._settings.outlier, usual, norms)
 
     def norms(self, turn: int) -> dict[int, tuple[float, int]]:
-        """Norm and tokens of each complete contribution to a turn."""
         return {
             row["member"]: (row["norm"], row["tokens"])
             for row in self.of_turn(turn)
@@ -219,7 +211,6 @@ class Turns:
         return "committed" if turn < self.next else "future"
 
     def has_begun(self, turn: int) -> bool:
-        """Whether anybody has contributed to a turn."""
         return bool(self._db.number("SELECT COUNT(*) FROM parts WHERE turn = ?", turn))
 
     def outer_params(self, fragment: int, version: int) -> str:
@@ -244,16 +235,13 @@ class Turns:
         return kept == following - version
 
     def part_path(self, turn: int, number: int) -> Path:
-        """Where a member's contribution lies."""
         return self._folder / f"{turn:08d}" / f"{number}.part"
 
     def has_outer_params(self, turn: int) -> bool:
-        """Whether a member has told which outer parameters a turn has led to."""
         row = self._db.row("SELECT outer_params FROM turns WHERE turn = ?", turn)
         return row is not None and bool(row["outer_params"])
 
     def average_path(self, turn: int) -> Path:
-        """Where a turn's average lies."""
         return self._folder / f"{turn:08d}" / "average"
 
     def check(self, member: sqlite3.Row, turn: int) -> None:
@@ -286,12 +274,10 @@ class Turns:
             )
 
     def open(self, turn: int) -> None:
-        """A turn collects."""
         if self.state(turn) == "future":
             self._db.run("INSERT INTO turns (turn, state) VALUES (?, 'collecting')", turn)
 
     def is_counted(self, turn: int, number: int) -> bool:
-        """Whether a member's contribution is complete."""
         part = self.parts.get(turn, number)
         return part is not None and part["state"] == "complete"
 
@@ -358,7 +344,6 @@ class Turns:
             self._quorum.setdefault(turn, now)
 
     def decision(self, turn: int) -> Decision:
-        """What the rule says of a turn now."""
         self._note_times(turn)
         view = TurnView(
             expected=self._membership.expected(turn),
@@ -457,7 +442,6 @@ class Turns:
         return self._clock() - self._first.get(turn, self._clock())
 
     def open_turns(self) -> list[OpenTurn]:
-        """The turns that collect, as clusters are told of them."""
         rows = self._db.rows("SELECT turn FROM turns WHERE state = 'collecting' ORDER BY turn")
         found = []
         for row in rows:
@@ -474,7 +458,6 @@ class Turns:
         return found
 
     def answer(self, turn: int) -> TurnAnswer:
-        """How a turn stands."""
         row = self._db.row("SELECT * FROM turns WHERE turn = ?", turn)
         if row is None:
             return TurnAnswer(turn=turn, state="committed" if turn < self.next else "future")

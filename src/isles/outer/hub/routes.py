@@ -151,7 +151,6 @@ async def read(request: web.Request, kind: type[M]) -> M:
 
 
 def said(answer: BaseModel) -> web.Response:
-    """An answer."""
     body = answer.model_dump_json().encode()
     return web.Response(body=body, content_type="application/json")
 
@@ -181,7 +180,7 @@ def member_id(request: web.Request) -> str:
 
 
 def waiting(request: web.Request) -> float:
-    """For how long a request may be answered late, seconds."""
+    """Seconds for which an answer may be held back."""
     try:
         wait_s = float(request.query.get("wait", "0"))
     except ValueError:
@@ -190,7 +189,6 @@ def waiting(request: web.Request) -> float:
 
 
 def incomplete(missing: list[int]) -> Refusal:
-    """What a sender is told whose file is not whole."""
     return Refusal(
         409,
         "incomplete",
@@ -200,7 +198,6 @@ def incomplete(missing: list[int]) -> Refusal:
 
 
 def json_answer(content: dict[str, Any] | list[Any]) -> web.Response:
-    """An answer in JSON."""
     return web.Response(body=json.dumps(content).encode(), content_type="application/json")
 
 
@@ -255,32 +252,26 @@ class Routes:
         self._core = work.core
 
     async def join(self, request: web.Request) -> web.Response:
-        """POST /v1/join"""
         join = await read(request, Join)
         sizes = await self._work.sizes(join)
         return said(await self._work.ask(self._core.join, join, sizes))
 
     async def beat(self, request: web.Request) -> web.Response:
-        """POST /v1/beat"""
         return said(await self._work.look(self._core.beat, await read(request, Beat)))
 
     async def leave(self, request: web.Request) -> web.Response:
-        """POST /v1/leave"""
         leave = await read(request, LeaveRun)
         await self._work.ask(self._core.leave, leave.id, has_finished=leave.has_finished)
         return json_answer({})
 
     async def obeyed(self, request: web.Request) -> web.Response:
-        """POST /v1/obeyed"""
         await self._work.ask(self._core.obeyed, (await read(request, OnlyId)).id)
         return json_answer({})
 
     async def claim(self, request: web.Request) -> web.Response:
-        """POST /v1/claim"""
         return said(await self._work.ask(self._core.claim, await read(request, Claim)))
 
     async def turn(self, request: web.Request) -> web.Response:
-        """GET /v1/turns/T?wait=SECONDS: at once where it is committed; else after a while."""
         turn = number(request, "turn")
         loop = asyncio.get_running_loop()
         end = loop.time() + waiting(request)
@@ -294,7 +285,6 @@ class Routes:
                 await asyncio.wait_for(changed.wait(), left)
 
     async def held(self, request: web.Request) -> web.Response:
-        """POST /v1/turns/T/held?wait=SECONDS: at once where all have the average of a turn."""
         turn = number(request, "turn")
         asker = (await read(request, OnlyId)).id
         loop = asyncio.get_running_loop()
@@ -309,7 +299,6 @@ class Routes:
         return said(HeldAnswer(is_everywhere=is_everywhere))
 
     async def complete(self, request: web.Request) -> web.Response:
-        """POST /v1/turns/T/complete: all chunks are there; they are looked at, then they count."""
         turn = number(request, "turn")
         contribution = await read(request, Contribution)
         counted = await self._work.look(self._core.counted, contribution.id, turn)
@@ -333,27 +322,22 @@ class Routes:
         return said(answer)
 
     async def applied(self, request: web.Request) -> web.Response:
-        """POST /v1/applied"""
         await self._work.ask(self._core.applied, await read(request, Applied))
         return json_answer({})
 
     async def want_state(self, request: web.Request) -> web.Response:
-        """POST /v1/state"""
         asker = (await read(request, OnlyId)).id
         return said(await self._work.ask(self._core.want_state, asker))
 
     async def offer_state(self, request: web.Request) -> web.Response:
-        """POST /v1/states"""
         offer = await read(request, StateOffer)
         return json_answer({"state": await self._work.ask(self._core.offer_state, offer)})
 
     async def status(self, _: web.Request) -> web.Response:
-        """GET /v1/status"""
         found = await self._work.look(status, self._core)
         return json_answer({"run": self._work.run, **found})
 
     async def run_file(self, _: web.Request) -> web.Response:
-        """GET /v1/run-file: what a cluster elsewhere needs to take part"""
         path = self._work.run_file
         if not path.exists():
             raise Refusal(
@@ -366,7 +350,6 @@ class Routes:
         return json_answer({"run": self._work.run, "text": text})
 
     async def events(self, request: web.Request) -> web.Response:
-        """GET /v1/events?after=NUMBER"""
         after = request.query.get("after", "0")
         if not after.isdecimal() or len(after) > _MOST_DIGITS:
             raise Refusal(422, "malformed", f"after={after[:80]!r} is no number")
@@ -388,11 +371,9 @@ class FileRoutes:
         return await self._work.incoming(path, self._core.sizes[fragment])
 
     async def part(self, request: web.Request) -> web.Response:
-        """GET /v1/turns/T/parts/ID: which chunks are there."""
         return _received(await self._part(request))
 
     async def put_part(self, request: web.Request) -> web.Response:
-        """PUT /v1/turns/T/parts/ID/CHUNK"""
         return await self._put(request, await self._part(request))
 
     async def _put(self, request: web.Request, incoming: Incoming) -> web.Response:
@@ -437,11 +418,9 @@ class FileRoutes:
         return self._core.turns.average_path(turn)
 
     async def average(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/turns/T/average, or a range of it"""
         return web.FileResponse(await self._average(request))
 
     async def average_hashes(self, request: web.Request) -> web.Response:
-        """GET /v1/turns/T/average/hashes"""
         return await self._hashes(await self._average(request))
 
     async def _hashes(self, path: Path) -> web.Response:
@@ -451,7 +430,6 @@ class FileRoutes:
     # States.
 
     async def _state_file(self, request: web.Request) -> Incoming:
-        """A file of a state that the one who asks is uploading."""
         state, index = number(request, "state"), number(request, "index")
         await self._own(state, member_id(request))
         offer = await self._work.look(self._core.states.files, state)
@@ -467,15 +445,12 @@ class FileRoutes:
             raise Refusal(409, "not_yours", f"state {state} is given by another cluster")
 
     async def received(self, request: web.Request) -> web.Response:
-        """GET /v1/states/S/files/I/from/ID: which chunks are there."""
         return _received(await self._state_file(request))
 
     async def put_state(self, request: web.Request) -> web.Response:
-        """PUT /v1/states/S/files/I/from/ID/CHUNK"""
         return await self._put(request, await self._state_file(request))
 
     async def complete_state(self, request: web.Request) -> web.Response:
-        """POST /v1/states/S/complete"""
         state = number(request, "state")
         await self._own(state, (await read(request, OnlyId)).id)
         if await self._work.look(self._core.states.is_complete, state):
@@ -506,11 +481,9 @@ class FileRoutes:
         return path
 
     async def state(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/states/S/files/I, or a range of it"""
         return web.FileResponse(await self._complete_file(request))
 
     async def state_hashes(self, request: web.Request) -> web.Response:
-        """GET /v1/states/S/files/I/hashes"""
         return await self._hashes(await self._complete_file(request))
 
 

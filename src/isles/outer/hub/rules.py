@@ -94,7 +94,6 @@ class Decision:
 
 
 def judge_turn(settings: Settings, view: TurnView, now: float) -> Decision:
-    """Whether a turn is closed now."""
     answered = view.complete | view.refused
     missing = view.expected - answered
     due_at = _due_at(settings, view)

@@ -101,7 +101,6 @@ class Samples:
         return joined(lost)
 
     def has_any(self, member: int) -> bool:
-        """Whether a member has blocks."""
         return self._db.row("SELECT 1 FROM blocks WHERE member = ? LIMIT 1", member) is not None
 
     def give_back(self, member: int) -> int:
@@ -145,7 +144,6 @@ class Samples:
                     self._db.run(sql, read, row["start"])
 
     def counts(self) -> dict[str, int]:
-        """How many samples are averaged, leased, and given back."""
         found = self._db.rows(
             "SELECT 'averaged' AS state, SUM(read) AS n FROM blocks UNION ALL "
             "SELECT 'leased', SUM(stop - start - read) FROM blocks WHERE member IS NOT NULL "

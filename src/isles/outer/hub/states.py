@@ -39,7 +39,6 @@ class States:
         self._tried: set[int] = set()
 
     def path(self, state: int, index: int) -> Path:
-        """Where a file of a state lies."""
         return self._folder / f"{state}" / f"{index}"
 
     @property
@@ -53,11 +52,9 @@ class States:
         return int(row["v"]) if self.is_wanted and row and row["v"] is not None else None
 
     def touch(self) -> None:
-        """Somebody fetches of a state now."""
         self._wanted_at = self._clock()
 
     def progress(self) -> None:
-        """The donor sends now."""
         self._progress_at = self._clock()
 
     def want(self, member: int, is_usable: Callable[[int], bool]) -> StateAnswer:
@@ -91,7 +88,7 @@ class States:
         return StateAnswer(state=None, donor=donor)
 
     def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
-        """Settle on a donor: the most advanced member; another one where it sends nothing."""
+        # The most advanced member; another one where it sends nothing.
         able = {
             row["number"]: row["version"]
             for row in self._membership.living()
@@ -111,7 +108,6 @@ class States:
         self._progress_at = self._clock()
 
     def is_donor(self, member: int) -> bool:
-        """Whether a member shall upload its state now."""
         return self._donor == member and self.is_wanted
 
     def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
@@ -157,7 +153,6 @@ class States:
             return self._db.number("SELECT MAX(number) FROM states")
 
     def complete(self, state: int) -> None:
-        """All files of a state are there."""
         row = self._row(state)
         with self._db.transaction():
             self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
@@ -185,11 +180,9 @@ class States:
         )
 
     def owner(self, state: int) -> int:
-        """Whose state it is."""
         return int(self._row(state)["member"])
 
     def is_complete(self, state: int) -> bool:
-        """Whether it can be downloaded."""
         return bool(self._row(state)["is_complete"])
 
     def _row(self, state: int) -> sqlite3.Row:

@@ -18,7 +18,6 @@ _QUIET_S = 6.0
 
 
 def status(core: Core) -> dict[str, Any]:
-    """What `isles status` shows."""
     commits = _commits(core)
     open_turns = core.turns.open_turns()
     last = core.journal.number("SELECT MAX(number) FROM events")
@@ -36,7 +35,6 @@ def status(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core, after: int) -> list[dict[str, Any]]:
-    """What has happened since an event, oldest first."""
     rows = core.journal.rows(
         "SELECT * FROM events WHERE number > ? ORDER BY number LIMIT ?", after, _MOST_EVENTS
     )
@@ -46,7 +44,6 @@ def events(core: Core, after: int) -> list[dict[str, Any]]:
 def _member(
     core: Core, row: sqlite3.Row, commits: list[dict[str, Any]], open_turns: list[OpenTurn]
 ) -> dict[str, Any]:
-    """One cluster: what it has said of itself, its part in the last turn, and why it is slow."""
     name, number = row["name"], row["number"]
     beat = core.membership.beats.get(number)
     said: dict[str, Any] = {} if beat is None else beat.model_dump(exclude={"id", "version"})
@@ -79,7 +76,6 @@ def _member(
 
 
 def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
-    """A turn that collects: who is missing and why, and since when it is open."""
     rows = {row["name"]: row for row in core.membership.latest()}
     missing = {name: _why(core, rows[name], turn.turn) for name in turn.waits_for if name in rows}
     since_s = core.turns.open_for_s(turn.turn)
@@ -87,7 +83,6 @@ def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
 
 
 def _why(core: Core, row: sqlite3.Row, turn: int) -> str:
-    """Why a turn still waits for a cluster, in words."""
     number = row["number"]
     silent_s, still_s = core.membership.heard_s(number), core.membership.still_s(number)
     beat = core.membership.beats.get(number)
@@ -106,7 +101,6 @@ def _why(core: Core, row: sqlite3.Row, turn: int) -> str:
 
 
 def _arrived(core: Core, turn: int, number: int) -> float:
-    """Which part of a contribution is here."""
     path = core.turns.part_path(turn, number)
     try:
         with path.with_name(f"{path.name}.chunks").open("rb") as stream:
@@ -117,7 +111,6 @@ def _arrived(core: Core, turn: int, number: int) -> float:
 
 
 def _commits(core: Core) -> list[dict[str, Any]]:
-    """The last turns that are decided, the newest first."""
     found = []
     for row in core.journal.rows(
         "SELECT * FROM turns WHERE state = 'committed' ORDER BY turn DESC LIMIT ?", _COMMITS

@@ -22,7 +22,7 @@ _OPENSSL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """What lets clusters know this rendezvous, and it them."""
+    """Token and certificate of a hub."""
 
     token_file: Path
     certificate: Path
@@ -30,12 +30,10 @@ class ServerIdentity:
 
     @property
     def token(self) -> str:
-        """What every request must carry."""
         return self.token_file.read_text().strip()
 
     @property
     def fingerprint(self) -> bytes:
-        """sha256 of the certificate."""
         der = ssl.PEM_cert_to_DER_cert(self.certificate.read_text())
         return hashlib.sha256(der).digest()
 

@@ -67,7 +67,6 @@ class Work:
         self._measuring: dict[tuple[Path, str], asyncio.Task[tuple[float, str]]] = {}
 
     def begin(self) -> None:
-        """Begin to close turns."""
         self.ticking = asyncio.create_task(self._tick())
         self._warming = asyncio.create_task(self.averager())  # takes seconds; soon it is needed
 
@@ -107,7 +106,7 @@ class Work:
     # Threads.
 
     async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something of `core` in the one thread that may, and wake up who waits for news."""
+        """Call a method of `core` in the journal's thread, and wake up whoever waits for news."""
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._journal_thread, partial(call, *args, **kwargs))
         self._wake()
@@ -118,12 +117,11 @@ class Work:
         self.changed = asyncio.Event()
 
     async def look(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `ask`, for what changes nothing."""
+        """As `ask`, for methods that change nothing."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._journal_thread, partial(call, *args, **kwargs))
 
     async def in_file_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something that reads or writes files."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._file_threads, partial(call, *args, **kwargs))
 
@@ -134,7 +132,6 @@ class Work:
     # Numbers.
 
     async def averager(self) -> Averager:
-        """The codecs."""
         async with self._loading:
             if self._averager is None:
                 self._averager = await self._count(load_averager)
@@ -188,7 +185,6 @@ class Work:
             return self._incoming[path]
 
     async def forget(self, path: Path, *, discard: bool = False) -> None:
-        """Close a file that has come."""
         incoming = self._incoming.pop(path, None)
         if incoming is not None:
             await self.in_file_thread(incoming.discard if discard else incoming.close)
@@ -196,11 +192,6 @@ class Work:
     # Turns.
 
     async def _tick(self) -> None:
-        """Every moment: who is silent, and whether the next turn is to be closed.
-
-        Raises:
-            UserError: the memory cannot be believed any more.
-        """
         averaging: asyncio.Task[None] | None = None
         while True:
             started, pause_s = time.monotonic(), _TICK_S

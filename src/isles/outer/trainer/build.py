@@ -182,7 +182,6 @@ def join_clusters(
 
 
 def _member_id(run_dir: RunDir) -> str:
-    """Who this cluster is, for the whole run; made at its first start. Rank 0 only."""
     path = run_dir.outer / "member.json"
     record = read_record(path)
     if record is None:
@@ -247,7 +246,6 @@ def _hivemind(outer: DiLoCoConfig, run: str) -> HivemindSettings:
 def _identity(
     config: RunConfig, total_steps: int | None, data_content: str, base: dict[str, str] | None
 ) -> dict[str, str]:
-    """What must be equal on all clusters, by the names that users know."""
     outer = config.diloco
     assert outer is not None
     training, seq_length = config.training, config.data.seq_length

@@ -146,7 +146,6 @@ class Outer:
         return self._stop
 
     def _end_together(self) -> bool:
-        """Average until nothing is left that others lack; False: a turn was not decided."""
         turns = self.turns
         decided = self._world.broadcast(
             0 if self._coordinator is None else self._coordinator.decided
@@ -169,11 +168,9 @@ class Outer:
         return True
 
     def _end_with_all(self) -> bool:
-        """Take in what the others still average; False: a stop came first.
-
-        One that came late, or whose contribution did, has no part in the last turns: it must not
-        end before they are decided. Where they are not reached it waits no longer than for a turn.
-        """
+        # A cluster that came late, or whose contribution did, has no part in the last outer steps: it
+        # must not end before they are decided. Where the others are not reached it waits no longer than
+        # for an average.
         coordinator, began = self._coordinator, time.monotonic()
         if coordinator is not None:
             coordinator.report(self.turns.sync_state(), ends=True)
@@ -199,7 +196,6 @@ class Outer:
         return is_late or self._is_last()
 
     def _is_last(self) -> bool:
-        """Whether all turns of the run are in the weights."""
         return self._last is not None and self.turns.version >= self._last
 
     def close(self, *, leaves: bool) -> None:
@@ -227,7 +223,6 @@ class Outer:
             self._obey(order)
 
     def _lacks(self, decided: int) -> bool:
-        """Whether turns that were decided before this cluster came are still to be taken in."""
         return max(self.turns.version, max(self.turns.sent, default=-1) + 1) < decided
 
     def _is_behind(self) -> bool:
@@ -266,7 +261,6 @@ class Outer:
     # Waiting.
 
     def _await(self, turn: int, limit_s: float, otherwise: str) -> bool:
-        """Wait until a turn has been taken in; False: it has not, within the limit or by a stop."""
         turns = self.turns
         paused = self._meter.pause("waiting for other clusters")
         self._waited.add(turn)
@@ -282,7 +276,6 @@ class Outer:
         return turns.is_done(turn)
 
     def _restock(self) -> None:
-        """Wait for samples; where the rendezvous is away, take others."""
         paused = self._meter.pause("waiting for samples")
         limit_s = self._config.deadline
         if self._coordinator is not None and not self._coordinator.line.is_connected:
@@ -295,7 +288,6 @@ class Outer:
         self._meter.resume(paused)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
-        """Obey orders until something is so; True: the limit is over. Rank 0's clock counts."""
         end = time.monotonic() + limit_s
         rounds, is_over = 0, False
         while not is_done():
@@ -330,7 +322,6 @@ class Outer:
 
     @property
     def _is_stocked(self) -> bool:
-        """Whether there are samples for the next step, if there is one."""
         if self._total_steps is not None and self._progress.step >= self._total_steps:
             return True
         left = self.turns.samples.left(self._progress.samples)

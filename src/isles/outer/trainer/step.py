@@ -144,8 +144,6 @@ _NOWHERE = Path("nowhere")
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """An average that is on its way into the weights while inner steps go on."""
-
     take: Take
     sent: Sent
     applied: Future[Applied]
@@ -267,7 +265,6 @@ class Turns:
         self.exposed(turn, began)
 
     def _held(self, turn: int, samples: Sequence[Interval]) -> Sent:
-        """What a contribution holds that is made now."""
         fragment = turn % self.num_fragments
         _, owed_steps = self._owed[fragment]
         return Sent(
@@ -284,7 +281,7 @@ class Turns:
         self._owed[fragment] = (0, 0)
 
     def _encode(self, turn: int) -> None:
-        """In a thread; its own group of ranks lets it run beside inner steps."""
+        # In a thread; its own group of ranks lets it run beside inner steps.
         path = _NOWHERE if self.line is None else self.line.contribution_path(turn)
         fragment = turn % self.num_fragments
         self._encodings[turn] = self._worker.submit(self._cluster.encode, fragment, path)
@@ -352,7 +349,6 @@ class Turns:
         self._applied(take, sent, applied, mode)
 
     def _answered(self, turn: int) -> Sent | None:
-        """A contribution that is under way no more, if there was one."""
         encoding = self._encodings.pop(turn, None)
         if encoding is not None:
             encoding.result()
@@ -392,7 +388,6 @@ class Turns:
         self.record.turn(take, sent, applied, mode)
 
     def _owe(self, sent: Sent) -> None:
-        """A contribution is in no average: what it brought belongs into the next one."""
         fragment = sent.turn % self.num_fragments
         tokens, steps = self._owed[fragment]
         self._owed[fragment] = (tokens + sent.tokens, steps + sent.inner_steps)

@@ -285,7 +285,6 @@ class OuterCoordinator:
         return max(self.line.pace, self._wanted_pace, LEAST)
 
     def _choose_pace(self) -> None:
-        """With `auto`: how long a round should be for this cluster's link."""
         pace = self.pace
         if self._config.sync_every == "auto" and pace.bytes_per_s and pace.step_s:
             self._wanted_pace = auto_sync_every(
@@ -395,14 +394,12 @@ class OuterCoordinator:
         )
 
     def _claim(self, sync_state: SyncState) -> None:
-        """Have samples for at least a round ahead: claims travel while steps go on."""
         wanted = self._wanted(sync_state)
         if sync_state.samples_left + self._asked < wanted:
             self._asked += wanted
             self.line.claim(wanted)
 
     def _wanted(self, sync_state: SyncState) -> int:
-        """Samples for a round, or for the steps that are left."""
         steps = self.round_steps(self.next_turn(sync_state))
         steps = min(max(steps, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
         if self._total_steps is not None:
@@ -410,7 +407,6 @@ class OuterCoordinator:
         return steps * self._batch
 
     def _is_due(self, sync_state: SyncState) -> bool:
-        """Whether this cluster contributes after the step that begins now."""
         turn = self.next_turn(sync_state)
         fragment = turn % self._num_fragments
         if self.is_behind or not self.decided <= turn < sync_state.version + _OPEN_TURNS:
@@ -428,7 +424,6 @@ class OuterCoordinator:
         return since >= self.interval(turn) and sync_state.step + 1 >= self.step_of(turn)
 
     def _hear(self, event: Event) -> None:
-        """What follows from an event."""
         self._tell(event)
         match event:
             case Joined():
@@ -465,12 +460,10 @@ class OuterCoordinator:
 
     @property
     def _they_are(self) -> str:
-        """Whom this cluster misses where it reaches nobody."""
         is_hivemind = self._config.engine == "hivemind"
         return "the other clusters are" if is_hivemind else "the rendezvous is"
 
     def _tell(self, event: Event) -> None:
-        """What people should know of an event."""
         note = self._recorder.note
         match event:
             case Joined():
