@@ -247,8 +247,8 @@ class FragmentShare:
         *,
         is_warmup: bool,
     ) -> Tensor:
-        # torch.optim.SGD(nesterov=True), in single steps. In the warmup it is the average itself, and
-        # the momentum stays as it is.
+        # torch.optim.SGD(nesterov=True), in single steps. In the warmup it is the average itself,
+        # and the momentum stays as it is.
         gradient, spare = (room[: self.counts[index]] for room in rooms)
         decode_average(self._codec, data, gradient)
         if scale != 1.0:

@@ -1,11 +1,16 @@
-"""What clusters and the hub say to each other: bodies of requests and answers, chunks of files."""
+"""What travels: between clusters and the hub (over HTTP), and between the ranks of a cluster.
+
+First the bodies of requests and answers; then the commands that rank 0 broadcasts to its ranks; at
+last the chunks in which files are sent.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -75,10 +80,10 @@ Standing = Literal["first", "current", "late", "behind"]
 class JoinAnswer(Answer):
     standing: Standing
     """first: its weights are the run's. current: go on. late: apply the averages of the turns
-    from `version` to `turn`, one after the other. behind: pull the state and join again."""
-    turn: Count
+    from `version` to `outer_step`, one after the other. behind: pull the state and join again."""
+    outer_step: Count
     """The next turn to be committed: so many have been."""
-    from_turn: Count
+    from_step: Count
     """The first turn that waits for this cluster."""
     settings: dict[str, str | int | float]
     lost: Intervals
@@ -87,7 +92,7 @@ class JoinAnswer(Answer):
     """For `behind`: why."""
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """A sign of life."""
 
     id: Id
@@ -102,7 +107,7 @@ class Beat(Message):
     phase: Annotated[str, StringConstraints(max_length=64)] = ""
     sent_bytes: Count = 0
     received_bytes: Count = 0
-    pace: Count = 0
+    sync_every: Count = 0
     """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     exposed_s: Finite = 0.0
@@ -113,34 +118,34 @@ class Beat(Message):
     """Nothing of this cluster is left that is in no average, nor will be: no turn waits for it."""
 
 
-class OpenTurn(Answer):
+class OpenRound(Answer):
     """A turn that waits for contributions."""
 
-    turn: Count
+    outer_step: Count
     due_in_s: float | None
     """It is closed then without the missing; None where nothing is decided yet."""
     contributed: list[str]
     waits_for: list[str]
 
 
-class BeatAnswer(Answer):
-    turn: Count
-    open: list[OpenTurn]
+class HeartbeatAnswer(Answer):
+    outer_step: Count
+    open: list[OpenRound]
     members: list[str]
     """The living, by name."""
-    order: Literal["", "pull", "reset"] = ""
+    command: Literal["", "pull", "reset"] = ""
     """pull: your outer parameters are not the run's, pull the state. reset: go back to your outer
     parameters (your local steps have been refused)."""
-    order_reason: str = ""
+    command_reason: str = ""
     ended: Count | None = None
     """All end with so many turns applied; None: one of them may still contribute."""
-    donate: bool = False
+    send_state: bool = False
     """A cluster needs the state, and this one is asked for it."""
-    pace: Count = 0
+    sync_every: Count = 0
     """The largest of the living clusters' paces; 0: nobody asks for one."""
 
 
-class Claim(Message):
+class LeaseRequest(Message):
     """A request for samples to train on."""
 
     id: Id
@@ -150,7 +155,7 @@ class Claim(Message):
     samples: Annotated[int, Field(gt=0, le=2**40)]
 
 
-class ClaimAnswer(Answer):
+class LeaseAnswer(Answer):
     samples: Intervals
 
 
@@ -172,8 +177,8 @@ class ContributionAnswer(Answer):
     """False: the rendezvous is still looking at its numbers; say again that it is complete."""
 
 
-class TurnAnswer(Answer):
-    turn: Count
+class RoundAnswer(Answer):
+    outer_step: Count
     state: Literal["future", "collecting", "averaging", "committed"]
     due_in_s: float | None = None
     contributed: list[str] = []
@@ -190,6 +195,13 @@ class TurnAnswer(Answer):
     """Its average can be downloaded."""
 
 
+class Received(Answer):
+    """The chunks of a file that the hub has, by number, with their hashes."""
+
+    size_bytes: int
+    chunks: dict[str, str]
+
+
 class HeldAnswer(Answer):
     """Whether all clusters that live have the average of a turn."""
 
@@ -200,7 +212,7 @@ class Applied(Message):
     """A cluster has applied an average."""
 
     id: Id
-    turn: Count
+    outer_step: Count
     outer_params: Sha256
     """Digest of the fragment's outer parameters thereafter."""
 
@@ -220,13 +232,19 @@ class StateOffer(Message):
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
 
 
+class StateNumber(Answer):
+    """The answer to `StateOffer`."""
+
+    state: int
+
+
 class StateAnswer(Answer):
     """The state for a cluster that is behind."""
 
     state: Count | None
     """Its number; None: not there yet."""
     version: Count = 0
-    donor: str = ""
+    source: str = ""
     """Who gives it, or is asked for it; empty where nobody can."""
     outer_params: list[str] = []
     files: list[StateFile] = []
@@ -250,6 +268,136 @@ class ErrorBody(Answer):
     kind: str
     what: str
     fix: str = ""
+
+
+# Commands. Rank 0 broadcasts them between two inner steps; all ranks do them in their order.
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A contribution that no average has answered yet.
+
+    Args:
+        outer_step: to which outer step.
+        tokens: its weight: what the pseudo-gradient was trained on, at least 1.
+        inner_steps: in it.
+        samples: trained on since the last contribution to any fragment, and those of earlier
+            contributions that are in no average.
+        steps: inner steps of this cluster when it was made.
+    """
+
+    outer_step: int
+    tokens: int
+    inner_steps: int
+    samples: tuple[tuple[int, int], ...]
+    steps: int
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Pending:
+        """What `dataclasses.asdict` gave, through JSON."""
+        samples = tuple((int(start), int(stop)) for start, stop in record["samples"])
+        return cls(**{**record, "samples": samples})
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """Make this cluster's contribution to an outer step."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Apply the average of an outer step. One comes after the other; none is left out.
+
+    Args:
+        outer_step: which one.
+        path: the average; rank 0's client removes it later. None: the outer step changes nothing,
+            since all contributions were refused.
+        weights: the tokens of each cluster that took part.
+        refused: clusters whose contribution was refused, and why.
+        size_bytes: of the average.
+        sent_bytes, send_s: of this cluster's contribution.
+        received_bytes, receive_s: of the average.
+        step: the number that the last inner step has at least, from then on.
+    """
+
+    outer_step: int
+    path: Path | None
+    weights: Mapping[str, int]
+    refused: Mapping[str, str]
+    size_bytes: int
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    send_s: float = 0.0
+    receive_s: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Take over another cluster's outer state.
+
+    Args:
+        version: outer steps applied to it.
+        paths: a file for each fragment.
+        outer_params: of each fragment the digest of its outer parameters.
+        source: the cluster that gave it.
+        step: as in `Apply`.
+    """
+
+    version: int
+    paths: tuple[Path, ...]
+    outer_params: tuple[str, ...]
+    source: str
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendState:
+    """Write the outer state for a cluster that needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Go back to the outer parameters: the steps since were refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Samples that are this cluster's alone."""
+
+    samples: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Samples of an earlier lease that others have by now: do not train on them."""
+
+    samples: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UseReserve:
+    """Go on with so many samples that nobody leases, as long as the hub is away."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """All clusters have nothing left to average: after so many outer steps they hold the same.
+
+    Comes again and again, once this cluster has reported `ends`.
+    """
+
+    version: int
+
+
+Command = Contribute | Apply | Adopt | SendState | Reset | Lease | Revoke | UseReserve | End
+
+
+# Files.
 
 
 def num_chunks(size_bytes: int) -> int:

@@ -21,7 +21,7 @@ def reserve_of(member_id: str) -> Interval:
     return start, start + _RESERVE_EACH
 
 
-def dealt(spans: Sequence[Interval]) -> list[Interval]:
+def leased(spans: Sequence[Interval]) -> list[Interval]:
     """Without those of a reserve."""
     return [span for span in spans if span[0] < RESERVE]
 
@@ -70,8 +70,8 @@ class OwnSamples:
         self._end = 0
         self.frontier = 0
         """One past the largest number that was dealt."""
-        self._told = 0
-        self._owed: list[Interval] = []
+        self._reported = 0
+        self._returned: list[Interval] = []
         self._gone: list[Interval] = []
         self._reserve, _ = reserve_of(member_id)
 
@@ -97,7 +97,7 @@ class OwnSamples:
                 found.append((start + low - place, start + high - place))
         return found
 
-    def deal(self, spans: Sequence[Interval]) -> None:
+    def add(self, spans: Sequence[Interval]) -> None:
         """These are the cluster's, after all that it has."""
         self._gone = without(self._gone, spans)
         for start, stop in spans:
@@ -106,9 +106,9 @@ class OwnSamples:
             if start < RESERVE:
                 self.frontier = max(self.frontier, stop)
 
-    def deal_reserve(self, count: int) -> None:
+    def add_reserve(self, count: int) -> None:
         """So many that nobody else can have, for the time in which no rendezvous deals any."""
-        self.deal([(self._reserve, self._reserve + count)])
+        self.add([(self._reserve, self._reserve + count)])
         self._reserve += count
 
     def lose(self, spans: Sequence[Interval], cursor: int) -> None:
@@ -118,18 +118,18 @@ class OwnSamples:
         self._runs = tuple(_before(self._runs, cursor))
         self._end = cursor
         for span in rest:  # one after the other: they stay in their order
-            self.deal(without([span], self._gone))
+            self.add(without([span], self._gone))
 
-    def tell(self, cursor: int) -> list[Interval]:
-        """What was read since the last call, and what `owe` has given back: for a contribution."""
-        found = without([*self.spans(self._told, cursor), *self._owed], self._gone)
-        self._told, self._owed = cursor, []
+    def take_read(self, cursor: int) -> list[Interval]:
+        """Samples for a contribution: read since the last call, or given back."""
+        found = without([*self.spans(self._reported, cursor), *self._returned], self._gone)
+        self._reported, self._returned = cursor, []
         self._runs = tuple(run for run in self._runs if run[0] + run[2] - run[1] > cursor)
         return found
 
-    def owe(self, spans: Sequence[Interval]) -> None:
+    def give_back(self, spans: Sequence[Interval]) -> None:
         """These were in a contribution that is in no average."""
-        self._owed = joined([*self._owed, *spans])
+        self._returned = joined([*self._returned, *spans])
 
     def holding(self, pending: Sequence[Interval]) -> list[Interval]:
         """All dealt ones that the cluster means to read, or has read and no average has.
@@ -137,31 +137,31 @@ class OwnSamples:
         Args:
             pending: in contributions that are under way.
         """
-        mine = [*self.spans(self._told, self._end), *self._owed, *pending]
-        return without(dealt(mine), self._gone)
+        mine = [*self.spans(self._reported, self._end), *self._returned, *pending]
+        return without(leased(mine), self._gone)
 
     def record(self) -> dict[str, Any]:
         return {
             "runs": [list(run) for run in self._runs],
             "end": self._end,
             "frontier": self.frontier,
-            "told": self._told,
-            "owed": [list(span) for span in self._owed],
+            "reported": self._reported,
+            "returned": [list(span) for span in self._returned],
             "gone": [list(span) for span in self._gone],
             "reserve": self._reserve,
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
         self._runs = tuple((int(p), int(a), int(b)) for p, a, b in record["runs"])
-        self._end, self._told = int(record["end"]), int(record["told"])
+        self._end, self._reported = int(record["end"]), int(record["reported"])
         self.frontier = int(record["frontier"])
-        self._owed = [(int(a), int(b)) for a, b in record["owed"]]
+        self._returned = [(int(a), int(b)) for a, b in record["returned"]]
         self._gone = [(int(a), int(b)) for a, b in record["gone"]]
         self._reserve = int(record["reserve"])
 
     def begin_at(self, cursor: int) -> None:
         """A run that had no others so far has read as many samples, in the common order."""
-        self._end = self._told = self.frontier = cursor
+        self._end = self._reported = self.frontier = cursor
 
 
 def _before(runs: Sequence[Run], cursor: int) -> Iterator[Run]:

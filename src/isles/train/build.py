@@ -35,7 +35,8 @@ from isles.errors import ConfigError, ConfigErrors, DataError
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
-from isles.outer.trainer.build import Between, join_clusters, make_between
+from isles.outer.trainer.build import join_clusters, make_exchange
+from isles.outer.trainer.step import Exchange
 from isles.run.env import cache_home
 from isles.run.manifest import CheckpointInfo
 from isles.run.paths import RunDir
@@ -97,9 +98,9 @@ def build(
         # With the weights that the run begins with, so before any checkpoint is taken over.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
         reference.score_all(training, validation, config.training, total_steps, run_dir)
-    between = make_between(config, engine, world, run_dir, resume_from)
-    progress = _take_over(engine, resume_from, config, world, travel, recorder, between)
-    samples = None if between is None else between.begin(progress, recorder)
+    exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
+    progress = _take_over(engine, resume_from, config, world, travel, recorder, exchange)
+    samples = None if exchange is None else exchange.begin(progress)
     meter = StepMeter(world, Speed.of(world.device, built.flops))
     now = meter.clock.now  # the watchdog compares when a save has moved
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, travel, attempt, now)
@@ -134,9 +135,9 @@ def build(
         samples_per_epoch=training.samples_per_epoch,
         base=base,
     )
-    if between is not None:
+    if exchange is not None:
         parts.outer = join_clusters(
-            between,
+            exchange,
             config,
             world,
             run_dir,
@@ -324,14 +325,14 @@ def _take_over(
     world: World,
     travel: Travel,
     recorder: Recorder,
-    between: Between | None,
+    exchange: Exchange | None,
 ) -> Progress:
     # The state of a checkpoint, or that of a run's beginning. All ranks must call this.
     torch.manual_seed(_rank_seed(config.seed, world.rank))
     if checkpoint is None:
         return Progress.fresh()
     state = engine.state_dict()
-    outer = {} if between is None else between.tensors()
+    outer = {} if exchange is None else exchange.loaded_tensors()
     progress = Progress.from_manifest(checkpoint.manifest)
     saved_world_size = int(checkpoint.manifest["world_size"])
 

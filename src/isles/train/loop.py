@@ -84,7 +84,7 @@ def outer_step(parts: Parts, decision: Decision) -> int:
     is_last = parts.progress.step == parts.total_steps or decision.stop == TIME_IS_UP
     if decision.outer or is_last:
         check_finite(parts)
-    parts.outer.after_inner_step(has_orders=decision.outer)
+    parts.outer.after_inner_step(has_commands=decision.outer)
     if is_last or parts.progress.step == parts.total_steps:  # a later number may be taken
         return end_together(parts)
     return 0

@@ -141,16 +141,16 @@ class Parts:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause("saving")
         if self.outer is not None:
-            self.outer.turns.finish_move()
+            self.outer.exchange.finish_move()
         self.checkpoints.save(
             self.engine.state_dict(),
             self._manifest(),
             replicas=self.engine.replicas,
-            own={} if self.outer is None else self.outer.turns.tensors(),
+            own={} if self.outer is None else self.outer.exchange.tensors(),
             wait=wait,
         )
         if self.outer is not None:
-            self.outer.turns.saved()
+            self.outer.exchange.saved()
         self.agreement.saved()
         self.meter.resume(paused)
 
@@ -172,7 +172,7 @@ class Parts:
             "rows": list(self.loader.split.rows),
             "micro_batch_sizes": list(self.loader.split.micro_batch_sizes),
             "balance": self.balancer.record(),
-            "outer": None if self.outer is None else self.outer.turns.manifest(),
+            "outer": None if self.outer is None else self.outer.exchange.manifest(),
             "seed": self.config.seed,
             "data": self.data_content,
             "samples_per_epoch": self.samples_per_epoch,

@@ -14,23 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from isles.outer.average import combine
-from isles.outer.client.events import (
-    Claimed,
-    Committed,
-    Ended,
-    Event,
-    Interval,
-    Joined,
-    LinkSettings,
-    Member,
-    Progress,
-    Sent,
-)
-from isles.outer.client.session import Session
+from isles.outer.client.session import HubState, Session
 from isles.outer.client.transfer import Spool
+from isles.outer.hivemind import HivemindSettings
 from isles.outer.layout import Layout
+from isles.outer.messages import Apply, Command, End, Join, Lease, Pending
+from isles.outer.samples import Interval
 
 log = logging.getLogger(__name__)
 
@@ -41,66 +33,85 @@ _PEERS_END_S = 15.0
 """Engine hivemind: until others have left the hub that is hosted here, and the daemon has ended."""
 
 
-def member_of(
-    layout: Layout, *, name: str, member_id: str, identity: Mapping[str, str] | None = None
-) -> Member:
+def join_of(
+    layout: Layout,
+    *,
+    name: str,
+    member_id: str,
+    outer_params: Sequence[str],
+    identity: Mapping[str, str] | None = None,
+    version: int = 0,
+    holding: Sequence[Interval] = (),
+) -> Join:
     """What a cluster joins with.
 
     Args:
         layout: of the run.
         name: of the cluster.
         member_id: 32 hexadecimal digits (`secrets.token_hex(16)`), kept for the whole run.
+        outer_params: the digest of each fragment's outer parameters (`Cluster.digest`).
         identity: what else must be equal on all clusters: outer settings, the model's name …
+        version: outer steps applied to the outer parameters (0, or what the checkpoint says).
+        holding: samples leased before this attempt that the cluster still means to train on, or
+            has trained on since its last contribution that is in an average. What was leased to it
+            and it does not hold is leased to others. From here on the client keeps account.
     """
-    fragments = range(len(layout.fragments))
-    return Member(
+    return Join(
+        id=member_id,
         name=name,
-        member_id=member_id,
         identity={"layout": layout.digest, **(identity or {})},
         codec=layout.codec.text,
-        pieces=[layout.piece_counts(fragment) for fragment in fragments],
+        pieces=[layout.piece_counts(fragment) for fragment in range(len(layout.fragments))],
+        version=version,
+        outer_params=list(outer_params),
+        holding=list(holding),
     )
 
 
-class Link:
-    """Joins the other clusters at once, in a thread; the first event is `Joined`, later or never.
+class HubClient:
+    """Joins the other clusters at once, in a thread. To be used by one thread of rank 0.
 
-    To be used by one thread of rank 0. No method waits for the network, save `wait` and `close`,
-    which have deadlines.
+    No method waits for the network, save `wait` and `close`, which have deadlines.
 
     Args:
-        member: who this cluster is; see `member_of`.
-        settings: how it reaches the hub.
+        join: see `join_of`.
         join_file: holds the join line (mode 0600).
         spool: a folder of this cluster's own, kept over attempts; contributions and averages lie
             in it for a while.
-        version: turns applied to the outer parameters (0, or what the checkpoint says).
-        outer_params: the digest of each fragment's outer parameters (`Cluster.digest`).
-        holding: samples claimed before this attempt that the cluster still means to train on, or
-            has trained on since its last contribution that is in an average. What it has claimed
-            and does not hold is dealt to others. From here on the link keeps account.
+        note: takes lines for the user, in the thread.
+        max_bytes_per_s: limit on what is sent, and on what is fetched, on the wire; 0: none.
+        heartbeat_s: between two heartbeats.
+        hivemind: the hub is in one of the clusters; None: it was started by itself.
     """
 
     def __init__(
         self,
-        member: Member,
-        settings: LinkSettings,
+        join: Join,
         *,
         join_file: Path,
         spool: Path,
-        version: int,
-        outer_params: Sequence[str],
-        holding: Sequence[Interval] = (),
+        note: Callable[[str], None],
+        max_bytes_per_s: float = 0.0,
+        heartbeat_s: float = 2.0,
+        hivemind: HivemindSettings | None = None,
     ) -> None:
-        self._more_s = 0.0 if settings.hivemind is None else _PEERS_END_S
-        kept = 0 if settings.hivemind is None else _KEPT_AVERAGES
-        self._spool = Spool.of(spool, member.pieces, version, kept)
-        self._num_fragments = len(member.pieces)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._more_s = 0.0 if hivemind is None else _PEERS_END_S
+        kept = 0 if hivemind is None else _KEPT_AVERAGES
+        self._spool = Spool.of(spool, join.pieces, join.version, kept)
+        self._num_fragments = len(join.pieces)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._news = threading.Condition()
         self._session = Session(
-            member, settings, join_file, self._spool, version, outer_params, holding, self._pass_on
+            join,
+            join_file,
+            self._spool,
+            self._emit,
+            note,
+            max_bytes_per_s=max_bytes_per_s,
+            heartbeat_s=heartbeat_s,
+            hivemind=hivemind,
         )
+        self.state: HubState = self._session.state
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._session.run())
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
@@ -118,128 +129,86 @@ class Link:
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    def _pass_on(self, event: Event) -> None:
+    def _emit(self, command: Command) -> None:
         with self._news:
-            self._events.put(event)
+            self._commands.put(command)
             self._news.notify_all()
 
-    def _cancel(self) -> None:
-        self._task.cancel()
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        with suppress(RuntimeError):  # the thread has ended: see `HubState.refusal`
+            self._loop.call_soon_threadsafe(function, *args)
 
-    def _do(self, call: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # it has ended: see `Refused`
-            self._loop.call_soon_threadsafe(call)
+    # What rank 0 has done.
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Who takes part now, this cluster too."""
-        return self._session.members
-
-    @property
-    def pace(self) -> int:
-        """Inner steps that a round should have for the slowest link of all; 0: not known."""
-        return self._session.pace
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the hub answers."""
-        return self._session.is_connected
-
-    @property
-    def sent_bytes(self) -> int:
-        """By this attempt, to the hub."""
-        return self._session.moved[0]
-
-    @property
-    def received_bytes(self) -> int:
-        """By this attempt, from the hub."""
-        return self._session.moved[1]
-
-    # What rank 0 says.
-
-    def contribution_path(self, turn: int) -> Path:
+    def contribution_path(self, outer_step: int) -> Path:
         """Where a contribution is to be written (`Cluster.encode`) before `contribute`."""
-        return self._spool.contribution(turn)
+        return self._spool.contribution(outer_step)
 
     def state_paths(self) -> list[Path]:
         """Where the state is to be written (`Cluster.export_state`) before `give_state`."""
         folder = self._spool.given
         return [folder / f"fragment-{i}.safetensors" for i in range(self._num_fragments)]
 
-    def contribute(self, sent: Sent) -> None:
-        """Bring a contribution into a turn; `Committed` tells what became of it.
+    def contribute(self, pending: Pending) -> None:
+        """Upload a contribution; `Apply` tells what became of it.
 
-        Its file lies at `contribution_path`, and is the link's from now on, which removes it. The
-        turn is the one that this cluster is at: all before it are contributed to or missed.
+        Its file lies at `contribution_path`, and is the client's from now on. All outer steps
+        before it are contributed to or missed.
         """
-        self._do(lambda: self._session.contribute(sent))
+        self._call(self._session.transfers.contribute, pending)
 
-    def applied(self, turn: int, digest: str) -> None:
-        """An average was applied (also an empty one); its file is the link's again.
+    def applied(self, outer_step: int, digest: str) -> None:
+        """An average was applied (also an empty one), which has led to these outer parameters."""
+        self._call(self._session.applied, outer_step, digest)
 
-        Args:
-            turn: of the average.
-            digest: `Applied.digest`, of the fragment's outer parameters thereafter.
-        """
-        self._do(lambda: self._session.applied(turn, digest))
-
-    def claim(self, num_samples: int) -> None:
-        """Ask for samples; `Claimed` brings them. May be asked several times, ahead."""
-        self._do(lambda: self._session.claim(num_samples))
+    def lease(self, num_samples: int) -> None:
+        """Ask for samples; `Lease` brings them. May be asked several times, ahead."""
+        self._call(self._session.lease, num_samples)
 
     def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
-        """The answer to `Donate`: safetensors, one for each fragment; they must not change.
+        """The state that `SendState` asked for lies at `state_paths`; it must not change.
 
         Args:
-            version: turns applied to all of them.
-            paths: see `state_paths`.
+            version: outer steps applied to all fragments.
+            paths: safetensors, one for each fragment.
             outer_params: digest of each fragment's outer parameters.
         """
-        self._do(lambda: self._session.give_state(version, paths, outer_params))
+        self._call(self._session.give_state, version, paths, outer_params)
 
     def adopted(self, version: int, outer_params: Sequence[str]) -> None:
-        """The answer to `StateReady`: the state was imported; contributions under way are void.
+        """`Adopt` is done; contributions under way are void."""
+        self._call(self._session.adopted, version, outer_params)
 
-        Args:
-            version: turns applied to it.
-            outer_params: `Cluster.digest` of each fragment.
-        """
-        self._do(lambda: self._session.adopted(version, outer_params))
+    def reset_done(self) -> None:
+        """`Reset` is done."""
+        self._call(self._session.reset_done)
 
     def keep_since(self, version: int) -> None:
-        """The cluster may have to go on from a checkpoint with so many turns applied.
+        """The cluster may have to go on from a checkpoint with so many outer steps applied.
 
         Until this is called first it may be the one that it has been started from.
         """
         self._spool.since = version
 
-    def obeyed(self) -> None:
-        """The answer to `Reset`: the weights are the outer parameters again."""
-        self._do(self._session.obeyed)
-
-    def progress(self, progress: Progress) -> None:
-        """What the others are told of this cluster with the next heartbeat. Costs nothing."""
+    def report(self, **progress: Any) -> None:
+        """Set fields of the next `Heartbeat`. Costs nothing."""
         self._session.progress = progress
 
-    # What rank 0 hears.
+    # What the hub has for the ranks.
 
-    def poll(self) -> list[Event]:
-        """What has happened since the last call, in order; never waits."""
+    def poll(self) -> list[Command]:
+        """The commands since the last call, in order; never waits."""
         found = []
-        while not self._events.empty():
-            found.append(self._events.get())
+        while not self._commands.empty():
+            found.append(self._commands.get())
         return found
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until `poll` has something; False: nothing within the time."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` has something, or the time is over."""
         end = time.monotonic() + timeout_s
         with self._news:
-            while self._events.empty():
-                left_s = end - time.monotonic()
-                if left_s <= 0:
-                    return False
+            while self._commands.empty() and (left_s := end - time.monotonic()) > 0:
                 self._news.wait(left_s)
-        return True
 
     def close(
         self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
@@ -251,77 +220,62 @@ class Link:
             has_finished: tell it that the training is over, too.
             timeout_s: for telling it.
         """
-        tells = leaves and self.is_connected
-        self._do(lambda: self._session.leave(tells=tells, has_finished=has_finished))
+        self._call(self._session.leave, leaves and self.state.is_connected, has_finished)
         self._thread.join(timeout_s + self._more_s)
         if self._thread.is_alive():
-            self._do(self._cancel)
+            self._call(self._task.cancel)
             self._thread.join(timeout_s)
 
 
 class Alone:
-    """Stands where `Link` would: every turn is decided at once, samples come in their order.
+    """Stands where `HubClient` would in a run of one cluster: its contribution is the average.
 
     Args:
         layout: of the run.
         name: of the cluster.
         spool: folder for the contributions.
-        version: turns that have been applied.
-        next_sample: the first that was never dealt.
+        version: outer steps that have been applied.
+        next_sample: the first that was never leased.
     """
-
-    sent_bytes = received_bytes = pace = 0
-    is_connected = True
 
     def __init__(
         self, layout: Layout, name: str, spool: Path, *, version: int, next_sample: int
     ) -> None:
         self._layout, self._name, self._spool = layout, name, spool
         self._next_sample = next_sample
-        self._events: list[Event] = [Joined(standing="current", turn=version, from_turn=version)]
-        self.members: tuple[str, ...] = (name,)
+        self._commands: list[Command] = []
+        self.state = HubState(members=(name,), is_connected=True, is_joined=True, decided=version)
         spool.mkdir(mode=0o700, exist_ok=True)
 
-    def contribution_path(self, turn: int) -> Path:
-        """Where a contribution is to be written."""
-        return self._spool / f"contribution-{turn:08d}"
+    def contribution_path(self, outer_step: int) -> Path:
+        return self._spool / f"contribution-{outer_step:08d}"
 
-    def state_paths(self) -> list[Path]:
-        return []  # nobody asks for the state
+    def _average(self, outer_step: int) -> Path:
+        return self._spool / f"average-{outer_step:08d}"
 
-    def contribute(self, sent: Sent) -> None:
-        """Average a contribution with no other."""
-        path, average = self.contribution_path(sent.turn), self._average(sent.turn)
-        text = self._layout.codec.text
+    def contribute(self, pending: Pending) -> None:
+        outer_step, codec = pending.outer_step, self._layout.codec
+        path, average = self.contribution_path(outer_step), self._average(outer_step)
         size = 0
         with path.open("rb") as source, average.open("wb") as goal:
-            for count in self._layout.piece_counts(sent.turn % len(self._layout.fragments)):
-                data = source.read(self._layout.codec.size(count))
-                size += goal.write(combine(text, count, [(data, 1.0)]))
+            for count in self._layout.piece_counts(outer_step % len(self._layout.fragments)):
+                data = source.read(codec.size(count))
+                size += goal.write(combine(codec.text, count, [(data, 1.0)]))
         path.unlink()
-        weights = {self._name: sent.tokens}
-        self._events.append(
-            Committed(
-                turn=sent.turn,
-                path=average,
-                is_in=True,
-                weights=weights,
-                refused={},
-                size_bytes=size,
-            )
+        weights = {self._name: pending.tokens}
+        self._commands.append(
+            Apply(outer_step=outer_step, path=average, weights=weights, refused={}, size_bytes=size)
         )
 
-    def _average(self, turn: int) -> Path:
-        return self._spool / f"average-{turn:08d}"
+    def applied(self, outer_step: int, digest: str) -> None:
+        self._average(outer_step).unlink(missing_ok=True)
 
-    def applied(self, turn: int, digest: str) -> None:
-        """An average is needed no more."""
-        self._average(turn).unlink(missing_ok=True)
-
-    def claim(self, num_samples: int) -> None:
-        """Deal samples."""
+    def lease(self, num_samples: int) -> None:
         start, self._next_sample = self._next_sample, self._next_sample + num_samples
-        self._events.append(Claimed(samples=((start, self._next_sample),)))
+        self._commands.append(Lease(((start, self._next_sample),)))
+
+    def state_paths(self) -> list[Path]:
+        return []
 
     def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
         raise AssertionError("nobody asks for the state")
@@ -329,30 +283,25 @@ class Alone:
     def adopted(self, version: int, outer_params: Sequence[str]) -> None:
         raise AssertionError("nobody gives a state")
 
-    def obeyed(self) -> None:
-        raise AssertionError("nobody orders anything")
+    def reset_done(self) -> None:
+        raise AssertionError("nobody asks for a reset")
 
     def keep_since(self, version: int) -> None:
         pass  # an average is this cluster's own contribution: its steps are done again
 
-    def progress(self, progress: Progress) -> None:
-        """Nobody has a turn that is still to come."""
-        if progress.ends:
-            self._events.append(Ended(turns=0))
+    def report(self, **progress: Any) -> None:
+        if progress.get("ends"):  # nobody has an outer step that is still to come
+            self._commands.append(End(0))
 
-    def poll(self) -> list[Event]:
-        """What has happened since the last call."""
-        found, self._events = self._events, []
+    def poll(self) -> list[Command]:
+        found, self._commands = self._commands, []
         return found
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something."""
-        return bool(self._events)
+    def wait(self, timeout_s: float) -> None:
+        pass
 
-    def close(
-        self, *, leaves: bool = True, has_finished: bool = False, timeout_s: float = 10.0
-    ) -> None:
+    def close(self, *, leaves: bool = True, has_finished: bool = False) -> None:
         pass
 
 
-Line = Link | Alone
+Hub = HubClient | Alone

@@ -24,7 +24,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from isles.errors import CommunicationError, ConfigError
-from isles.outer.client.events import HivemindSettings
+from isles.outer.hivemind import HivemindSettings
 from isles.run.join_line import JoinLine, encode
 from isles.run.records import write_secret
 
@@ -248,7 +248,7 @@ class Peers:
         try:
             head = {**body, "kind": kind, "proof": self._keys.proof(self.id, peer)}
             await say(writer, head)
-            answer = await hear(reader)
+            answer = await note_heartbeat(reader)
             if not self._keys.is_proof(answer.get("proof"), peer, self.id):
                 why = answer.get("refused", "it does not know the secret of this run")
                 raise PeerError(f"{peer[-8:]}: {why}")
@@ -282,7 +282,7 @@ class Peers:
         peer = str(info.peer_id)
         try:
             async with asyncio.timeout(_HEAD_S):
-                head = await hear(reader)
+                head = await note_heartbeat(reader)
             handler = self._handlers.get(str(head.get("kind")))
             if not self._keys.is_proof(head.get("proof"), peer, self.id):
                 log.warning("refused: %s does not know the secret of this run", peer)
@@ -320,7 +320,7 @@ async def say(writer: Writer, body: Body) -> None:
     await writer.drain()
 
 
-async def hear(reader: Reader) -> Body:
+async def note_heartbeat(reader: Reader) -> Body:
     """Receive a head.
 
     Raises:

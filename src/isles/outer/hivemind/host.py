@@ -6,20 +6,20 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isles.errors import CommunicationError
-from isles.outer.client.events import Event, HivemindSettings, Note
-from isles.outer.client.transfer import Spool, Turns
+from isles.outer.client.transfer import Report, Spool, Transfers
+from isles.outer.hivemind import HivemindSettings
 from isles.outer.hivemind.dht import Body, Keys, PeerError, Peers, Reader, Tunnel, Writer
 from isles.outer.hub.files import chunk_list
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
-from isles.outer.messages import TurnAnswer, hash_chunks
+from isles.outer.messages import RoundAnswer, hash_chunks
 from isles.run.records import read_record, write_record, write_secret
 
 log = logging.getLogger(__name__)
@@ -40,18 +40,18 @@ class Hello:
         name: of the cluster.
         term: counts hosts up; that of the host it follows.
         host: the peer that it follows; itself where it hosts; empty: nobody.
-        turn: turns that it has applied, or can apply with the averages that it has.
+        outer_step: turns that it has applied, or can apply with the averages that it has.
     """
 
     name: str
     term: int = 0
     host: str = ""
-    turn: int = 0
+    outer_step: int = 0
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
-        term, turn = int(body["term"]), int(body["turn"])
-        return cls(name=str(body["name"]), term=term, host=str(body["host"]), turn=turn)
+        term, outer_step = int(body["term"]), int(body["turn"])
+        return cls(name=str(body["name"]), term=term, host=str(body["host"]), outer_step=outer_step)
 
 
 def choose(
@@ -73,11 +73,13 @@ def choose(
     everybody = {me: own, **others}
     hosts = {peer for peer, hello in everybody.items() if hello.host == peer}
     if hosts:
-        first = max(hosts, key=lambda peer: (everybody[peer].turn, everybody[peer].term, peer))
+        first = max(
+            hosts, key=lambda peer: (everybody[peer].outer_step, everybody[peer].term, peer)
+        )
         return own.host if own.host in hosts and own.host != me else first
     if not is_settled or len(everybody) < at_least:
         return ""
-    first = max(everybody, key=lambda peer: (everybody[peer].turn, peer))
+    first = max(everybody, key=lambda peer: (everybody[peer].outer_step, peer))
     return me if first == me else ""
 
 
@@ -103,14 +105,16 @@ class Host:
         self.is_open = False
         """Whether others may come: this cluster has joined, so that its weights are the run's."""
 
-    async def start(self, kept: Sequence[tuple[TurnAnswer, str, Path]]) -> None:
-        """Begin a run, or go on with one; `kept` as in `Spool.kept_turns`."""
+    async def start(self, kept: Sequence[tuple[RoundAnswer, str, Path]]) -> None:
+        """Begin a run, or go on with one; `kept` as in `Spool.kept_rounds`."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._keys.write_identity(self._folder)
         self._server = Server(self._folder, self._settings)
         core = self._server.work.core
         for answer, _, path in kept:
-            await asyncio.to_thread(_copy_average, path, core.turns.average_path(answer.turn))
+            await asyncio.to_thread(
+                _copy_average, path, core.rounds.average_path(answer.outer_step)
+            )
         await self._server.work.ask(core.seed, [(answer, digest) for answer, digest, _ in kept])
         self.port = (await self._server.start("127.0.0.1", 0, self._run)).port
 
@@ -141,8 +145,8 @@ class Node:
         settings: addresses, and the rules of the run.
         name: of the cluster.
         folder: for what it keeps.
-        spool, turns: how far this cluster is.
-        emit: tells rank 0.
+        spool, transfers: how far this cluster is.
+        report: takes lines for the log.
     """
 
     def __init__(
@@ -151,18 +155,18 @@ class Node:
         name: str,
         folder: Path,
         spool: Spool,
-        turns: Turns,
-        emit: Callable[[Event], None],
+        transfers: Transfers,
+        report: Report,
     ) -> None:
         self._settings, self._name, self._folder = settings, name, folder
-        self._spool, self._turns, self._emit = spool, turns, emit
+        self._spool, self._transfers, self._report = spool, transfers, report
         secret = settings.secret_file
         self._keys = Keys.read(settings.run, None if secret is None else Path(secret))
         folder.mkdir(mode=0o700, exist_ok=True)
         self._dead_after_s = float(settings.rules.get("dead_after_s", 10.0))
         self._at_least = int(settings.rules.get("min_clusters", 1))
         self._known: dict[str, list[str]] = read_record(folder / "peers.json") or {}
-        self._heard: dict[str, tuple[float, Hello]] = {}
+        self._last_seen: dict[str, tuple[float, Hello]] = {}
         self._host: Host | None = None
         self._following = ""
         self._term = 0
@@ -254,12 +258,12 @@ class Node:
             name=self._name,
             term=self._term,
             host=self.peers.id if is_host else self._following,
-            turn=self._spool.has(self._turns.version),
+            outer_step=self._spool.has(self._transfers.version),
         )
 
     def _others(self) -> dict[str, Hello]:
         since = self._now - self._dead_after_s
-        return {peer: hello for peer, (at, hello) in self._heard.items() if at >= since}
+        return {peer: hello for peer, (at, hello) in self._last_seen.items() if at >= since}
 
     async def _run(self) -> None:
         await self._start()
@@ -290,7 +294,7 @@ class Node:
     def _tell(self, text: str, is_warning: bool = False) -> None:
         if text != self._said:
             self._said = text
-            self._emit(Note(text=text, is_warning=is_warning))
+            self._report(text, warns=is_warning)
 
     async def _find(self) -> None:
         while True:
@@ -308,7 +312,7 @@ class Node:
         asked_at = self._now
         with suppress(PeerError, KeyError):
             answer, _ = await self.peers.ask(peer, "hello", self._introduction(), _ASK_S)
-            self._heard[peer] = (asked_at, Hello.parse(answer))
+            self._last_seen[peer] = (asked_at, Hello.parse(answer))
             self._meet(peer, answer)
 
     def _introduction(self) -> Body:
@@ -327,7 +331,7 @@ class Node:
 
     async def _let_go(self, peer: str, body: Body, _: Reader, writer: Writer) -> None:
         # It has ended: nobody waits until it counts as dead.
-        self._heard.pop(peer, None)
+        self._last_seen.pop(peer, None)
         self._known.pop(peer, None)
         await self.peers.accept(writer, peer)
 
@@ -381,7 +385,7 @@ class Node:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
         folder = self._folder / f"rendezvous-{term}"
         host = Host(folder, self._keys, self._settings.rules, self._settings.run)
-        await host.start(self._spool.kept_turns(self._turns.version))
+        await host.start(self._spool.kept_rounds(self._transfers.version))
         self._switch("", term)
         self._host, self._must_host = host, False
         self._tell("hivemind: this cluster hosts the rendezvous")

@@ -103,12 +103,14 @@ def _settings(path: Path | None) -> Settings:
     try:
         return Settings.model_validate_json(text)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
+        failures = [
+            f"{'.'.join(str(part) for part in failure['loc'])}: {failure['msg']}"
+            for failure in error.errors(include_url=False)
         ]
         known = ", ".join(Settings.model_fields)
-        raise ConfigError("; ".join(faults), where=str(path), fix=f"the keys are {known}") from None
+        raise ConfigError(
+            "; ".join(failures), where=str(path), fix=f"the keys are {known}"
+        ) from None
 
 
 def _text(path: Path, what: str) -> str:

@@ -160,7 +160,7 @@ class Averager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    turn: int
+    outer_step: int
     fragment: int
     parts: Sequence[tuple[Path, int]]
     """File and tokens of each contribution, in the order of the clusters' names."""

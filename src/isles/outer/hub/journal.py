@@ -89,9 +89,9 @@ class Journal:
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        faults = [row[0] for row in self.rows("PRAGMA quick_check(1)") if row[0] != "ok"]
-        if faults:
-            raise damaged(path, faults[0])
+        failures = [row[0] for row in self.rows("PRAGMA quick_check(1)") if row[0] != "ok"]
+        if failures:
+            raise damaged(path, failures[0])
         self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
-from isles.outer.messages import Beat, Join
+from isles.outer.messages import Heartbeat, Join
 
 _LONGEST_ROUND = 100_000
 """Inner steps that a cluster may ask for in a round."""
@@ -29,12 +29,12 @@ class Membership:
         self._clock = clock
         now = clock()
         # After a restart everybody has the whole time again to be heard.
-        self._heard = {row["number"]: now for row in db.rows("SELECT number FROM members")}
+        self._last_seen = {row["number"]: now for row in db.rows("SELECT number FROM members")}
         self._moved: dict[int, tuple[int, float]] = {}
         self._come: set[int] = set()
         """Members that were heard since this process began."""
         self._gather_until = 0.0
-        self.beats: dict[int, Beat] = {}
+        self.heartbeats: dict[int, Heartbeat] = {}
         self._has: dict[int, int] = {}
 
     def living(self) -> list[sqlite3.Row]:
@@ -81,8 +81,8 @@ class Membership:
             )
         return row
 
-    def heard_s(self, number: int) -> float:
-        return self._clock() - self._heard.get(number, self._clock())
+    def last_seen_s(self, number: int) -> float:
+        return self._clock() - self._last_seen.get(number, self._clock())
 
     def check(self, join: Join) -> None:
         """Whether a cluster may join.
@@ -100,7 +100,7 @@ class Membership:
                 409,
                 "name_taken",
                 f"another cluster called {join.name!r} takes part; it was heard "
-                f"{self.heard_s(rival['number']):.1f} s ago",
+                f"{self.last_seen_s(rival['number']):.1f} s ago",
                 "give this cluster another name, or stop the other and wait "
                 f"{self._settings.dead_after_s:g} s",
             )
@@ -115,7 +115,7 @@ class Membership:
                 "stop one of them first",
             )
 
-    def settle(self, join: Join) -> tuple[int, bool]:
+    def admit(self, join: Join) -> tuple[int, bool]:
         """Record a cluster that may join; its number, and whether it lived before."""
         for former in self._db.rows(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'dropped'",
@@ -141,7 +141,7 @@ class Membership:
                 number,
             )
             self._db.run("DELETE FROM ended WHERE member = ?", number)
-        self._hear(number)
+        self._see(number)
         self._moved.pop(number, None)
         return number, row is not None and row["state"] == "living"
 
@@ -155,12 +155,12 @@ class Membership:
         assert row is not None
         return int(row["number"])
 
-    def hear(self, number: int, beat: Beat) -> None:
+    def note_heartbeat(self, number: int, heartbeat: Heartbeat) -> None:
         now = self._clock()
-        self._hear(number)
-        self.beats[number] = beat
-        if number not in self._moved or self._moved[number][0] != beat.step:
-            self._moved[number] = (beat.step, now)
+        self._see(number)
+        self.heartbeats[number] = heartbeat
+        if number not in self._moved or self._moved[number][0] != heartbeat.step:
+            self._moved[number] = (heartbeat.step, now)
 
     def reached(self, number: int, version: int) -> None:
         """Note that a member has applied so many rounds; older reports may arrive later."""
@@ -178,18 +178,18 @@ class Membership:
         )
 
     @property
-    def pace(self) -> int:
+    def sync_every(self) -> int:
         """Inner steps in a round such that no living member's link is too slow for it."""
         living = {row["number"] for row in self.living()}
-        paces = [beat.pace for n, beat in self.beats.items() if n in living]
-        return min(max(paces, default=0), _LONGEST_ROUND)
+        wanted = [heartbeat.sync_every for n, heartbeat in self.heartbeats.items() if n in living]
+        return min(max(wanted, default=0), _LONGEST_ROUND)
 
     def touch(self, number: int) -> None:
-        self._hear(number)
+        self._see(number)
 
-    def _hear(self, number: int) -> None:
+    def _see(self, number: int) -> None:
         now = self._clock()
-        self._heard[number] = now
+        self._last_seen[number] = now
         if not self._come:
             self._gather_until = now + self._settings.gather_s
         self._come.add(number)
@@ -197,24 +197,24 @@ class Membership:
     def forgive(self, seconds: float) -> None:
         """Subtract a time in which this process itself stood still from all silences."""
         now = self._clock()
-        self._heard = {number: min(now, at + seconds) for number, at in self._heard.items()}
+        self._last_seen = {number: min(now, at + seconds) for number, at in self._last_seen.items()}
         self._moved = {n: (s, min(now, at + seconds)) for n, (s, at) in self._moved.items()}
 
     def silent(self) -> list[tuple[sqlite3.Row, float]]:
         """Living members that have not been heard for too long, and for how long."""
         return [
-            (row, self.heard_s(row["number"]))
+            (row, self.last_seen_s(row["number"]))
             for row in self.living()
-            if self.heard_s(row["number"]) > self._settings.dead_after_s
+            if self.last_seen_s(row["number"]) > self._settings.dead_after_s
         ]
 
     def gone(self) -> list[tuple[sqlite3.Row, float]]:
         """Members that are away with samples, and not heard for very long; and for how long."""
         rows = self._db.rows("SELECT * FROM members WHERE state IN ('dropped', 'left')")
         return [
-            (row, self.heard_s(row["number"]))
+            (row, self.last_seen_s(row["number"]))
             for row in rows
-            if self.heard_s(row["number"]) > _GONE * self._settings.dead_after_s
+            if self.last_seen_s(row["number"]) > _GONE * self._settings.dead_after_s
             and (row["state"] == "dropped" or self._samples.has_any(row["number"]))
         ]
 
@@ -245,15 +245,15 @@ class Membership:
     def stalled(self, number: int) -> bool:
         return self.still_s(number) > self._settings.stalled_after_s
 
-    def expected(self, turn: int) -> frozenset[int]:
+    def expected(self, outer_step: int) -> frozenset[int]:
         return frozenset(
             row["number"]
             for row in self.living()
             if not (row["is_behind"] or row["has_finished"] or self.stalled(row["number"]))
-            and row["from_turn"] <= turn
+            and row["from_turn"] <= outer_step
         )
 
-    def end(self, number: int, turns: int, *, is_settled: bool) -> int | None:
+    def end(self, number: int, rounds: int, *, is_settled: bool) -> int | None:
         """A member has nothing left that is in no average; with how many turns all end, if so.
 
         All end at once: who joins thereafter changes nothing for them. A member that is not heard
@@ -261,7 +261,7 @@ class Membership:
 
         Args:
             number: the member.
-            turns: so many are decided.
+            rounds: so many are decided.
             is_settled: nobody has contributed to the next one.
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
@@ -269,15 +269,15 @@ class Membership:
         rows = [*self.living(), *self.away()]
         if is_settled and all(row["has_finished"] and not row["is_behind"] for row in rows):
             for row in rows:
-                self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], turns)
+                self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], rounds)
         ended = self._db.row("SELECT turns FROM ended WHERE member = ?", number)
         return None if ended is None else int(ended["turns"])
 
-    def order(self, number: int, order: str, reason: str = "") -> None:
+    def command(self, number: int, command: str, reason: str = "") -> None:
         """Set the order that a member's heartbeats are answered with until it joins again."""
         self._db.run(
             "UPDATE members SET orders = ?, order_reason = ? WHERE number = ?",
-            order,
+            command,
             reason,
             number,
         )

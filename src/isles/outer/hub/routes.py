@@ -33,13 +33,13 @@ from isles.outer.hub.status import events, status
 from isles.outer.hub.work import Work
 from isles.outer.messages import (
     Applied,
-    Beat,
-    Claim,
     Contribution,
     ContributionAnswer,
     ErrorBody,
+    Heartbeat,
     HeldAnswer,
     Join,
+    LeaseRequest,
     LeaveRun,
     OnlyId,
     StateOffer,
@@ -213,27 +213,27 @@ def make_app(work: Work, token: str, welcome: Callable[[object], None]) -> web.A
         middlewares=[token_check(token, welcome), explain_errors], client_max_size=_JSON_BYTES
     )
     routes, files = Routes(work), FileRoutes(work)
-    turn, file = "/v1/turns/{turn}", "/v1/states/{state}/files/{index}"
+    outer_step, file = "/v1/rounds/{outer_step}", "/v1/states/{state}/files/{index}"
     app.add_routes(
         [
             web.post("/v1/join", routes.join),
-            web.post("/v1/beat", routes.beat),
+            web.post("/v1/heartbeat", routes.heartbeat),
             web.post("/v1/leave", routes.leave),
-            web.post("/v1/obeyed", routes.obeyed),
-            web.post("/v1/claim", routes.claim),
-            web.get("/v1/turns/{turn}", routes.turn),
-            web.post("/v1/turns/{turn}/complete", routes.complete),
-            web.post("/v1/turns/{turn}/held", routes.held),
+            web.post("/v1/reset-done", routes.reset_done),
+            web.post("/v1/lease", routes.lease),
+            web.get("/v1/rounds/{outer_step}", routes.outer_step),
+            web.post("/v1/rounds/{outer_step}/complete", routes.complete),
+            web.post("/v1/rounds/{outer_step}/held", routes.held),
             web.post("/v1/applied", routes.applied),
             web.post("/v1/state", routes.want_state),
             web.post("/v1/states", routes.offer_state),
             web.get("/v1/status", routes.status),
             web.get("/v1/events", routes.events),
             web.get("/v1/run-file", routes.run_file),
-            web.get(f"{turn}/parts/{{id}}", files.part),
-            web.put(f"{turn}/parts/{{id}}/{{chunk}}", files.put_part),
-            web.get(f"{turn}/average", files.average),
-            web.get(f"{turn}/average/hashes", files.average_hashes),
+            web.get(f"{outer_step}/parts/{{id}}", files.part),
+            web.put(f"{outer_step}/parts/{{id}}/{{chunk}}", files.put_part),
+            web.get(f"{outer_step}/average", files.average),
+            web.get(f"{outer_step}/average/hashes", files.average_hashes),
             web.get(f"{file}/from/{{id}}", files.received),
             web.put(f"{file}/from/{{id}}/{{chunk}}", files.put_state),
             web.post("/v1/states/{state}/complete", files.complete_state),
@@ -256,28 +256,28 @@ class Routes:
         sizes = await self._work.sizes(join)
         return said(await self._work.ask(self._core.join, join, sizes))
 
-    async def beat(self, request: web.Request) -> web.Response:
-        return said(await self._work.look(self._core.beat, await read(request, Beat)))
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        return said(await self._work.look(self._core.heartbeat, await read(request, Heartbeat)))
 
     async def leave(self, request: web.Request) -> web.Response:
         leave = await read(request, LeaveRun)
         await self._work.ask(self._core.leave, leave.id, has_finished=leave.has_finished)
         return json_answer({})
 
-    async def obeyed(self, request: web.Request) -> web.Response:
-        await self._work.ask(self._core.obeyed, (await read(request, OnlyId)).id)
+    async def reset_done(self, request: web.Request) -> web.Response:
+        await self._work.ask(self._core.reset_done, (await read(request, OnlyId)).id)
         return json_answer({})
 
-    async def claim(self, request: web.Request) -> web.Response:
-        return said(await self._work.ask(self._core.claim, await read(request, Claim)))
+    async def lease(self, request: web.Request) -> web.Response:
+        return said(await self._work.ask(self._core.lease, await read(request, LeaseRequest)))
 
-    async def turn(self, request: web.Request) -> web.Response:
-        turn = number(request, "turn")
+    async def outer_step(self, request: web.Request) -> web.Response:
+        outer_step = number(request, "outer_step")
         loop = asyncio.get_running_loop()
         end = loop.time() + waiting(request)
         while True:
             changed = self._work.changed  # before looking, so that no change is missed
-            answer = await self._work.look(self._core.answer, turn)
+            answer = await self._work.look(self._core.answer, outer_step)
             left = end - loop.time()
             if answer.state == "committed" or left <= 0:
                 return said(answer)
@@ -285,35 +285,39 @@ class Routes:
                 await asyncio.wait_for(changed.wait(), left)
 
     async def held(self, request: web.Request) -> web.Response:
-        turn = number(request, "turn")
+        outer_step = number(request, "outer_step")
         asker = (await read(request, OnlyId)).id
         loop = asyncio.get_running_loop()
         end = loop.time() + waiting(request)
-        is_everywhere = await self._work.ask(self._core.held, asker, turn)
+        is_everywhere = await self._work.ask(self._core.held, asker, outer_step)
         while not is_everywhere and (left := end - loop.time()) > 0:
             changed = self._work.changed
-            is_everywhere = await self._work.look(self._core.held, asker, turn)
+            is_everywhere = await self._work.look(self._core.held, asker, outer_step)
             if not is_everywhere:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), left)
         return said(HeldAnswer(is_everywhere=is_everywhere))
 
     async def complete(self, request: web.Request) -> web.Response:
-        turn = number(request, "turn")
+        outer_step = number(request, "outer_step")
         contribution = await read(request, Contribution)
-        counted = await self._work.look(self._core.counted, contribution.id, turn)
+        counted = await self._work.look(self._core.counted, contribution.id, outer_step)
         if counted is not None:
             return said(counted)
-        _, fragment, path = await self._work.look(self._core.check_part, contribution.id, turn)
+        _, fragment, path = await self._work.look(
+            self._core.check_part, contribution.id, outer_step
+        )
         incoming = await self._work.incoming(path, self._core.sizes[fragment])
         if missing := await self._work.in_file_thread(incoming.seal, contribution.digest):
             raise incomplete(missing)
-        measured = await self._work.measure(turn, path, contribution.digest)
+        measured = await self._work.measure(outer_step, path, contribution.digest)
         if measured is None:
             return said(ContributionAnswer(is_measured=False))
-        norm, fault = measured
+        norm, failure = measured
         try:
-            answer = await self._work.ask(self._core.complete, turn, contribution, norm, fault)
+            answer = await self._work.ask(
+                self._core.complete, outer_step, contribution, norm, failure
+            )
         except Refusal as error:
             if error.kind == "refused":
                 await self._work.forget(path, discard=True)
@@ -366,8 +370,10 @@ class FileRoutes:
     # Contributions.
 
     async def _part(self, request: web.Request) -> Incoming:
-        turn = number(request, "turn")
-        _, fragment, path = await self._work.look(self._core.check_part, member_id(request), turn)
+        outer_step = number(request, "outer_step")
+        _, fragment, path = await self._work.look(
+            self._core.check_part, member_id(request), outer_step
+        )
         return await self._work.incoming(path, self._core.sizes[fragment])
 
     async def part(self, request: web.Request) -> web.Response:
@@ -409,13 +415,13 @@ class FileRoutes:
     # Averages.
 
     async def _average(self, request: web.Request) -> Path:
-        turn = number(request, "turn")
-        answer = await self._work.look(self._core.answer, turn)
+        outer_step = number(request, "outer_step")
+        answer = await self._work.look(self._core.answer, outer_step)
         if answer.state != "committed":
-            raise Refusal(409, "early", f"turn {turn} is {answer.state}, not committed")
+            raise Refusal(409, "early", f"turn {outer_step} is {answer.state}, not committed")
         if not answer.is_kept:
-            raise Refusal(410, "gone", f"the average of turn {turn} is not kept any more")
-        return self._core.turns.average_path(turn)
+            raise Refusal(410, "gone", f"the average of turn {outer_step} is not kept any more")
+        return self._core.rounds.average_path(outer_step)
 
     async def average(self, request: web.Request) -> web.StreamResponse:
         return web.FileResponse(await self._average(request))
@@ -440,7 +446,7 @@ class FileRoutes:
         return await self._work.incoming(path, offer.files[index].size_bytes)
 
     async def _own(self, state: int, asker: str) -> None:
-        member = await self._work.look(self._core.heard, asker)
+        member = await self._work.look(self._core.caller, asker)
         if await self._work.look(self._core.states.owner, state) != member["number"]:
             raise Refusal(409, "not_yours", f"state {state} is given by another cluster")
 

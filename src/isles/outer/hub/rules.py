@@ -60,14 +60,14 @@ class Settings(BaseModel):
     """A contribution is refused whose norm is so many times the median of those before it."""
     keep_averages: Annotated[int, Field(ge=1)] = 8
     """So many averages stay on the disk for clusters that missed them."""
-    open_turns: Annotated[int, Field(ge=1)] = 8
+    open_rounds: Annotated[int, Field(ge=1)] = 8
     """Contributions are taken for so many turns from the next one to be committed on."""
-    donor_s: Seconds = 60.0
+    source_s: Seconds = 60.0
     """Another donor is asked where one has sent nothing of its state for so long."""
 
 
 @dataclass(frozen=True, slots=True)
-class TurnView:
+class RoundView:
     """A turn that collects, as the rule sees it. Members are numbers."""
 
     expected: frozenset[int]
@@ -93,7 +93,7 @@ class Decision:
     waits_for: frozenset[int]
 
 
-def judge_turn(settings: Settings, view: TurnView, now: float) -> Decision:
+def judge_round(settings: Settings, view: RoundView, now: float) -> Decision:
     answered = view.complete | view.refused
     missing = view.expected - answered
     due_at = _due_at(settings, view)
@@ -103,7 +103,7 @@ def judge_turn(settings: Settings, view: TurnView, now: float) -> Decision:
     return Decision(not missing or is_due, due_at, missing)
 
 
-def _due_at(settings: Settings, view: TurnView) -> float | None:
+def _due_at(settings: Settings, view: RoundView) -> float | None:
     match settings.wait:
         case "all":
             return None

@@ -34,7 +34,7 @@ class States:
         self._folder = folder
         self._clock = clock
         self._wanted_at = -_WANTED_S
-        self._donor: int | None = None
+        self._source: int | None = None
         self._progress_at = 0.0
         self._tried: set[int] = set()
 
@@ -76,7 +76,7 @@ class States:
         self._choose(member, is_usable)
         others = [row for row in self._membership.latest() if row["number"] != member]
         have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
-        if self._donor is None and others and all(have_gone):
+        if self._source is None and others and all(have_gone):
             raise Refusal(
                 409,
                 "over",
@@ -84,8 +84,8 @@ class States:
                 "here last are not kept",
                 "their model is the run's; with a larger max_steps on all clusters it goes on",
             )
-        donor = "" if self._donor is None else self._membership.get(self._donor)["name"]
-        return StateAnswer(state=None, donor=donor)
+        source = "" if self._source is None else self._membership.get(self._source)["name"]
+        return StateAnswer(state=None, source=source)
 
     def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
         # The most advanced member; another one where it sends nothing.
@@ -94,21 +94,21 @@ class States:
             for row in self._membership.living()
             if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
         }
-        is_idle = self._clock() - self._progress_at > self._settings.donor_s
-        if self._donor in able and not is_idle:
+        is_idle = self._clock() - self._progress_at > self._settings.source_s
+        if self._source in able and not is_idle:
             return
-        if self._donor is not None and is_idle:
-            self._tried.add(self._donor)
-            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._donor)
+        if self._source is not None and is_idle:
+            self._tried.add(self._source)
+            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._source)
         fresh = {number: v for number, v in able.items() if number not in self._tried}
         if not fresh:
             self._tried.clear()
             fresh = able
-        self._donor = min(fresh, key=lambda number: (-fresh[number], number), default=None)
+        self._source = min(fresh, key=lambda number: (-fresh[number], number), default=None)
         self._progress_at = self._clock()
 
-    def is_donor(self, member: int) -> bool:
-        return self._donor == member and self.is_wanted
+    def is_source(self, member: int) -> bool:
+        return self._source == member and self.is_wanted
 
     def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
         """A donor begins to upload, or goes on; the state's number.
@@ -135,7 +135,7 @@ class States:
             raise Refusal(422, "malformed", "two files of the state have the same name")
         text = offer.model_dump_json(exclude={"id"})
         row = self._db.row("SELECT number FROM states WHERE member = ? AND offer = ?", member, text)
-        if row is None and not self.is_donor(member):
+        if row is None and not self.is_source(member):
             what = "no state is asked of this cluster now"
             raise Refusal(409, "not_wanted", what)
         self.progress()
@@ -158,7 +158,7 @@ class States:
             self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
             name = self._membership.get(row["member"])["name"]
             self._db.note(name, "state", f"gave the state after turn {row['version'] - 1}")
-        self._donor = None
+        self._source = None
         self._tried.clear()
 
     def answer(self, state: int) -> StateAnswer:
@@ -168,7 +168,7 @@ class States:
         return StateAnswer(
             state=state,
             version=offer.version,
-            donor=self._membership.get(row["member"])["name"],
+            source=self._membership.get(row["member"])["name"],
             outer_params=offer.outer_params,
             files=offer.files,
         )

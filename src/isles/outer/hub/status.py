@@ -8,7 +8,7 @@ from typing import Any
 
 from isles.facts.units import format_duration
 from isles.outer.hub.core import Core
-from isles.outer.messages import OpenTurn, num_chunks
+from isles.outer.messages import OpenRound, num_chunks
 
 _EVENTS = 50
 _MOST_EVENTS = 1000
@@ -19,14 +19,14 @@ _QUIET_S = 6.0
 
 def status(core: Core) -> dict[str, Any]:
     commits = _commits(core)
-    open_turns = core.turns.open_turns()
+    open_rounds = core.rounds.open_rounds()
     last = core.journal.number("SELECT MAX(number) FROM events")
     return {
-        "turn": core.turns.next,
+        "turn": core.rounds.next,
         "fragments": len(core.pieces),
         "is_over": core.is_over(),
-        "members": [_member(core, row, commits, open_turns) for row in core.membership.latest()],
-        "open": [_open(core, turn) for turn in open_turns],
+        "members": [_member(core, row, commits, open_rounds) for row in core.membership.latest()],
+        "open": [_open(core, outer_step) for outer_step in open_rounds],
         "commits": commits,
         "samples": core.samples.counts(),
         "settings": core.settings.model_dump(),
@@ -42,14 +42,16 @@ def events(core: Core, after: int) -> list[dict[str, Any]]:
 
 
 def _member(
-    core: Core, row: sqlite3.Row, commits: list[dict[str, Any]], open_turns: list[OpenTurn]
+    core: Core, row: sqlite3.Row, commits: list[dict[str, Any]], open_rounds: list[OpenRound]
 ) -> dict[str, Any]:
     name, number = row["name"], row["number"]
-    beat = core.membership.beats.get(number)
-    said: dict[str, Any] = {} if beat is None else beat.model_dump(exclude={"id", "version"})
+    heartbeat = core.membership.heartbeats.get(number)
+    said: dict[str, Any] = (
+        {} if heartbeat is None else heartbeat.model_dump(exclude={"id", "version"})
+    )
     weights = commits[0]["weights"] if commits else {}
     tokens = weights.get(name, 0)
-    late = [turn.turn for turn in open_turns if name in turn.waits_for]
+    late = [outer_step.outer_step for outer_step in open_rounds if name in outer_step.waits_for]
     return {
         "name": name,
         "state": "finished" if row["has_finished"] and row["state"] == "left" else row["state"],
@@ -57,7 +59,7 @@ def _member(
         "order": row["order_reason"],
         "version": row["version"],
         "from_turn": row["from_turn"],
-        "heard_s": round(core.membership.heard_s(number), 1),
+        "heard_s": round(core.membership.last_seen_s(number), 1),
         "step": said.get("step", 0),
         "since": said.get("since", 0),
         "loss": said.get("loss"),
@@ -75,39 +77,47 @@ def _member(
     }
 
 
-def _open(core: Core, turn: OpenTurn) -> dict[str, Any]:
+def _open(core: Core, outer_step: OpenRound) -> dict[str, Any]:
     rows = {row["name"]: row for row in core.membership.latest()}
-    missing = {name: _why(core, rows[name], turn.turn) for name in turn.waits_for if name in rows}
-    since_s = core.turns.open_for_s(turn.turn)
-    return {**turn.model_dump(), "since_s": round(since_s, 1), "missing": missing}
+    missing = {
+        name: _why(core, rows[name], outer_step.outer_step)
+        for name in outer_step.waits_for
+        if name in rows
+    }
+    since_s = core.rounds.open_for_s(outer_step.outer_step)
+    return {**outer_step.model_dump(), "since_s": round(since_s, 1), "missing": missing}
 
 
-def _why(core: Core, row: sqlite3.Row, turn: int) -> str:
+def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
     number = row["number"]
-    silent_s, still_s = core.membership.heard_s(number), core.membership.still_s(number)
-    beat = core.membership.beats.get(number)
+    silent_s, still_s = core.membership.last_seen_s(number), core.membership.still_s(number)
+    heartbeat = core.membership.heartbeats.get(number)
     if row["is_behind"]:
         return f"takes the state of another: {row['order_reason']}"
     if silent_s > _QUIET_S:
         return f"not heard for {format_duration(silent_s)}"
-    if share := _arrived(core, turn, number):
+    if share := _arrived(core, outer_step, number):
         return f"its contribution is on its way: {share:.0%} is here"
-    if beat is None or core.turns.is_counted(turn, number):
+    if heartbeat is None or core.rounds.is_counted(outer_step, number):
         return ""
     if still_s > max(_QUIET_S, core.settings.stalled_after_s / 10):
-        return f"no inner step for {format_duration(still_s)}; it says: {beat.phase or 'nothing'}"
-    speed = f", {beat.tokens_per_s:,.0f} tokens/s" if beat.tokens_per_s else ""
-    return f"{beat.phase or 'training'}: {beat.since} inner steps since its last turn{speed}"
+        return (
+            f"no inner step for {format_duration(still_s)}; it says: {heartbeat.phase or 'nothing'}"
+        )
+    speed = f", {heartbeat.tokens_per_s:,.0f} tokens/s" if heartbeat.tokens_per_s else ""
+    return (
+        f"{heartbeat.phase or 'training'}: {heartbeat.since} inner steps since its last turn{speed}"
+    )
 
 
-def _arrived(core: Core, turn: int, number: int) -> float:
-    path = core.turns.part_path(turn, number)
+def _arrived(core: Core, outer_step: int, number: int) -> float:
+    path = core.rounds.part_path(outer_step, number)
     try:
         with path.with_name(f"{path.name}.chunks").open("rb") as stream:
             chunks = sum(1 for _ in stream)
     except OSError:
         return 0.0
-    return min(1.0, chunks / max(1, num_chunks(core.sizes[turn % len(core.pieces)])))
+    return min(1.0, chunks / max(1, num_chunks(core.sizes[outer_step % len(core.pieces)])))
 
 
 def _commits(core: Core) -> list[dict[str, Any]]:

@@ -137,14 +137,14 @@ class Work:
                 self._averager = await self._count(load_averager)
             return self._averager
 
-    async def measure(self, turn: int, path: Path, digest: str) -> tuple[float, str] | None:
+    async def measure(self, outer_step: int, path: Path, digest: str) -> tuple[float, str] | None:
         """The norm of a contribution, or why it must not be averaged; None: not known yet.
 
         However often it is asked for, the file is read once.
         """
         key = (path, digest)
         if key not in self._measuring:
-            self._measuring[key] = asyncio.create_task(self._measure(turn, path))
+            self._measuring[key] = asyncio.create_task(self._measure(outer_step, path))
         task = self._measuring[key]
         done, _ = await asyncio.wait({task}, timeout=_MEASURE_S)
         if not done:
@@ -152,9 +152,9 @@ class Work:
         self._measuring.pop(key, None)
         return task.result()
 
-    async def _measure(self, turn: int, path: Path) -> tuple[float, str]:
+    async def _measure(self, outer_step: int, path: Path) -> tuple[float, str]:
         averager = await self.averager()
-        pieces = self.core.pieces[turn % len(self.core.pieces)]
+        pieces = self.core.pieces[outer_step % len(self.core.pieces)]
         try:
             return await self._count(norm_of, averager, self.core.codec, pieces, path), ""
         except FileNotFoundError:
@@ -199,7 +199,7 @@ class Work:
                 if await self.look(self.core.drop_silent):
                     self._wake()
                 if averaging is None or averaging.done():
-                    job = await self.look(self.core.close_turn)
+                    job = await self.look(self.core.close_round)
                     averaging = None if job is None else asyncio.create_task(self._try_average(job))
             except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
                 pause_s = _RETRY_S
@@ -214,11 +214,13 @@ class Work:
         try:
             await self._average(job)
         except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-            log.error("turn %d cannot be averaged now: %s; tried again", job.turn, error)
+            log.error("turn %d cannot be averaged now: %s; tried again", job.outer_step, error)
             await asyncio.sleep(_RETRY_S)
         except Exception as error:
-            log.exception("turn %d cannot be averaged now", job.turn)
-            why = f"turn {job.turn} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
+            log.exception("turn %d cannot be averaged now", job.outer_step)
+            why = (
+                f"turn {job.outer_step} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
+            )
             await self.ask(self.core.journal.note, "", "fault", why)
             await asyncio.sleep(_RETRY_S)
 
@@ -230,12 +232,12 @@ class Work:
         averaged = time.monotonic()
         for path, _ in job.parts:
             await self.forget(path)
-        await self.ask(self.core.commit, job.turn, result)
+        await self.ask(self.core.commit, job.outer_step, result)
         for path in [path for path in self._incoming if not path.exists()]:
             await self.forget(path)
         log.info(
             "turn=%d committed fragment=%d clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
-            job.turn,
+            job.outer_step,
             job.fragment,
             len(job.parts),
             result.size_bytes,

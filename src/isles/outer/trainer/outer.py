@@ -1,25 +1,31 @@
-"""The outer steps, between clusters: what all ranks of this one do after an inner step."""
+"""What the training loop calls after each inner step; here the ranks wait for other clusters.
+
+Rank 0's commands come with the agreement that each inner step has already; while the ranks wait
+they are broadcast.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from isles.dist.world import World
 from isles.facts.units import format_duration
-from isles.outer.client.events import Claimed, Donate, Ended, Reset, SamplesLost
-from isles.outer.trainer.step import Turns
-from isles.outer.trainer.sync import (
+from isles.outer.messages import (
     Adopt,
+    Apply,
+    Command,
     Contribute,
-    Meter,
-    Order,
-    OuterCoordinator,
-    Recorder,
-    Take,
+    End,
+    Lease,
+    Reset,
+    Revoke,
+    SendState,
     UseReserve,
 )
+from isles.outer.trainer.step import Exchange
+from isles.outer.trainer.sync import Coordinator, Recorder
 
 _LOOK_S = 1.0
 _AWAY_S = 2.0
@@ -27,13 +33,21 @@ _LAST_WAIT_S = 600.0
 _STATE_S = 3600.0
 
 
+class Meter(Protocol):
+    """Times of the inner steps; see `isles.train.metrics`."""
+
+    def pause(self, phase: str) -> float: ...
+
+    def resume(self, paused_at: float) -> None: ...
+
+
 class Outer:
-    """Does what rank 0 decides; the decision comes with the agreement that each step has already.
+    """The outer steps of this cluster.
 
     All ranks must call every method but `plan`, after the same step.
 
     Args:
-        turns: of this cluster.
+        exchange: contributions and averages.
         coordinator: on rank 0; None elsewhere.
         world: the ranks.
         batch: samples in an inner step.
@@ -45,8 +59,8 @@ class Outer:
 
     def __init__(
         self,
-        turns: Turns,
-        coordinator: OuterCoordinator | None,
+        exchange: Exchange,
+        coordinator: Coordinator | None,
         *,
         world: World,
         batch: int,
@@ -56,9 +70,9 @@ class Outer:
         total_steps: int | None,
         requested: Callable[[], int],
     ) -> None:
-        self.turns, self._coordinator = turns, coordinator
-        self._config, self._world = turns.config, world
-        self._batch, self._forget_ahead, self._progress = batch, forget_ahead, turns.progress
+        self.exchange, self._coordinator = exchange, coordinator
+        self._config, self._progress, self._world = exchange.config, exchange.progress, world
+        self._batch, self._forget_ahead = batch, forget_ahead
         self._meter, self._recorder = meter, recorder
         self._total_steps, self._requested = total_steps, requested
         self._waited: set[int] = set()
@@ -71,64 +85,63 @@ class Outer:
         """Join the other clusters; what was sent before a restart is sent once more.
 
         Raises:
-            UserError: this cluster is not let in, or a new one does not reach the rendezvous.
+            UserError: this cluster is not let in, or a new one does not reach the hub.
         """
+        exchange, coordinator = self.exchange, self._coordinator
         self._recorder.phase("joining", "the other clusters")
-        self.turns.send_again()
-        began, version = time.monotonic(), self.turns.version
-        while True:
-            orders: list[Order] = []
-            is_done, fault = False, None
-            if self._coordinator is not None:
-                self._coordinator.listen(_LOOK_S)
-                if self.turns.version > version:  # the turns since a checkpoint come one by one
-                    began, version = time.monotonic(), self.turns.version
-                late_s = _STATE_S if self._coordinator.is_behind else self._config.deadline
+        exchange.send_again()
+        began, version = time.monotonic(), exchange.version
+        is_done = False
+        while not is_done:
+            commands, failure = list[Command](), None
+            if coordinator is not None:
+                coordinator.poll(_LOOK_S)
+                if exchange.version > version:  # those since a checkpoint come one by one
+                    began, version = time.monotonic(), exchange.version
+                hub = coordinator.hub.state
+                late_s = _STATE_S if hub.is_behind else self._config.deadline
                 is_late = time.monotonic() - began > late_s
-                self._coordinator.restock(self.turns.sync_state(), is_late=is_late and not is_new)
-                orders = self._coordinator.take_orders()
-                fault = self._coordinator.fault(is_new=is_new)
-                is_in = self._coordinator.is_joined and not self._coordinator.is_behind
-                is_in = is_in and not self._lacks(self._coordinator.decided)
-                is_done = not orders and self._is_stocked and (is_in or is_late)
-            orders, is_done, fault = self._world.broadcast((orders, is_done, fault))
-            if fault is not None:
-                raise fault
-            for order in orders:
-                self._obey(order)
-            if is_done:
-                return
+                coordinator.restock(exchange.sync_state(), is_late=is_late and not is_new)
+                commands = coordinator.take_commands()
+                failure = coordinator.failure(is_new=is_new)
+                is_in = hub.is_joined and not hub.is_behind and not self._lacks(hub.decided)
+                is_done = not commands and self._has_samples and (is_in or is_late)
+            commands, is_done, failure = self._world.broadcast((commands, is_done, failure))
+            if failure is not None:
+                raise failure
+            for command in commands:
+                self._do(command)
 
     def plan(self) -> bool:
         """Whether anything is to be done after the step that begins; rank 0 decides."""
         if self._coordinator is None:
             return False
-        self.turns.hand_in()
-        self._coordinator.pace.step_done(self._paused_s)
+        self.exchange.hand_in()
+        self._coordinator.speed.step_done(self._paused_s)
         self._paused_s = 0.0
-        return self._coordinator.plan(self.turns.sync_state())
+        return self._coordinator.plan(self.exchange.sync_state())
 
-    def after_inner_step(self, *, has_orders: bool) -> None:
-        """Do what was decided, and wait for a turn whose time it is."""
+    def after_inner_step(self, *, has_commands: bool) -> None:
+        """Do what was decided, and wait for an average whose time it is."""
         began = time.perf_counter()
-        turns = self.turns
-        turns.steps += 1
-        if has_orders:
+        exchange = self.exchange
+        exchange.steps += 1
+        if has_commands:
             paused = self._meter.pause("outer step")
-            self._exchange()
+            self._do_commands()
             self._meter.resume(paused)
-        turns.finish_move(only_overdue=True)
-        for turn in sorted(turns.sent):
-            if turn not in turns.sent:
-                continue  # while one is waited for, another may be taken in
-            # No turn is decided before those before it: it would be waited for in vain as well.
-            if turn in self._waited or not turns.is_overdue(turn):
+        exchange.finish_move(only_overdue=True)
+        for outer_step in sorted(exchange.sent):
+            if outer_step not in exchange.sent:
+                continue  # while one is waited for, another may be applied
+            # None is decided before those before it: it would be waited for in vain as well.
+            if outer_step in self._waited or not exchange.is_overdue(outer_step):
                 break
-            if not self._await(turn, self._config.deadline, "inner steps go on"):
+            if not self._await(outer_step, self._config.deadline, "inner steps go on"):
                 break
-        if not self._is_stocked:
+        if not self._has_samples:
             self._restock()
-        turns.record.state(turns.sync_state(), self._coordinator)
+        exchange.record.state(exchange.sync_state(), self._coordinator)
         self._paused_s += time.perf_counter() - began
 
     def finish(self) -> int:
@@ -138,65 +151,13 @@ class Outer:
             What a rank wanted while the others were waited for, an exit code or NOW: this cluster
             has not ended, and is to go on from a checkpoint; 0: it has ended.
         """
+        exchange = self.exchange
         self._is_ending, self._stop = True, 0
         if self._end_together():
             self._stop = 0
         self._is_ending = not self._stop
-        self.turns.record.state(self.turns.sync_state(), self._coordinator, is_last=self._is_ending)
+        exchange.record.state(exchange.sync_state(), self._coordinator, is_last=self._is_ending)
         return self._stop
-
-    def _end_together(self) -> bool:
-        turns = self.turns
-        decided = self._world.broadcast(
-            0 if self._coordinator is None else self._coordinator.decided
-        )
-        if self._lacks(decided):
-            self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
-            if self._lacks(decided):
-                return False
-        for _ in range(4 * turns.num_fragments + len(turns.sent)):  # some may be refused, or late
-            self._exchange(listens=True)
-            turns.finish_move()
-            for turn in sorted(turns.sent):
-                if not self._await(turn, _LAST_WAIT_S, "this cluster ends with its own weights"):
-                    return False
-            if not turns.has_learnt:
-                return self._end_with_all()
-            if self._is_behind():
-                break
-            turns.contribute(turns.version)
-        return True
-
-    def _end_with_all(self) -> bool:
-        # A cluster that came late, or whose contribution did, has no part in the last outer steps: it
-        # must not end before they are decided. Where the others are not reached it waits no longer than
-        # for an average.
-        coordinator, began = self._coordinator, time.monotonic()
-        if coordinator is not None:
-            coordinator.report(self.turns.sync_state(), ends=True)
-        paused = self._meter.pause("waiting for other clusters")
-        limit_s = min(self._config.deadline, _LAST_WAIT_S)
-        is_late = goes_on = True
-        while is_late and goes_on:
-            is_late = self._wait(self._is_last, limit_s, "to end together")
-            waited_s = time.monotonic() - began
-            goes_on = (
-                coordinator is not None
-                and coordinator.line.is_connected
-                and waited_s < _LAST_WAIT_S
-            )
-            is_late, goes_on = self._world.broadcast((is_late, goes_on))
-        self._meter.resume(paused)
-        if is_late:
-            self._recorder.note(
-                f"the other clusters have not ended after {format_duration(waited_s)} "
-                f"({self._others()}): this one ends with the weights after {self.turns.version} "
-                "turns, and they may end with more"
-            )
-        return is_late or self._is_last()
-
-    def _is_last(self) -> bool:
-        return self._last is not None and self.turns.version >= self._last
 
     def close(self, *, leaves: bool) -> None:
         """The cluster ends, or pauses.
@@ -204,125 +165,175 @@ class Outer:
         Args:
             leaves: tell the others, so that nobody waits for it.
         """
-        self.turns.close()
+        self.exchange.close()
         if self._coordinator is not None:
-            # One that has come after the last turn makes no step of its own.
+            # One that has come after the last outer step makes no inner step of its own.
             is_over = self._is_ending or self._progress.step == self._total_steps
-            is_over = is_over and not self._stop
-            self._coordinator.line.close(leaves=leaves, has_finished=is_over)
+            self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
 
-    # What is decided.
+    def _end_together(self) -> bool:
+        # Average until nothing is left that others lack; False: an outer step was not decided.
+        exchange, coordinator = self.exchange, self._coordinator
+        decided = self._world.broadcast(0 if coordinator is None else coordinator.hub.state.decided)
+        if self._lacks(decided):
+            self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
+            if self._lacks(decided):
+                return False
+        for _ in range(
+            4 * exchange.num_fragments + len(exchange.sent)
+        ):  # some are refused, or late
+            if coordinator is not None:
+                coordinator.poll()
+            self._do_commands()
+            exchange.finish_move()
+            for outer_step in sorted(exchange.sent):
+                if not self._await(
+                    outer_step, _LAST_WAIT_S, "this cluster ends with its own weights"
+                ):
+                    return False
+            if not exchange.has_learnt:
+                return self._end_with_all()
+            if self._world.broadcast(coordinator is not None and coordinator.hub.state.is_behind):
+                break
+            exchange.contribute(exchange.version)
+        return True
 
-    def _exchange(self, *, listens: bool = False) -> None:
-        orders: list[Order] = []
-        if self._coordinator is not None:
-            if listens:
-                self._coordinator.listen()
-            orders = self._coordinator.take_orders()
-        for order in self._world.broadcast(orders):
-            self._obey(order)
+    def _end_with_all(self) -> bool:
+        # Apply what the others still average; False: a stop came first. A cluster that came late,
+        # or whose contribution did, has no part in the last outer steps: it must not end before
+        # they are decided. Where others are not reached it waits no longer than for an average.
+        coordinator, began = self._coordinator, time.monotonic()
+        if coordinator is not None:
+            coordinator.report(self.exchange.sync_state(), ends=True)
+        paused = self._meter.pause("waiting for other clusters")
+        limit_s = min(self._config.deadline, _LAST_WAIT_S)
+        is_late = goes_on = True
+        while is_late and goes_on:
+            is_late = self._wait(self._is_last, limit_s, "to end together")
+            waited_s = time.monotonic() - began
+            is_connected = coordinator is not None and coordinator.hub.state.is_connected
+            goes_on = is_connected and waited_s < _LAST_WAIT_S
+            is_late, goes_on = self._world.broadcast((is_late, goes_on))
+        self._meter.resume(paused)
+        if is_late:
+            self._recorder.note(
+                f"the other clusters have not ended after {format_duration(waited_s)} "
+                f"({self._others()}): this one ends with the weights after "
+                f"{self.exchange.version} turns, and they may end with more"
+            )
+        return is_late or self._is_last()
+
+    def _is_last(self) -> bool:
+        return self._last is not None and self.exchange.version >= self._last
 
     def _lacks(self, decided: int) -> bool:
-        return max(self.turns.version, max(self.turns.sent, default=-1) + 1) < decided
+        # Whether averages that were made before this cluster came are still to be applied.
+        return max(self.exchange.version, max(self.exchange.sent, default=-1) + 1) < decided
 
-    def _is_behind(self) -> bool:
-        return self._world.broadcast(self._coordinator is not None and self._coordinator.is_behind)
+    def _do_commands(self) -> None:
+        taken = [] if self._coordinator is None else self._coordinator.take_commands()
+        for command in self._world.broadcast(taken):
+            self._do(command)
 
-    def _obey(self, order: Order) -> None:
-        turns = self.turns
-        match order:
+    def _do(self, command: Command) -> None:
+        exchange = self.exchange
+        match command:
             case Contribute():
-                turns.contribute(order.turn)
-            case Take():
-                turns.take(order)
+                exchange.contribute(command.outer_step)
+            case Apply():
+                exchange.apply(command)
                 if self._is_ending:
-                    turns.finish_move()
-                self._waited.discard(order.event.turn)
+                    exchange.finish_move()
+                self._waited.discard(command.outer_step)
             case Adopt():
-                turns.adopt(order)
+                exchange.adopt(command)
                 self._waited.clear()
-            case Claimed():
-                turns.samples.deal(order.samples)
-            case SamplesLost():
-                turns.samples.lose(order.samples, self._progress.samples)
+            case Lease():
+                exchange.samples.add(command.samples)
+            case Revoke():
+                exchange.samples.lose(command.samples, self._progress.samples)
                 self._forget_ahead()
             case UseReserve():
-                turns.samples.deal_reserve(order.count)
-            case Donate():
-                turns.donate()
+                exchange.samples.add_reserve(command.count)
+            case SendState():
+                exchange.send_state()
             case Reset():
-                turns.go_back()
+                exchange.go_back()
                 self._waited.clear()
-            case Ended():
-                self._last = order.turns
+            case End():
+                self._last = command.version
             case _:
-                assert_never(order)
+                assert_never(command)
 
     # Waiting.
 
-    def _await(self, turn: int, limit_s: float, otherwise: str) -> bool:
-        turns = self.turns
+    def _await(self, outer_step: int, limit_s: float, otherwise: str) -> bool:
+        # Until an average has been applied; False: it has not, within the limit or by a stop.
+        exchange = self.exchange
         paused = self._meter.pause("waiting for other clusters")
-        self._waited.add(turn)
-        turns.record.waits(turn)
-        turns.encoded(turn)
-        if self._wait(lambda: turns.is_done(turn), limit_s, f"turn {turn}"):
+        self._waited.add(outer_step)
+        exchange.record.waits(outer_step)
+        exchange.encoded(outer_step)
+        if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"turn {outer_step}"):
             self._recorder.note(
-                f"turn {turn} is not decided after {format_duration(limit_s)} "
+                f"turn {outer_step} is not decided after {format_duration(limit_s)} "
                 f"({self._others()}); {otherwise}"
             )
-        turns.record.waits_no_more(turn)
+        exchange.record.waits_no_more(outer_step)
         self._meter.resume(paused)
-        return turns.is_done(turn)
+        return exchange.is_done(outer_step)
 
     def _restock(self) -> None:
+        # Wait for samples; where the hub is away, take those of the reserve.
+        coordinator = self._coordinator
         paused = self._meter.pause("waiting for samples")
         limit_s = self._config.deadline
-        if self._coordinator is not None and not self._coordinator.line.is_connected:
-            limit_s = 0.0 if self._coordinator.uses_reserve else _AWAY_S
-        self._wait(lambda: self._is_stocked, limit_s, "samples")
-        while not self._is_stocked:
-            if self._coordinator is not None:
-                self._coordinator.restock(self.turns.sync_state(), is_late=True)
-            self._exchange()
+        if coordinator is not None and not coordinator.hub.state.is_connected:
+            limit_s = 0.0 if coordinator.uses_reserve else _AWAY_S
+        self._wait(lambda: self._has_samples, limit_s, "samples")
+        while not self._has_samples:
+            if coordinator is not None:
+                coordinator.restock(self.exchange.sync_state(), is_late=True)
+            self._do_commands()
         self._meter.resume(paused)
 
     def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
+        # Do commands until something is so; True: the limit is over, by rank 0's clock.
+        coordinator, exchange = self._coordinator, self.exchange
         end = time.monotonic() + limit_s
-        rounds, is_over = 0, False
+        looks, is_over = 0, False
         while not is_done():
-            if rounds == 1:
+            if looks == 1:
                 self._recorder.phase("waiting for clusters", what)
-                if self._coordinator is not None:
-                    self._coordinator.report(self.turns.sync_state())
-            rounds += 1
-            orders: list[Order] = []
-            if self._coordinator is not None:
-                left_s = end - time.monotonic()
-                self._coordinator.listen(max(0.01, min(_LOOK_S, left_s)))
-                self._coordinator.restock(self.turns.sync_state(), is_late=False)
-                orders = self._coordinator.take_orders()
-            is_vain = self._coordinator is not None and self._coordinator.is_refused
-            is_late = not orders and (is_vain or time.monotonic() >= end)
-            told = self._world.gather((orders, is_late, self._requested()))
-            is_over = told[0][1]
-            for order in told[0][0]:
-                self._obey(order)
-            self._stop = max(requested for _, _, requested in told)
+                if coordinator is not None:
+                    coordinator.report(exchange.sync_state())
+            looks += 1
+            commands, is_late = list[Command](), False
+            if coordinator is not None:
+                coordinator.poll(max(0.01, min(_LOOK_S, end - time.monotonic())))
+                coordinator.restock(exchange.sync_state(), is_late=False)
+                commands = coordinator.take_commands()
+                is_vain = coordinator.hub.state.refusal is not None  # nothing will come
+                is_late = not commands and (is_vain or time.monotonic() >= end)
+            found = self._world.gather((commands, is_late, self._requested()))
+            commands, is_over, _ = found[0]
+            for command in commands:
+                self._do(command)
+            self._stop = max(requested for _, _, requested in found)
             if is_over or self._stop:
                 break
-        if rounds > 1:
+        if looks > 1:
             self._recorder.phase("training")
         return is_over and not is_done()
 
     def _others(self) -> str:
-        if self._coordinator is None or not self._coordinator.line.is_connected:
+        if self._coordinator is None or not self._coordinator.hub.state.is_connected:
             return "the others are not reached"
-        return f"taking part: {', '.join(self._coordinator.line.members) or 'nobody'}"
+        return f"taking part: {', '.join(self._coordinator.hub.state.members) or 'nobody'}"
 
     @property
-    def _is_stocked(self) -> bool:
+    def _has_samples(self) -> bool:
+        # For the next step, if there is one.
         if self._total_steps is not None and self._progress.step >= self._total_steps:
             return True
-        left = self.turns.samples.left(self._progress.samples)
-        return left >= self._batch
+        return self.exchange.samples.left(self._progress.samples) >= self._batch

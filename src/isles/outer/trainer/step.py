@@ -1,200 +1,98 @@
-"""What the outer steps leave on record: a row for each turn, and a part of status.json."""
+"""The outer step of all ranks: contribute, apply an average; give, take over and save the state."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import TrainingError
-from isles.outer.client.client import Line
-from isles.outer.client.events import Interval, Sent, sent_from
+from isles.outer.client.client import Hub
 from isles.outer.cluster import Applied, Cluster, Contribution
 from isles.outer.diloco import Mode
 from isles.outer.layout import Layout
-from isles.outer.samples import OwnSamples
-from isles.outer.trainer.sync import Adopt, OuterCoordinator, Progress, Recorder, SyncState, Take
+from isles.outer.messages import Adopt, Apply, Pending
+from isles.outer.samples import Interval, OwnSamples
+from isles.outer.trainer.sync import Coordinator, Recorder, SyncState
 
 log = logging.getLogger(__name__)
 
-
 _STATUS_EVERY_S = 2.0
-
-
-class OuterRecord:
-    """Times and bytes of the turns.
-
-    Args:
-        recorder: of the run.
-        progress: of the run.
-        fragments: of the layout.
-    """
-
-    def __init__(self, recorder: Recorder, progress: Progress, fragments: int) -> None:
-        self._recorder, self.progress, self._fragments = recorder, progress, fragments
-        self._began: dict[int, float] = {}
-        self._exposed: dict[int, float] = {}
-        self._waiting: dict[int, float] = {}
-        self._exposed_s = self._hidden_s = 0.0
-        self._last: dict[str, Any] | None = None
-        self._told_at = -math.inf
-
-    def begin(self, turn: int) -> None:
-        """The contribution to a turn is made now."""
-        self._began[turn] = time.perf_counter()
-
-    def exposed(self, turn: int, seconds: float) -> None:
-        """No inner step was made for so long, because of this turn."""
-        if turn not in self._waiting:  # it is counted there
-            self._exposed[turn] = self._exposed.get(turn, 0.0) + seconds
-
-    def waits(self, turn: int) -> None:
-        """From now on no inner step is made, because of this turn."""
-        self._waiting[turn] = time.perf_counter()
-
-    def waits_no_more(self, turn: int) -> None:
-        """Inner steps go on."""
-        if (since := self._waiting.pop(turn, None)) is not None:
-            self.exposed(turn, time.perf_counter() - since)
-
-    def turn(self, take: Take, sent: Sent | None, applied: Applied, mode: Mode) -> None:
-        """A turn has been taken in."""
-        event = take.event
-        self.waits_no_more(event.turn)
-        exposed_s = self._exposed.pop(event.turn, 0.0)
-        began = self._began.pop(event.turn, None)
-        took_s = exposed_s if began is None else time.perf_counter() - began
-        hidden_s = max(0.0, took_s - exposed_s)
-        self._exposed_s += exposed_s
-        self._hidden_s += hidden_s
-        samples = [list(span) for span in sent.samples] if sent is not None else []
-        row = {
-            "kind": "outer",
-            "step": self.progress.step,
-            "turn": event.turn,
-            "fragment": event.turn % self._fragments,
-            "round": event.turn // self._fragments,
-            "mode": mode,
-            "num_clusters": len(event.weights),
-            "weights": event.weights,
-            "refused": event.refused,
-            "tokens": 0 if sent is None else sent.tokens,
-            "inner_steps": 0 if sent is None else sent.inner_steps,
-            "samples": samples,
-            "norm": applied.norm,
-            "digest": applied.digest,
-            "average_bytes": event.size_bytes,
-            "sent_bytes": event.sent_bytes,
-            "received_bytes": event.received_bytes,
-            "send_s": event.send_s,
-            "receive_s": event.receive_s,
-            "exposed_s": exposed_s,
-            "hidden_s": hidden_s,
-            "at": time.time(),
-        }
-        self._last = {name: row[name] for name in ("turn", "step", "mode", "weights", "refused")}
-        self._last |= {"norm": applied.norm, "digest": applied.digest, "at": row["at"]}
-        self._told_at = -math.inf
-        self._recorder.row(row)
-
-    def state(
-        self, sync_state: SyncState, coordinator: OuterCoordinator | None, *, is_last: bool = False
-    ) -> None:
-        """How it stands, for status.json; seldom, save after a turn and at the end."""
-        now = time.monotonic()
-        if coordinator is None or (now - self._told_at < _STATUS_EVERY_S and not is_last):
-            return
-        self._told_at = now
-        line = coordinator.line
-        total_s = self._exposed_s + self._hidden_s
-        self._recorder.update(
-            outer={
-                "turn": sync_state.version,
-                "round": sync_state.version // self._fragments,
-                "fragments": self._fragments,
-                "sync_every": coordinator.round_steps(sync_state.version),
-                "steps_since": sync_state.steps - sync_state.contributed_at,
-                "waits_for_turns": list(sync_state.sent),
-                "is_averaged": not sync_state.sent and not sync_state.has_learnt,
-                "clusters": list(line.members),
-                "is_connected": line.is_connected,
-                "is_behind": coordinator.is_behind,
-                "sent_bytes": line.sent_bytes,
-                "received_bytes": line.received_bytes,
-                "bytes_per_s": coordinator.pace.bytes_per_s,
-                "exposed_s": self._exposed_s,
-                "hidden_s": self._hidden_s,
-                "hidden_share": self._hidden_s / total_s if total_s else None,
-                "last_turn": self._last,
-            }
-        )
-
-
 _NOWHERE = Path("nowhere")
 """Stands on other ranks than 0 for a file that rank 0 has."""
 
 
+class Progress(Protocol):
+    """How far the run has come; see `isles.train.progress`."""
+
+    step: int
+    samples: int
+    target_tokens: int
+
+    def skip_to(self, step: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Move:
-    take: Take
-    sent: Sent
+    # An average that is on its way into the weights while inner steps go on.
+    apply: Apply
+    pending: Pending
     applied: Future[Applied]
 
 
-class Turns:
-    """Contributions and averages, the same on all ranks of the cluster; rank 0 has the line.
+class Exchange:
+    """Contributions and averages, the same on all ranks of the cluster; rank 0 has the hub.
 
     All ranks must call every method but `hand_in` and `sync_state`, between the same two inner
-    steps.
+    steps; first of all `begin`.
 
     Args:
         config: the section of the run file.
         name: of the cluster.
+        member_id: of the cluster, for the whole run.
         cluster: outer parameters and outer optimizer.
         layout: of the run.
-        samples: which ones this cluster reads.
-        progress, recorder: of the run.
+        recorder: of the run.
+        manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
     """
 
     def __init__(
         self,
         config: DiLoCoConfig,
         name: str,
+        member_id: str,
         cluster: Cluster,
         layout: Layout,
-        samples: OwnSamples,
-        progress: Progress,
         recorder: Recorder,
+        manifest: dict[str, Any] | None = None,
     ) -> None:
-        self.line: Line | None = None
+        self.config, self.name, self.member_id = config, name, member_id
+        self.layout, self.num_fragments = layout, len(layout.fragments)
+        self.loaded = manifest
+        self.hub: Hub | None = None
         """Rank 0 only; none before the cluster joins."""
         self.version = 0
-        """Turns that have been applied."""
-        self._saved = 0
+        """Outer steps that have been applied."""
         self.steps = 0
         """Inner steps of this cluster, over all its attempts."""
-        self.sent: dict[int, Sent] = {}
-        """By turn: contributions that no average has answered yet."""
-        self.num_fragments = len(layout.fragments)
-        self.record = OuterRecord(recorder, progress, self.num_fragments)
-        self.samples = samples
-        self.config, self._name = config, name
-        self._cluster, self._layout = cluster, layout
-        self.progress, self._recorder = progress, recorder
-        self._contributed_at = 0
-        # Of each fragment: trained tokens and inner steps at its last contribution, and what such
-        # contributions brought that are in no average.
-        self._tokens_at = [progress.target_tokens] * self.num_fragments
+        self.sent: dict[int, Pending] = {}
+        """By outer step: contributions that no average has answered yet."""
+        self.samples = OwnSamples(member_id)
+        self._cluster, self._recorder = cluster, recorder
+        self._saved = self._contributed_at = 0
+        # Of each fragment: trained tokens and inner steps at its last contribution, and those of
+        # contributions since that are in no average.
+        self._tokens_at = [0] * self.num_fragments
         self._steps_at = [0] * self.num_fragments
-        self._owed = [(0, 0)] * self.num_fragments
+        self._returned = [(0, 0)] * self.num_fragments
         self._encodings: dict[int, Future[Contribution]] = {}
         self._move: _Move | None = None
         self._is_own_past = True
@@ -203,74 +101,91 @@ class Turns:
 
     # State.
 
+    def loaded_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint that has outer state is loaded into, in place."""
+        return {} if self.loaded is None else self._cluster.state_dict()
+
+    def begin(self, progress: Progress) -> OwnSamples:
+        """Go on as the checkpoint says, or begin before the first outer step.
+
+        Returns:
+            Which samples this cluster reads.
+        """
+        self.progress = progress
+        self.record = OuterRecord(self._recorder, progress, self.num_fragments)
+        if self.loaded is None:
+            self._tokens_at = [progress.target_tokens] * self.num_fragments
+            self.samples.begin_at(progress.samples)
+            self._cluster.begin()
+            return self.samples
+        manifest = self.loaded
+        self.version = self._saved = int(manifest["version"])
+        self.steps = int(manifest["steps"])
+        self._contributed_at = int(manifest["contributed_at"])
+        self._tokens_at = [int(number) for number in manifest["tokens_at"]]
+        self._steps_at = [int(number) for number in manifest["steps_at"]]
+        self._returned = [(int(tokens), int(steps)) for tokens, steps in manifest["returned"]]
+        sent = [Pending.from_record(record) for record in manifest["sent"]]
+        self.sent = {each.outer_step: each for each in sent}
+        self.samples.restore(manifest["samples"])
+        return self.samples
+
     def manifest(self) -> dict[str, Any]:
         """What a checkpoint says of the outer steps beside their tensors."""
         return {
-            "layout": self._layout.digest,
+            "layout": self.layout.digest,
             "version": self.version,
             "steps": self.steps,
             "contributed_at": self._contributed_at,
             # Copies: a checkpoint is written while steps go on.
             "tokens_at": list(self._tokens_at),
             "steps_at": list(self._steps_at),
-            "owed": [list(owed) for owed in self._owed],
-            "sent": [self.sent[turn].record() for turn in sorted(self.sent)],
+            "returned": [list(each) for each in self._returned],
+            "sent": [asdict(self.sent[outer_step]) for outer_step in sorted(self.sent)],
             "samples": self.samples.record(),
         }
-
-    def saved(self) -> None:
-        """A checkpoint of now is under way, and the one before it is whole."""
-        if self.line is not None:
-            self.line.keep_since(self._saved)
-        self._saved = self.version
-
-    def restore(self, manifest: Mapping[str, Any]) -> None:
-        """What a checkpoint says; the tensors are in `tensors` already."""
-        self.version = self._saved = int(manifest["version"])
-        self.steps = int(manifest["steps"])
-        self._contributed_at = int(manifest["contributed_at"])
-        self._tokens_at = [int(number) for number in manifest["tokens_at"]]
-        self._steps_at = [int(number) for number in manifest["steps_at"]]
-        self._owed = [(int(tokens), int(steps)) for tokens, steps in manifest["owed"]]
-        sent = [sent_from(record) for record in manifest["sent"]]
-        self.sent = {each.turn: each for each in sent}
-        self.samples.restore(manifest["samples"])
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's part of the outer state, for a checkpoint."""
         return self._cluster.state_dict()
 
+    def saved(self) -> None:
+        """A checkpoint of now is under way, and the one before it is whole."""
+        if self.hub is not None:
+            self.hub.keep_since(self._saved)
+        self._saved = self.version
+
     @property
-    def holding(self) -> list[tuple[int, int]]:
+    def holding(self) -> list[Interval]:
         """Samples of this cluster that no average has."""
-        pending = [span for sent in self.sent.values() for span in sent.samples]
-        return self.samples.holding(pending)
+        return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
 
-    # A turn.
+    # Contributing.
 
-    def contribute(self, turn: int) -> None:
+    def contribute(self, outer_step: int) -> None:
         """Make a contribution; the steps that it holds end here."""
         began = time.perf_counter()
         self.finish_move()
-        fragment = turn % self.num_fragments
-        self.sent[turn] = self._held(turn, self.samples.tell(self.progress.samples))
+        fragment = outer_step % self.num_fragments
+        samples = self.samples.take_read(self.progress.samples)
+        self.sent[outer_step] = self._pending(outer_step, samples)
         self._mark(fragment)
         self._contributed_at = self.steps
         self._is_own_past = False
-        self.record.begin(turn)
+        self.record.begin(outer_step)
         self._cluster.snapshot(fragment)
-        self._encode(turn)
+        self._encode(outer_step)
         if self.config.delay == 0:
-            self.encoded(turn)
-        self.exposed(turn, began)
+            self.encoded(outer_step)
+        self._exposed(outer_step, began)
 
-    def _held(self, turn: int, samples: Sequence[Interval]) -> Sent:
-        fragment = turn % self.num_fragments
-        _, owed_steps = self._owed[fragment]
-        return Sent(
-            turn=turn,
+    def _pending(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
+        fragment = outer_step % self.num_fragments
+        _, returned_steps = self._returned[fragment]
+        return Pending(
+            outer_step=outer_step,
             tokens=max(1, self._learnt_tokens(fragment)),
-            inner_steps=self.steps - self._steps_at[fragment] + owed_steps,
+            inner_steps=self.steps - self._steps_at[fragment] + returned_steps,
             samples=tuple(samples),
             steps=self.steps,
         )
@@ -278,90 +193,88 @@ class Turns:
     def _mark(self, fragment: int) -> None:
         self._tokens_at[fragment] = self.progress.target_tokens
         self._steps_at[fragment] = self.steps
-        self._owed[fragment] = (0, 0)
+        self._returned[fragment] = (0, 0)
 
-    def _encode(self, turn: int) -> None:
+    def _encode(self, outer_step: int) -> None:
         # In a thread; its own group of ranks lets it run beside inner steps.
-        path = _NOWHERE if self.line is None else self.line.contribution_path(turn)
-        fragment = turn % self.num_fragments
-        self._encodings[turn] = self._worker.submit(self._cluster.encode, fragment, path)
+        path = _NOWHERE if self.hub is None else self.hub.contribution_path(outer_step)
+        fragment = outer_step % self.num_fragments
+        self._encodings[outer_step] = self._worker.submit(self._cluster.encode, fragment, path)
 
-    def encoded(self, turn: int) -> None:
+    def encoded(self, outer_step: int) -> None:
         """Wait for the encoding of a contribution, and send it."""
-        if turn in self._encodings:
-            self._encodings[turn].result()
+        if outer_step in self._encodings:
+            self._encodings[outer_step].result()
         self.hand_in()
-        self._encodings.pop(turn, None)
+        self._encodings.pop(outer_step, None)
 
     def send_again(self) -> None:
         """Send what was under way when the checkpoint was saved; its bytes are the same."""
-        for turn in sorted(self.sent):
-            self._encode(turn)
-            self.encoded(turn)
+        for outer_step in sorted(self.sent):
+            self._encode(outer_step)
+            self.encoded(outer_step)
 
     def hand_in(self) -> None:
         """Send what is encoded; rank 0 only."""
-        if self.line is None:
+        if self.hub is None:
             return
-        for turn, encoding in list(self._encodings.items()):
+        for outer_step, encoding in list(self._encodings.items()):
             if not encoding.done() or encoding.exception() is not None:
                 continue  # an exception is raised on all ranks, when they need it
-            del self._encodings[turn]
-            self.line.contribute(self.sent[turn])
+            del self._encodings[outer_step]
+            self.hub.contribute(self.sent[outer_step])
 
-    def take(self, take: Take) -> None:
-        """Take in an average; under overlap later, while inner steps go on."""
+    # Applying.
+
+    def apply(self, apply: Apply) -> None:
+        """Apply an average; under overlap later, while inner steps go on."""
         began = time.perf_counter()
         self.finish_move()
-        turn, event = take.event.turn, take.event
-        assert turn == self.version, f"turn {turn} after {self.version} turns"
-        fragment = turn % self.num_fragments
-        sent = self._answered(turn)
-        is_named = self._name in event.weights
+        outer_step = apply.outer_step
+        assert outer_step == self.version, f"{outer_step} after {self.version} outer steps"
+        fragment = outer_step % self.num_fragments
+        pending = self._end_pending(outer_step)
+        is_named = self.name in apply.weights
         mode: Mode = "late"
-        if sent is not None and is_named:
-            mode = "on_time" if sent.steps == self.steps else "overlap"
-        elif sent is not None:
-            self._owe(sent)
+        if pending is not None and is_named:
+            mode = "on_time" if pending.steps == self.steps else "overlap"
+        elif pending is not None:
+            self._give_back(pending)
         elif is_named and self._is_own_past:
             # Made by an earlier attempt, after the checkpoint that this one goes on from: what has
             # been learnt since is in the average.
             self._cluster.snapshot(fragment)
-            sent = self._held(turn, ())
+            pending = self._pending(outer_step, ())
             self._mark(fragment)
             mode = "on_time"
         elif not self._learnt_tokens(fragment) and fragment not in self._cluster.pending:
             mode = "idle"
-        if event.path is None:
+        if apply.path is None:
             self._cluster.drop(fragment)
-            self._applied(take, sent, Applied(self._cluster.digest(fragment), 0.0), mode)
+            self._applied(apply, pending, Applied(self._cluster.digest(fragment), 0.0), mode)
             return
         alpha = self.config.alpha if self.config.delay else 0.0
-        is_warmup = self.config.is_warmup(turn, self.num_fragments)
-        if mode == "overlap" and sent is not None and self._is_early(sent):
+        is_warmup = self.config.is_warmup(outer_step, self.num_fragments)
+        if mode == "overlap" and pending is not None and self._is_early(pending):
             going = self._worker.submit(
-                self._cluster.advance, fragment, event.path, mode, alpha=alpha, is_warmup=is_warmup
+                self._cluster.advance, fragment, apply.path, mode, alpha=alpha, is_warmup=is_warmup
             )
-            self._move = _Move(take, sent, going)
+            self._move = _Move(apply, pending, going)
             return
-        applied = self._cluster.apply(fragment, event.path, mode, alpha=alpha, is_warmup=is_warmup)
-        self.exposed(turn, began)
-        self._applied(take, sent, applied, mode)
+        applied = self._cluster.apply(fragment, apply.path, mode, alpha=alpha, is_warmup=is_warmup)
+        self._exposed(outer_step, began)
+        self._applied(apply, pending, applied, mode)
 
-    def _answered(self, turn: int) -> Sent | None:
-        encoding = self._encodings.pop(turn, None)
+    def _end_pending(self, outer_step: int) -> Pending | None:
+        encoding = self._encodings.pop(outer_step, None)
         if encoding is not None:
             encoding.result()
-            if self.line is not None:
-                self.line.contribution_path(turn).unlink(missing_ok=True)
-        return self.sent.pop(turn, None)
+            if self.hub is not None:
+                self.hub.contribution_path(outer_step).unlink(missing_ok=True)
+        return self.sent.pop(outer_step, None)
 
-    def _is_early(self, sent: Sent) -> bool:
-        return self.steps - sent.steps < self.config.delay
-
-    def is_moving(self, turn: int) -> bool:
-        """Whether its average is on its way into the weights."""
-        return self._move is not None and self._move.take.event.turn == turn
+    def _is_early(self, pending: Pending) -> bool:
+        return self.steps - pending.steps < self.config.delay
 
     def finish_move(self, *, only_overdue: bool = False) -> None:
         """Give the weights what an average has led to meanwhile.
@@ -370,41 +283,41 @@ class Turns:
             only_overdue: not before so many inner steps as the run file says.
         """
         move = self._move
-        if move is None or (only_overdue and self._is_early(move.sent)):
+        if move is None or (only_overdue and self._is_early(move.pending)):
             return
         self._move = None
-        began = time.perf_counter()
+        began, outer_step = time.perf_counter(), move.apply.outer_step
         applied = move.applied.result()
-        self._cluster.give(move.take.event.turn % self.num_fragments)
-        self.exposed(move.take.event.turn, began)
-        self._applied(move.take, move.sent, applied, "overlap")
+        self._cluster.give(outer_step % self.num_fragments)
+        self._exposed(outer_step, began)
+        self._applied(move.apply, move.pending, applied, "overlap")
 
-    def _applied(self, take: Take, sent: Sent | None, applied: Applied, mode: Mode) -> None:
-        turn = take.event.turn
-        self.version = turn + 1
-        if self.line is not None:
-            self.line.applied(turn, applied.digest)
-        self.progress.skip_to(take.step)
-        self.record.turn(take, sent, applied, mode)
+    def _applied(self, apply: Apply, pending: Pending | None, applied: Applied, mode: Mode) -> None:
+        self.version = apply.outer_step + 1
+        if self.hub is not None:
+            self.hub.applied(apply.outer_step, applied.digest)
+        self.progress.skip_to(apply.step)
+        self.record.applied(apply, pending, applied, mode)
 
-    def _owe(self, sent: Sent) -> None:
-        fragment = sent.turn % self.num_fragments
-        tokens, steps = self._owed[fragment]
-        self._owed[fragment] = (tokens + sent.tokens, steps + sent.inner_steps)
-        self.samples.owe(sent.samples)
+    def _give_back(self, pending: Pending) -> None:
+        # A contribution is in no average: what it brought belongs into the next one.
+        fragment = pending.outer_step % self.num_fragments
+        tokens, steps = self._returned[fragment]
+        self._returned[fragment] = (tokens + pending.tokens, steps + pending.inner_steps)
+        self.samples.give_back(pending.samples)
 
     # State of another cluster.
 
-    def donate(self) -> None:
+    def send_state(self) -> None:
         """Give the outer state to a cluster that needs it."""
         self.finish_move()
-        paths = self.line.state_paths() if self.line is not None else []
+        paths = self.hub.state_paths() if self.hub is not None else []
         for fragment in range(self.num_fragments):
             path = paths[fragment] if paths else _NOWHERE
             self._cluster.export_state(fragment, path, version=self.version)
         outer_params = self.outer_params()
-        if self.line is not None:
-            self.line.give_state(self.version, paths, outer_params)
+        if self.hub is not None:
+            self.hub.give_state(self.version, paths, outer_params)
         log.info("outer state given version=%d", self.version)
 
     def adopt(self, adopt: Adopt) -> None:
@@ -414,43 +327,42 @@ class Turns:
             TrainingError: it is not what it should be.
         """
         self.finish_move()
-        event = adopt.event
-        for turn in sorted(self.sent):
-            sent = self._answered(turn)
-            assert sent is not None
-            self._owe(sent)
+        for outer_step in sorted(self.sent):
+            pending = self._end_pending(outer_step)
+            assert pending is not None
+            self._give_back(pending)
         keeps_steps = self.has_learnt
         for fragment in range(self.num_fragments):
-            path = event.paths[fragment]
+            path = adopt.paths[fragment]
             self._cluster.import_state(fragment, path, keeps_steps=keeps_steps)
-        self.version, self._is_own_past = event.version, False
+        self.version, self._is_own_past = adopt.version, False
         outer_params = self.outer_params()
-        if outer_params != list(event.outer_params):
+        if outer_params != list(adopt.outer_params):
             raise TrainingError(
-                f"the state that {event.donor} gave has other outer parameters than it said",
-                where=str(event.paths[0].parent),
+                f"the state that {adopt.source} gave has other outer parameters than it said",
+                where=str(adopt.paths[0].parent),
                 fix="start this cluster again: it takes the state once more",
             )
-        if self.line is not None:
-            self.line.adopted(event.version, outer_params)
+        if self.hub is not None:
+            self.hub.adopted(adopt.version, outer_params)
         self.progress.skip_to(adopt.step)
         self._recorder.note(
-            f"the weights of {event.donor} after {event.version} turns are taken over"
+            f"the weights of {adopt.source} after {adopt.version} turns are taken over"
         )
 
     def go_back(self) -> None:
         """Drop what was learnt since the last average; its samples are read again."""
         self.finish_move()
-        for turn in sorted(self.sent):
-            sent = self._answered(turn)
-            assert sent is not None
-            self.samples.owe(sent.samples)
+        for outer_step in sorted(self.sent):
+            pending = self._end_pending(outer_step)
+            assert pending is not None
+            self.samples.give_back(pending.samples)
         self._cluster.go_back()
         for fragment in range(self.num_fragments):
             self._mark(fragment)
-        self.samples.deal(self.samples.tell(self.progress.samples))
-        if self.line is not None:
-            self.line.obeyed()
+        self.samples.add(self.samples.take_read(self.progress.samples))
+        if self.hub is not None:
+            self.hub.reset_done()
 
     def outer_params(self) -> list[str]:
         """The digest of each fragment's outer parameters."""
@@ -458,17 +370,17 @@ class Turns:
 
     # How it stands.
 
-    def exposed(self, turn: int, began: float) -> None:
-        """Since `began` no inner step was made because of this turn."""
-        self.record.exposed(turn, time.perf_counter() - began)
+    def _exposed(self, outer_step: int, began: float) -> None:
+        self.record.exposed(outer_step, time.perf_counter() - began)
 
-    def is_overdue(self, turn: int) -> bool:
+    def is_overdue(self, outer_step: int) -> bool:
         """Whether so many steps were made since the contribution as the average may take."""
-        return self.steps - self.sent[turn].steps >= self.config.delay
+        return not self._is_early(self.sent[outer_step])
 
-    def is_done(self, turn: int) -> bool:
-        """Whether a turn that this cluster has contributed to is in its weights."""
-        return turn not in self.sent and not self.is_moving(turn)
+    def is_done(self, outer_step: int) -> bool:
+        """Whether an outer step that this cluster has contributed to is in its weights."""
+        is_moving = self._move is not None and self._move.apply.outer_step == outer_step
+        return outer_step not in self.sent and not is_moving
 
     @property
     def has_learnt(self) -> bool:
@@ -476,11 +388,11 @@ class Turns:
         return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
 
     def _learnt_tokens(self, fragment: int) -> int:
-        owed_tokens, _ = self._owed[fragment]
-        return self.progress.target_tokens - self._tokens_at[fragment] + owed_tokens
+        returned_tokens, _ = self._returned[fragment]
+        return self.progress.target_tokens - self._tokens_at[fragment] + returned_tokens
 
     def sync_state(self) -> SyncState:
-        """What decisions rest on."""
+        """What rank 0's decisions rest on."""
         return SyncState(
             version=self.version,
             steps=self.steps,
@@ -494,3 +406,111 @@ class Turns:
     def close(self) -> None:
         """End the thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+class OuterRecord:
+    """What the outer steps leave on record: a row for each, and a part of status.json.
+
+    Args:
+        recorder: of the run.
+        progress: of the run.
+        fragments: of the layout.
+    """
+
+    def __init__(self, recorder: Recorder, progress: Progress, fragments: int) -> None:
+        self._recorder, self._progress, self._fragments = recorder, progress, fragments
+        self._began: dict[int, float] = {}
+        self._exposed: dict[int, float] = {}
+        self._waiting: dict[int, float] = {}
+        self._exposed_s = self._hidden_s = 0.0
+        self._last: dict[str, Any] | None = None
+        self._recorded_at = -math.inf
+
+    def begin(self, outer_step: int) -> None:
+        """The contribution to an outer step is made now."""
+        self._began[outer_step] = time.perf_counter()
+
+    def exposed(self, outer_step: int, seconds: float) -> None:
+        """No inner step was made for so long, because of this outer step."""
+        if outer_step not in self._waiting:  # it is counted there
+            self._exposed[outer_step] = self._exposed.get(outer_step, 0.0) + seconds
+
+    def waits(self, outer_step: int) -> None:
+        """From now on no inner step is made, because of this outer step."""
+        self._waiting[outer_step] = time.perf_counter()
+
+    def waits_no_more(self, outer_step: int) -> None:
+        """Inner steps go on."""
+        if (since := self._waiting.pop(outer_step, None)) is not None:
+            self.exposed(outer_step, time.perf_counter() - since)
+
+    def applied(self, apply: Apply, pending: Pending | None, applied: Applied, mode: Mode) -> None:
+        """An average has been applied."""
+        outer_step = apply.outer_step
+        self.waits_no_more(outer_step)
+        exposed_s = self._exposed.pop(outer_step, 0.0)
+        began = self._began.pop(outer_step, None)
+        took_s = exposed_s if began is None else time.perf_counter() - began
+        hidden_s = max(0.0, took_s - exposed_s)
+        self._exposed_s += exposed_s
+        self._hidden_s += hidden_s
+        row: dict[str, Any] = {
+            "kind": "outer",
+            "step": self._progress.step,
+            "turn": outer_step,
+            "fragment": outer_step % self._fragments,
+            "round": outer_step // self._fragments,
+            "mode": mode,
+            "num_clusters": len(apply.weights),
+            "weights": apply.weights,
+            "refused": apply.refused,
+            "tokens": 0 if pending is None else pending.tokens,
+            "inner_steps": 0 if pending is None else pending.inner_steps,
+            "samples": [] if pending is None else [list(span) for span in pending.samples],
+            "norm": applied.norm,
+            "digest": applied.digest,
+            "average_bytes": apply.size_bytes,
+            "sent_bytes": apply.sent_bytes,
+            "received_bytes": apply.received_bytes,
+            "send_s": apply.send_s,
+            "receive_s": apply.receive_s,
+            "exposed_s": exposed_s,
+            "hidden_s": hidden_s,
+            "at": time.time(),
+        }
+        kept = ("turn", "step", "mode", "weights", "refused", "norm", "digest", "at")
+        self._last = {name: row[name] for name in kept}
+        self._recorded_at = -math.inf
+        self._recorder.row(row)
+
+    def state(
+        self, sync_state: SyncState, coordinator: Coordinator | None, *, is_last: bool = False
+    ) -> None:
+        """Set the part of status.json; seldom, save after an average and at the end."""
+        now = time.monotonic()
+        if coordinator is None or (now - self._recorded_at < _STATUS_EVERY_S and not is_last):
+            return
+        self._recorded_at = now
+        hub = coordinator.hub.state
+        total_s = self._exposed_s + self._hidden_s
+        self._recorder.update(
+            outer={
+                "turn": sync_state.version,
+                "round": sync_state.version // self._fragments,
+                "fragments": self._fragments,
+                "sync_every": coordinator.sync_every_at(sync_state.version),
+                "steps_since": sync_state.steps - sync_state.contributed_at,
+                "waits_for_turns": list(sync_state.sent),
+                "is_averaged": not sync_state.sent and not sync_state.has_learnt,
+                "clusters": list(hub.members),
+                "is_connected": hub.is_connected,
+                "is_behind": hub.is_behind,
+                "sent_bytes": hub.sent_bytes,
+                "received_bytes": hub.received_bytes,
+                "bytes_per_s": coordinator.speed.bytes_per_s,
+                "exposed_s": self._exposed_s,
+                "hidden_s": self._hidden_s,
+                "hidden_share": self._hidden_s / total_s if total_s else None,
+                "last_turn": self._last,
+            }
+        )

@@ -1,4 +1,4 @@
-"""How many inner steps lie between two outer steps."""
+"""What only rank 0 does for the outer steps: it decides when the ranks contribute."""
 
 from __future__ import annotations
 
@@ -6,36 +6,25 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, assert_never
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import CommunicationError, ConfigError, UserError
 from isles.facts.units import format_duration
-from isles.outer.client.client import Line
-from isles.outer.client.events import (
-    Behind,
-    Claimed,
-    Committed,
-    Donate,
-    Ended,
-    Event,
-    Joined,
-    Members,
-    Note,
-    Refused,
-    RendezvousFound,
-    RendezvousLost,
-    Reset,
-    SamplesLost,
-    StateReady,
-    TurnDue,
-)
-from isles.outer.client.events import (
-    Progress as SentProgress,
-)
+from isles.outer.client.client import Hub
+from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, Reset, UseReserve
 
 log = logging.getLogger(__name__)
+
+LEAST, MOST = 10, 1000
+"""With `sync_every: auto`. Fewer inner steps hardly pay for the outer optimizer; with more,
+clusters learn too far apart."""
+
+_OPEN_STEPS = 8
+"""A contribution is sent for so many outer steps from the next one that is decided, at most."""
+_LEAST_STEPS_AHEAD, _MOST_STEPS_AHEAD = 8, 1000
+_USUAL, _LONG = 0.9, 3.0
 
 
 class Recorder(Protocol):
@@ -52,36 +41,14 @@ class Recorder(Protocol):
     def row(self, row: dict[str, Any]) -> None: ...
 
 
-class Progress(Protocol):
-    """How far the run has come; see `isles.train.progress`."""
-
-    step: int
-    samples: int
-    target_tokens: int
-
-    def skip_to(self, step: int) -> None: ...
-
-
-class Meter(Protocol):
-    """Times of the inner steps; see `isles.train.metrics`."""
-
-    def pause(self, phase: str) -> float: ...
-
-    def resume(self, paused_at: float) -> None: ...
-
-
-LEAST, MOST = 10, 1000
-"""Fewer hardly pay for the outer optimizer; with more, clusters learn too far apart."""
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """After which inner step each turn is due.
+    """After which inner step each outer step is due.
 
     Args:
         sync_every: inner steps in which every weight is averaged once.
-        fragments: turns in that time.
-        warmup_rounds: so many rounds come first, of other length.
+        fragments: outer steps in that time.
+        warmup_rounds: so many such times come first, of other length.
         warmup_sync_every: inner steps of each of them.
     """
 
@@ -90,18 +57,26 @@ class Schedule:
     warmup_rounds: int = 0
     warmup_sync_every: int = 0
 
-    def round_steps(self, turn: int) -> int:
-        """Inner steps of the round that a turn belongs to."""
-        is_warmup = turn // self.fragments < self.warmup_rounds
+    def sync_every_at(self, outer_step: int) -> int:
+        """Inner steps in which every weight is averaged once, around an outer step."""
+        is_warmup = outer_step // self.fragments < self.warmup_rounds
         return self.warmup_sync_every if is_warmup else self.sync_every
 
-    def step_of(self, turn: int) -> int:
-        """The inner step after which a turn is due."""
-        rounds = turn // self.fragments
+    def step_of(self, outer_step: int) -> int:
+        """The inner step after which an outer step is due."""
+        rounds = outer_step // self.fragments
         short = min(rounds, self.warmup_rounds)
         before = short * self.warmup_sync_every + (rounds - short) * self.sync_every
-        place = turn % self.fragments + 1
-        return before + place * self.round_steps(turn) // self.fragments
+        place = outer_step % self.fragments + 1
+        return before + place * self.sync_every_at(outer_step) // self.fragments
+
+
+def schedule_of(config: DiLoCoConfig, num_fragments: int) -> Schedule | None:
+    """When outer steps are due; None with `sync_every: auto`."""
+    every = config.sync_every
+    if every == "auto":
+        return None
+    return Schedule(every, num_fragments, config.warmup_rounds, config.warmup_sync_every or every)
 
 
 def auto_sync_every(
@@ -110,7 +85,7 @@ def auto_sync_every(
     """Inner steps such that waiting for the link costs no more than a part of the time.
 
     Args:
-        size_bytes: what a cluster sends and takes in one round, all fragments together.
+        size_bytes: what a cluster sends and fetches until every weight is averaged once.
         link_bytes_per_s: of the slowest cluster's link, as measured.
         step_s: of an inner step.
         max_overhead: which part of the inner steps' time the link may take.
@@ -122,69 +97,18 @@ def auto_sync_every(
     return max(LEAST, min(MOST, math.ceil(wait_s / (max_overhead * step_s))))
 
 
-_OPEN_TURNS = 8
-"""A contribution is sent for so many turns from the next one that is decided, at most."""
-_LEAST_STEPS_AHEAD = 8
-_MOST_STEPS_AHEAD = 1000
-_USUAL, _LONG = 0.9, 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Contribute:
-    """Make this cluster's contribution to a turn."""
-
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Take in the average of a turn.
-
-    Args:
-        event: what is known of it.
-        step: the number that the last step has at least, from then on.
-    """
-
-    event: Committed
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Take over another cluster's state.
-
-    Args:
-        event: where it is.
-        step: as in `Take`.
-    """
-
-    event: StateReady
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class UseReserve:
-    """Go on with samples that nobody deals, as long as the rendezvous is away."""
-
-    count: int
-
-
-Order = Contribute | Take | Adopt | UseReserve | Claimed | SamplesLost | Donate | Reset | Ended
-"""What rank 0 tells the ranks of its cluster to do between two inner steps, in this order."""
-
-
 @dataclass(slots=True)
 class SyncState:
-    """How the outer steps stand, as all ranks know it; what decisions rest on.
+    """State of the outer steps, the same on all ranks; what rank 0's decisions rest on.
 
     Args:
-        version: turns that have been applied.
+        version: outer steps that have been applied.
         steps: inner steps that this cluster has made, in all its attempts.
         contributed_at: `steps` at the last contribution.
-        sent: turns whose contribution no average has answered yet.
+        sent: outer steps whose contribution no average has answered yet.
         has_learnt: whether there is anything to contribute.
         step: the number of the last inner step.
-        samples_left: that are dealt, and not read.
+        samples_left: that are leased, and not read.
     """
 
     version: int
@@ -197,14 +121,14 @@ class SyncState:
 
 
 @dataclass(slots=True)
-class Pace:
-    """How long steps and turns take here."""
+class Speed:
+    """Measured seconds of an inner step, and bytes per second of the link."""
 
     step_s: float = 0.0
     bytes_per_s: float = 0.0
-    round_bytes: int = 0
+    moved_bytes: int = 0
     _at: float | None = None
-    _turns: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _by_fragment: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def step_done(self, paused_s: float) -> None:
         """An inner step is over; some of the time since the last one was no part of it."""
@@ -215,22 +139,22 @@ class Pace:
             took = _USUAL * self.step_s + (1 - _USUAL) * min(took, _LONG * self.step_s)
         self.step_s = took
 
-    def turn_done(self, event: Committed, num_fragments: int) -> None:
-        """A turn is over. Fragments differ in size: what counts is the last turn of each."""
-        moved, took = event.sent_bytes + event.received_bytes, event.send_s + event.receive_s
+    def outer_step_done(self, apply: Apply, num_fragments: int) -> None:
+        """Fragments differ in size: what counts is the last outer step of each."""
+        moved, took = apply.sent_bytes + apply.received_bytes, apply.send_s + apply.receive_s
         if moved and took > 0:
-            self._turns[event.turn % num_fragments] = moved, took
-            all_moved = sum(moved for moved, _ in self._turns.values())
-            self.bytes_per_s = all_moved / sum(took for _, took in self._turns.values())
-            self.round_bytes = all_moved * num_fragments // len(self._turns)
+            self._by_fragment[apply.outer_step % num_fragments] = moved, took
+            all_moved = sum(moved for moved, _ in self._by_fragment.values())
+            self.bytes_per_s = all_moved / sum(took for _, took in self._by_fragment.values())
+            self.moved_bytes = all_moved * num_fragments // len(self._by_fragment)
 
 
-class OuterCoordinator:
+class Coordinator:
     """Rank 0's half of the outer steps.
 
     Args:
         config: the section of the run file.
-        line: to the other clusters.
+        hub: rank 0's end of it.
         num_fragments: of the layout.
         batch: samples in an inner step.
         total_steps: of the run, if it is known.
@@ -241,7 +165,7 @@ class OuterCoordinator:
     def __init__(
         self,
         config: DiLoCoConfig,
-        line: Line,
+        hub: Hub,
         *,
         num_fragments: int,
         batch: int,
@@ -249,258 +173,187 @@ class OuterCoordinator:
         recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.line = line
-        self.pace = Pace()
-        self.is_joined = self.is_behind = False
-        self.decided = 0
-        """Turns that were decided before this cluster came: it takes them in, and has no part."""
+        self.hub = hub
+        self.speed = Speed()
         self.uses_reserve = False
-        """Whether the samples that are read now were dealt by nobody."""
+        """Whether the samples that are read now were leased by nobody."""
         self._config, self._num_fragments = config, num_fragments
         self._schedule = schedule_of(config, num_fragments)
         self._batch, self._total_steps = batch, total_steps
         self._recorder, self._clock = recorder, clock
         self._began = clock()
-        self._orders: list[Order] = []
-        self._asked = self._wanted_pace = 0
-        self._due: TurnDue | None = None
-        self._refusal: Refused | None = None
-        self._lost_at: float | None = None
-        self._why = ""
+        self._commands: list[Command] = []
+        self._asked = self._wanted_sync_every = 0
         self._ends = False
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether the rendezvous does not let this cluster in: nothing will come."""
-        return self._refusal is not None
+    def interval(self, outer_step: int) -> int:
+        """Inner steps from the outer step before to this one."""
+        return max(1, self.sync_every_at(outer_step) // self._num_fragments)
 
-    def interval(self, turn: int) -> int:
-        """Inner steps from the turn before to this one."""
-        return max(1, self.round_steps(turn) // self._num_fragments)
-
-    def round_steps(self, turn: int) -> int:
-        """Inner steps in which all fragments have a turn, around this one."""
+    def sync_every_at(self, outer_step: int) -> int:
+        """Inner steps in which all fragments are averaged once, around an outer step."""
         if self._schedule is not None:
-            return self._schedule.round_steps(turn)
-        return max(self.line.pace, self._wanted_pace, LEAST)
+            return self._schedule.sync_every_at(outer_step)
+        return max(self.hub.state.sync_every, self._wanted_sync_every, LEAST)
 
-    def _choose_pace(self) -> None:
-        pace = self.pace
-        if self._config.sync_every == "auto" and pace.bytes_per_s and pace.step_s:
-            self._wanted_pace = auto_sync_every(
-                size_bytes=pace.round_bytes,
-                link_bytes_per_s=pace.bytes_per_s,
-                step_s=pace.step_s,
-                max_overhead=self._config.max_sync_overhead,
-            )
+    def step_of(self, outer_step: int) -> int:
+        """The inner step after which an outer step is due at the latest; 0 with `auto`."""
+        return 0 if self._schedule is None else self._schedule.step_of(outer_step)
 
-    def step_of(self, turn: int) -> int:
-        """The step after which a turn is due, at the latest; with `auto` nobody can say."""
-        return 0 if self._schedule is None else self._schedule.step_of(turn)
+    def next_outer_step(self, sync_state: SyncState) -> int:
+        """The outer step to which this cluster contributes next."""
+        return max(sync_state.version, max(sync_state.sent, default=-1) + 1)
 
-    def listen(self, timeout_s: float = 0.0) -> None:
-        """Hear what has happened, or wait for it."""
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take the hub's commands, or wait for some."""
         if timeout_s:
-            self.line.wait(timeout_s)
-        for event in self.line.poll():
-            self._hear(event)
+            self.hub.wait(timeout_s)
+        for command in self.hub.poll():
+            self._receive(command)
 
     def plan(self, sync_state: SyncState) -> bool:
         """Decide what is to be done after the step that begins now; whether there is anything."""
-        self.listen()
-        self._claim(sync_state)
-        changes = any(isinstance(order, Take | Adopt | Reset) for order in self._orders)
+        self.poll()
+        self._lease(sync_state)
+        changes = any(isinstance(command, Apply | Adopt | Reset) for command in self._commands)
         if not changes and self._is_due(sync_state):
-            self._orders.append(Contribute(self.next_turn(sync_state)))
+            self._commands.append(Contribute(self.next_outer_step(sync_state)))
         self.report(sync_state)
-        return bool(self._orders)
+        return bool(self._commands)
+
+    def take_commands(self) -> list[Command]:
+        """What was decided, for all ranks."""
+        found, self._commands = self._commands, []
+        leases = [command for command in found if isinstance(command, Lease)]
+        self._asked -= sum(stop - start for lease in leases for start, stop in lease.samples)
+        return found
 
     def report(self, sync_state: SyncState, *, ends: bool = False) -> None:
-        """What the others are told of this cluster.
+        """Set what the next heartbeat says of this cluster.
 
         Args:
-            sync_state: how it stands.
+            sync_state: of this cluster.
             ends: nothing of it is left that is in no average, nor will be.
         """
         self._ends = self._ends or ends
         status = self._recorder.status
-        between = status.get("outer") or {}
-        progress = SentProgress(
+        outer = status.get("outer") or {}
+        self.hub.report(
             step=sync_state.step,
             since=sync_state.steps - sync_state.contributed_at,
             tokens_per_s=_finite(status.get("tokens_per_second")) or 0.0,
             phase=str(status["phase"]),
-            pace=self._wanted_pace,
+            sync_every=self._wanted_sync_every,
             loss=_finite(status.get("loss")),
-            exposed_s=between.get("exposed_s", 0.0),
-            hidden_s=between.get("hidden_s", 0.0),
+            exposed_s=outer.get("exposed_s", 0.0),
+            hidden_s=outer.get("hidden_s", 0.0),
             ends=self._ends,
         )
-        self.line.progress(progress)
-
-    def take_orders(self) -> list[Order]:
-        """What was decided, for all ranks."""
-        found, self._orders = self._orders, []
-        self._asked -= sum(b - a for o in found if isinstance(o, Claimed) for a, b in o.samples)
-        return found
-
-    def next_turn(self, sync_state: SyncState) -> int:
-        """The turn to which this cluster contributes next."""
-        return max(sync_state.version, max(sync_state.sent, default=-1) + 1)
 
     def restock(self, sync_state: SyncState, *, is_late: bool) -> None:
-        """The samples are used up: ask for more, or go on without."""
-        self._claim(sync_state)
-        has_news = any(isinstance(order, Claimed) for order in self._orders)
+        """The samples are used up: ask for more; with `is_late` go on without."""
+        self._lease(sync_state)
+        has_news = any(isinstance(command, Lease) for command in self._commands)
         if is_late and not has_news and sync_state.samples_left < self._batch:
-            self._orders.append(UseReserve(self._wanted(sync_state)))
+            self._commands.append(UseReserve(self._wanted(sync_state)))
             if not self.uses_reserve:
+                is_hivemind = self._config.engine == "hivemind"
+                they_are = "the other clusters are" if is_hivemind else "the rendezvous is"
                 self._recorder.note(
-                    f"no samples are dealt: until {self._they_are} back this cluster reads samples "
+                    f"no samples are dealt: until {they_are} back this cluster reads samples "
                     "that others may have"
                 )
             self.uses_reserve = True
 
-    def fault(self, *, is_new: bool) -> UserError | None:
+    def failure(self, *, is_new: bool) -> UserError | None:
         """Why this cluster cannot take part in the run, if so.
 
         Args:
             is_new: it has never taken part: without the others it must not begin.
         """
-        if self._refusal is not None:
-            told = self._refusal
+        state = self.hub.state
+        if (told := state.refusal) is not None:
             id = "rendezvous.refused"
             return ConfigError(told.what, where=told.where, fix=told.fix, id=id)
-        if not is_new or self.is_joined:
+        since = self._began if state.lost_at is None else state.lost_at
+        if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
             return None
-        since = self._began if self._lost_at is None else self._lost_at
-        if self._clock() - since < self._config.deadline:
-            return None
-        limit = format_duration(self._config.deadline)
+        limit, why = format_duration(self._config.deadline), state.why or "nothing is known"
         if self._config.engine == "hivemind":
             return CommunicationError(
-                f"not enough other clusters within {limit}: {self._why or 'nothing is known'}",
+                f"not enough other clusters within {limit}: {why}",
                 where="outer.hivemind.initial_peers",
                 fix="do the others run? does this machine reach the address? outer.min_clusters "
                 "begins with fewer, outer.deadline waits longer",
                 id="hivemind.peers",
             )
         return CommunicationError(
-            f"the rendezvous has not answered within {limit}: {self._why or 'nothing is known'}",
+            f"the rendezvous has not answered within {limit}: {why}",
             where=self._config.rendezvous or "the join line in the run directory",
             fix="is it running (`isles rendezvous`)? can this machine reach its port? "
             "outer.deadline waits longer",
             id="rendezvous.silent",
         )
 
-    def _claim(self, sync_state: SyncState) -> None:
+    def _lease(self, sync_state: SyncState) -> None:
+        # Ahead, for as long as all fragments take at least: requests travel while steps go on.
         wanted = self._wanted(sync_state)
         if sync_state.samples_left + self._asked < wanted:
             self._asked += wanted
-            self.line.claim(wanted)
+            self.hub.lease(wanted)
 
     def _wanted(self, sync_state: SyncState) -> int:
-        steps = self.round_steps(self.next_turn(sync_state))
+        steps = self.sync_every_at(self.next_outer_step(sync_state))
         steps = min(max(steps, _LEAST_STEPS_AHEAD), _MOST_STEPS_AHEAD)
         if self._total_steps is not None:
             steps = min(steps, self._total_steps - sync_state.step)
         return steps * self._batch
 
     def _is_due(self, sync_state: SyncState) -> bool:
-        turn = self.next_turn(sync_state)
-        fragment = turn % self._num_fragments
-        if self.is_behind or not self.decided <= turn < sync_state.version + _OPEN_TURNS:
+        # Whether this cluster contributes after the step that begins now.
+        state, outer_step = self.hub.state, self.next_outer_step(sync_state)
+        fragment = outer_step % self._num_fragments
+        if state.is_behind or not state.decided <= outer_step < sync_state.version + _OPEN_STEPS:
             return False
         if any(other % self._num_fragments == fragment for other in sync_state.sent):
             return False
-        if self._due is not None and self._due.turn == turn and sync_state.has_learnt:
-            log.info(
-                "outer turn=%d closes in seconds=%.1f: contributing what there is",
-                turn,
-                self._due.due_in_s,
-            )
+        closing = state.closing
+        if closing is not None and closing[0] == outer_step and sync_state.has_learnt:
+            log.info("outer step=%d closes in seconds=%.1f: contributing what there is", *closing)
             return True
         since = sync_state.steps + 1 - sync_state.contributed_at
-        return since >= self.interval(turn) and sync_state.step + 1 >= self.step_of(turn)
+        is_time = sync_state.step + 1 >= self.step_of(outer_step)
+        return is_time and since >= self.interval(outer_step)
 
-    def _hear(self, event: Event) -> None:
-        self._tell(event)
-        match event:
-            case Joined():
-                # Said here already: `Behind`, which tells why, may be heard a moment later.
-                self.is_joined, self.is_behind = True, event.standing == "behind"
-                self.decided = 0 if self.is_behind else event.turn
-            case TurnDue():
-                self._due = event
-            case Committed():
-                self.pace.turn_done(event, self._num_fragments)
-                self._choose_pace()
-                self._orders.append(Take(event, self._capped(self.step_of(event.turn))))
-            case Behind():
-                self.is_behind = True
-            case StateReady():
-                self.is_behind = False
-                self._orders = [order for order in self._orders if not isinstance(order, Take)]
-                self._orders.append(Adopt(event, self._capped(self.step_of(event.version - 1))))
-            case Claimed() | SamplesLost() | Donate() | Reset() | Ended():
-                self.uses_reserve = self.uses_reserve and not isinstance(event, Claimed)
-                self._orders.append(event)
-            case Refused():
-                self._refusal = event
-            case RendezvousLost():
-                self._lost_at, self._why = self._lost_at or self._clock(), event.why
-            case RendezvousFound():
-                self._lost_at = None
-            case Note():
-                self._why = event.text
-            case Members():
-                pass  # told, and that is all
+    def _receive(self, command: Command) -> None:
+        match command:
+            case Apply():
+                self.speed.outer_step_done(command, self._num_fragments)
+                self._choose_sync_every()
+                for name, why in command.refused.items():
+                    self._recorder.note(f"turn {command.outer_step}: {name} was refused: {why}")
+                command = replace(command, step=self._capped(self.step_of(command.outer_step)))
+            case Adopt():
+                self._commands = [c for c in self._commands if not isinstance(c, Apply)]
+                command = replace(command, step=self._capped(self.step_of(command.version - 1)))
+            case Lease():
+                self.uses_reserve = False
             case _:
-                assert_never(event)
+                pass
+        self._commands.append(command)
 
-    @property
-    def _they_are(self) -> str:
-        is_hivemind = self._config.engine == "hivemind"
-        return "the other clusters are" if is_hivemind else "the rendezvous is"
-
-    def _tell(self, event: Event) -> None:
-        note = self._recorder.note
-        match event:
-            case Joined():
-                log.info("outer joined standing=%s turn=%d", event.standing, event.turn)
-            case Committed():
-                for name, why in event.refused.items():
-                    note(f"turn {event.turn}: {name} was refused: {why}")
-            case Behind():
-                note(f"this cluster takes the weights of another: {event.why}")
-            case Reset():
-                note(f"this cluster goes back to the last average: {event.why}")
-            case RendezvousLost():
-                meanwhile = "training goes on" if self.is_joined else "this cluster waits"
-                note(f"{self._they_are} away, {meanwhile}: {event.why}")
-            case RendezvousFound():
-                note(f"{self._they_are} back after {format_duration(event.away_s)}")
-            case Refused():
-                note(f"the rendezvous does not let this cluster in: {event.what}; {event.fix}")
-            case Note(is_warning=True):
-                note(event.text)
-            case Note():
-                log.info("outer %s", event.text)
-            case Members():
-                log.info("outer clusters=%s", ",".join(event.names))
-            case _:
-                pass  # what follows tells
+    def _choose_sync_every(self) -> None:
+        speed = self.speed
+        if self._config.sync_every == "auto" and speed.bytes_per_s and speed.step_s:
+            self._wanted_sync_every = auto_sync_every(
+                size_bytes=speed.moved_bytes,
+                link_bytes_per_s=speed.bytes_per_s,
+                step_s=speed.step_s,
+                max_overhead=self._config.max_sync_overhead,
+            )
 
     def _capped(self, step: int) -> int:
         return step if self._total_steps is None else min(step, self._total_steps)
-
-
-def schedule_of(config: DiLoCoConfig, num_fragments: int) -> Schedule | None:
-    """When turns are due; None with `sync_every: auto`."""
-    every = config.sync_every
-    if every == "auto":
-        return None
-    return Schedule(every, num_fragments, config.warmup_rounds, config.warmup_sync_every or every)
 
 
 def _finite(value: object) -> float | None:
