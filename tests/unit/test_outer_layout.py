@@ -92,7 +92,6 @@ def test_too_many_fragments_are_refused_with_the_reason() -> None:
 def test_large_parameters_are_cut_at_the_codecs_blocks() -> None:
     layout = make_layout({"w": (3, 2**20)}, INT8)
     assert layout.piece_counts(0) == [PIECE_NUMBERS] * 3
-    assert layout.contribution_size(0) == 3 * INT8.size(PIECE_NUMBERS)
 
 
 def test_sync_every_follows_from_the_link() -> None:

@@ -630,9 +630,7 @@ def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path: Path) -> None
         JoinLine.read(tmp_path / "nowhere")
 
 
-def test_secrets_are_for_their_owner_alone_and_folders_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path: Path) -> None:
     identity = make_identity(tmp_path)
     again = make_identity(tmp_path)
     assert (again.token, again.fingerprint) == (identity.token, identity.fingerprint)
@@ -640,8 +638,7 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
     identity.ssl_context()
     (tmp_path / "other").mkdir()
-    monkeypatch.setitem(__import__("sys").modules, "cryptography", None)
-    other = make_identity(tmp_path / "other")  # by openssl
+    other = make_identity(tmp_path / "other")
     other.ssl_context()
     assert other.fingerprint != identity.fingerprint
     assert {p.name for p in (tmp_path / "other").iterdir()} == {

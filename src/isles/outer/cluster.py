@@ -189,7 +189,7 @@ class Cluster:
             parameters to the new one, and keep all that they have learnt since the former.
 
         Args:
-            fragment: of the turn.
+            fragment: of the outer step.
             average: the file on rank 0.
             mode: see there.
             alpha: for overlap, 0 to 1.
@@ -300,7 +300,7 @@ class Cluster:
         Args:
             fragment: which one.
             path: the file.
-            version: turns that this cluster has applied.
+            version: outer steps that this cluster has applied.
 
         Returns:
             The file's size and SHA-256; the latter on rank 0 only.
@@ -326,7 +326,7 @@ class Cluster:
             sha256: of the file; None: not looked at.
 
         Returns:
-            The turns that the other cluster had applied.
+            The outer steps that the other cluster had applied.
 
         Raises:
             TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
@@ -423,7 +423,7 @@ def state_head(layout: Layout, fragment: int, *, has_momentum: bool, version: in
         layout: of the run.
         fragment: which one.
         has_momentum: whether the outer optimizer has any.
-        version: turns that have been applied.
+        version: outer steps that have been applied.
     """
     entries = _tensors(layout, fragment, has_momentum)
     known = {"layout": layout.digest, "fragment": str(fragment), "version": str(version)}
@@ -438,7 +438,7 @@ def check_state(
     """Look whether a file holds a fragment of this layout.
 
     Returns:
-        Where its tensors begin, and the turns that have been applied.
+        Where its tensors begin, and the outer steps that have been applied.
 
     Raises:
         TrainingError: it does not.

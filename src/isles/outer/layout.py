@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What is averaged in one turn.
+    """What is averaged in one outer step.
 
     Args:
         names: its parameters, in the model's order.
@@ -93,7 +93,7 @@ class Layout:
 
     Args:
         shapes: whole shapes of the trained parameters, in the model's order.
-        fragments: what is averaged by turns: turn T is of fragment T mod their number.
+        fragments: what is averaged in rotation: outer step T is of fragment T mod their number.
         codec: of the contributions.
         piece_numbers: in a piece at most.
     """
@@ -128,9 +128,6 @@ class Layout:
         """How many numbers each piece of a fragment has, in the order of its bytes."""
         return [piece.count for piece in self.fragments[fragment].pieces]
 
-    def contribution_size(self, fragment: int) -> int:
-        return sum(map(self.codec.size, self.piece_counts(fragment)))
-
 
 def make_layout(
     shapes: Mapping[str, Sequence[int]],
@@ -141,8 +138,8 @@ def make_layout(
 ) -> Layout:
     """Cut the trained parameters.
 
-    The blocks of the model go to the fragments in turns, as strides of Streaming DiLoCo; what lies
-    in no block goes, the largest first, to the fragment that has least.
+    The blocks of the model go to the fragments in rotation, as strides of Streaming DiLoCo; what
+    lies in no block goes, the largest first, to the fragment that has least.
 
     Args:
         shapes: whole shapes of the trained parameters, in the model's order.

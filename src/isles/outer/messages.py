@@ -18,7 +18,7 @@ CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
 PROTOCOL = 6
-"""Raised when an older cluster could no longer talk with a newer rendezvous."""
+"""Raised when an older cluster could no longer talk with a newer hub."""
 
 SAMPLE_TOKENS = "tokens of a sample"
 """What clusters say under this name in `Join.identity`: so many tokens a sample has at most."""
@@ -29,7 +29,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Word = Annotated[str, StringConstraints(max_length=256)]
 PieceSize = Annotated[int, Field(gt=0, le=2**24)]
-"""Numbers in a piece: the rendezvous has a few pieces of each contribution in its memory."""
+"""Numbers in a piece: the hub has a few pieces of each contribution in its memory."""
 
 Positive = Annotated[int, Field(gt=0, lt=2**62)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -46,7 +46,7 @@ class Message(BaseModel):
 
 
 class Answer(BaseModel):
-    """A body of an answer; a newer rendezvous may say more than this cluster knows."""
+    """A body of an answer; a newer hub may say more than this cluster knows."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -64,14 +64,14 @@ class Join(Message):
     pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
     """Of each fragment its pieces: numbers of elements."""
     version: Count
-    """Turns applied to the outer parameters that it holds."""
+    """Outer steps applied to the outer parameters that it holds."""
     has: Count = 0
-    """Turns that it has applied, or can apply with averages that it has kept: `version` or more."""
+    """Outer steps that it has applied, or can with averages that it has kept: `version` or more."""
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     """Of each fragment the digest of its outer parameters."""
     holding: Intervals = []
-    """Samples that it has claimed before and still means to train on, or has trained on since its
-    last committed contribution. Whatever else it has claimed is dealt to others."""
+    """Samples that it has leased before and still means to train on, or has trained on since its
+    last committed contribution. Whatever else it has leased is leased to others."""
 
 
 Standing = Literal["first", "current", "late", "behind"]
@@ -79,15 +79,15 @@ Standing = Literal["first", "current", "late", "behind"]
 
 class JoinAnswer(Answer):
     standing: Standing
-    """first: its weights are the run's. current: go on. late: apply the averages of the turns
+    """first: its weights are the run's. current: go on. late: apply the averages of the outer steps
     from `version` to `outer_step`, one after the other. behind: pull the state and join again."""
     outer_step: Count
-    """The next turn to be committed: so many have been."""
+    """The next outer step to be committed: so many have been."""
     from_step: Count
-    """The first turn that waits for this cluster."""
+    """The first outer step that waits for this cluster."""
     settings: dict[str, str | int | float]
     lost: Intervals
-    """Of `holding`, the samples that others have been dealt meanwhile: not to be trained on."""
+    """Of `holding`, the samples that others have been leased meanwhile: not to be trained on."""
     why: str = ""
     """For `behind`: why."""
 
@@ -115,11 +115,11 @@ class Heartbeat(Message):
     hidden_s: Finite = 0.0
     """Seconds in which outer steps went on beside inner ones; in this attempt."""
     ends: bool = False
-    """Nothing of this cluster is left that is in no average, nor will be: no turn waits for it."""
+    """Nothing of this cluster is left that is in no average, nor will be: no round waits for it."""
 
 
 class OpenRound(Answer):
-    """A turn that waits for contributions."""
+    """An outer step that waits for contributions."""
 
     outer_step: Count
     due_in_s: float | None
@@ -138,7 +138,7 @@ class HeartbeatAnswer(Answer):
     parameters (your local steps have been refused)."""
     command_reason: str = ""
     ended: Count | None = None
-    """All end with so many turns applied; None: one of them may still contribute."""
+    """All end with so many outer steps applied; None: one of them may still contribute."""
     send_state: bool = False
     """A cluster needs the state, and this one is asked for it."""
     sync_every: Count = 0
@@ -150,7 +150,7 @@ class LeaseRequest(Message):
 
     id: Id
     number: Positive
-    """Counts this cluster's claims up: a claim that is repeated with the same number gives the
+    """Counts this cluster's leases up: a claim that is repeated with the same number gives the
     same samples."""
     samples: Annotated[int, Field(gt=0, le=2**40)]
 
@@ -160,7 +160,7 @@ class LeaseAnswer(Answer):
 
 
 class Contribution(Message):
-    """What one cluster adds to a turn, once all its bytes have been sent."""
+    """What one cluster adds to an outer step, once all its bytes have been sent."""
 
     id: Id
     tokens: Positive
@@ -174,7 +174,7 @@ class Contribution(Message):
 
 class ContributionAnswer(Answer):
     is_measured: bool = True
-    """False: the rendezvous is still looking at its numbers; say again that it is complete."""
+    """False: the hub is still looking at its numbers; say again that it is complete."""
 
 
 class RoundAnswer(Answer):
@@ -190,7 +190,7 @@ class RoundAnswer(Answer):
     digest: str = ""
     size_bytes: Count = 0
     """Committed: bytes of the average; 0 where all contributions were refused, so that there is
-    none and the turn changes nothing."""
+    none and the outer step changes nothing."""
     is_kept: bool = False
     """Its average can be downloaded."""
 
@@ -203,7 +203,7 @@ class Received(Answer):
 
 
 class HeldAnswer(Answer):
-    """Whether all clusters that live have the average of a turn."""
+    """Whether all clusters that live have the average of an outer step."""
 
     is_everywhere: bool
 
@@ -224,7 +224,7 @@ class StateFile(Message):
 
 
 class StateOffer(Message):
-    """A donor is about to upload its outer parameters and outer state."""
+    """A state source is about to upload its outer parameters and outer state."""
 
     id: Id
     version: Count

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 Interval = tuple[int, int]
 
 RESERVE = 2**57
-"""Sample numbers from here on are dealt by nobody: each cluster has a range of its own."""
+"""Sample numbers from here on are leased by nobody: each cluster has a range of its own."""
 _RESERVE_EACH = 2**32
 
 
 def reserve_of(member_id: str) -> Interval:
-    """The sample numbers that a cluster may read while no rendezvous deals any."""
+    """The sample numbers that a cluster may read while no hub deals any."""
     start = RESERVE + int(member_id[:6], 16) * _RESERVE_EACH
     return start, start + _RESERVE_EACH
 
@@ -61,7 +61,7 @@ Run = tuple[int, int, int]
 class OwnSamples:
     """The samples of one cluster in the order in which it reads them; the same on all its ranks.
 
-    `progress.samples` is a place in this order. What is dealt is put at its end; what was lost to
+    `progress.samples` is a place in this order. What is leased is put at its end; what was lost to
     others and is not read yet is taken out.
     """
 
@@ -69,7 +69,7 @@ class OwnSamples:
         self._runs: tuple[Run, ...] = ()  # replaced, never changed: another thread reads it
         self._end = 0
         self.frontier = 0
-        """One past the largest number that was dealt."""
+        """One past the largest number that was leased."""
         self._reported = 0
         self._returned: list[Interval] = []
         self._gone: list[Interval] = []
@@ -107,7 +107,7 @@ class OwnSamples:
                 self.frontier = max(self.frontier, stop)
 
     def add_reserve(self, count: int) -> None:
-        """So many that nobody else can have, for the time in which no rendezvous deals any."""
+        """So many that nobody else can have, for the time in which no hub deals any."""
         self.add([(self._reserve, self._reserve + count)])
         self._reserve += count
 
@@ -132,7 +132,7 @@ class OwnSamples:
         self._returned = joined([*self._returned, *spans])
 
     def holding(self, pending: Sequence[Interval]) -> list[Interval]:
-        """All dealt ones that the cluster means to read, or has read and no average has.
+        """All leased ones that the cluster means to read, or has read and no average has.
 
         Args:
             pending: in contributions that are under way.

@@ -100,7 +100,7 @@ class Channel:
 
     async def open(self) -> None:
         connector = aiohttp.TCPConnector(
-            # One more, so that beats pass while files travel on all others.
+            # One more, so that heartbeats pass while files travel on all others.
             limit=self.connections + 2,
             ssl=aiohttp.Fingerprint(self.line.fingerprint),
             keepalive_timeout=30.0,

@@ -85,7 +85,7 @@ class Keys:
         )
 
     def write_identity(self, folder: Path) -> None:
-        """Token and certificate of a rendezvous: whoever hosts it shows the same ones."""
+        """Token and certificate of a hub: whoever hosts it shows the same ones."""
         folder.mkdir(mode=0o700, exist_ok=True)
         key, certificate = self._certificate()
         write_secret(folder / "token", encode(self._derive("token")))
@@ -339,7 +339,7 @@ class Tunnel:
     """Listens on the loopback only, and passes on what comes.
 
     Args:
-        lead: a way to the rendezvous, or None where nobody hosts it.
+        lead: a way to the hub, or None where nobody hosts it.
     """
 
     def __init__(self, lead: Callable[[], Awaitable[Streams | None]]) -> None:

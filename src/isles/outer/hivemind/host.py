@@ -40,7 +40,7 @@ class Hello:
         name: of the cluster.
         term: counts hosts up; that of the host it follows.
         host: the peer that it follows; itself where it hosts; empty: nobody.
-        outer_step: turns that it has applied, or can apply with the averages that it has.
+        outer_step: outer steps that it has applied, or can apply with the averages that it has.
     """
 
     name: str
@@ -86,8 +86,8 @@ def choose(
 class Host:
     """An ordinary hub that listens on this machine's loopback only.
 
-    It begins without a journal: with the turns whose averages this cluster has kept, and with what
-    the clusters say that they hold.
+    It begins without a journal: with the averages that this cluster has kept, and with what the
+    clusters report that they hold.
 
     Args:
         folder: for its state; what was there is removed.
@@ -239,7 +239,7 @@ class Node:
             self._host.is_open = True
 
     def knows_more(self) -> None:
-        """The hub knows of fewer turns than were applied here: it must be here instead."""
+        """The hub knows of fewer outer steps than were applied here: it must be here instead."""
         self._must_host = True
 
     def explain(self, why: str) -> str:

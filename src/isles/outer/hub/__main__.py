@@ -1,4 +1,4 @@
-"""Runs a rendezvous: `python -m isles.outer.hub STATE_DIR --run NAME --listen HOST:PORT`."""
+"""Runs a hub: `python -m isles.outer.hub STATE_DIR --run NAME --listen HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    os.umask(0o077)  # nobody else reads what the rendezvous keeps
+    os.umask(0o077)  # nobody else reads what the hub keeps
     try:
         asyncio.run(_serve(options))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The rendezvous without its network: every request is one method, one transaction."""
+"""The hub without its network: every request is one method, one transaction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FIX = "let these be the same on all clusters"
 
 
 class Core:
-    """All that the rendezvous knows and decides. One thread at a time.
+    """All that the hub knows and decides. One thread at a time.
 
     Args:
         folder: its state directory.
@@ -75,14 +75,14 @@ class Core:
             identity, self.pieces = json.loads(known)
             self.codec = identity["codec"]
             self.sizes = json.loads(self.journal.get("sizes") or "[]")
-            self.rounds.parts.learn(identity, self.pieces)
+            self.rounds.learn(identity, len(self.pieces))
 
     def seed(self, kept: Sequence[tuple[RoundAnswer, str]]) -> None:
-        """Begin where a hub that is gone has ended: with turns that a cluster has the averages of.
+        """Begin where a hub that is gone has ended: with the averages that a cluster has kept.
 
         Args:
-            kept: what that hub answered of each turn, without a gap, and the digest of the outer
-                parameters that its average has led to, where it is known.
+            kept: that hub's answers for each outer step, without a gap, and the digest of the
+                outer parameters that its average has led to, where it is known.
         """
         with self.journal.transaction():
             for answer, outer_params in kept:
@@ -242,7 +242,7 @@ class Core:
         self.membership.holds(number, heartbeat.has)
         member = self._back(member) if member["state"] == "dropped" else self.membership.get(number)
         # Only here, where it has just said how far it is: what is known of it may be old, above all
-        # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
+        # to a hub that goes on from a copy, and all clusters would wait for one another.
         has = max(member["version"], min(heartbeat.has, self.rounds.next))
         if not member["is_behind"] and not self.rounds.is_kept_since(has):
             self._fell_behind(member)
@@ -309,7 +309,7 @@ class Core:
         return bool(members) and all(m["state"] == "left" and m["has_finished"] for m in members)
 
     def is_left_alone(self) -> bool:
-        """Whether some clusters have finished, and of the others none is heard."""
+        """Whether some clusters have finished, and of the others none is heard of."""
         members = self.membership.latest()
         is_any_done = any(m["has_finished"] for m in members)
         return is_any_done and all(m["state"] != "living" for m in members)
@@ -321,7 +321,7 @@ class Core:
         )
 
     def held(self, member_id: str, outer_step: int) -> bool:
-        """A cluster has the average of a turn; whether all that live and are not behind have it."""
+        """A cluster has an average; whether all that live and are not behind have it."""
         member = self.caller(member_id)
         self.membership.holds(member["number"], outer_step + 1)
         return self.membership.all_hold(outer_step + 1)
@@ -332,7 +332,7 @@ class Core:
         self.membership.touch(member["number"])
         return self._back(member) if member["state"] == "dropped" else member
 
-    # Turns.
+    # Outer steps.
 
     def check_part(self, member_id: str, outer_step: int) -> tuple[int, int, Path]:
         """Whether a chunk of a contribution may come.
@@ -350,10 +350,8 @@ class Core:
         return number, outer_step % len(self.pieces), self.rounds.part_path(outer_step, number)
 
     def counted(self, member_id: str, outer_step: int) -> ContributionAnswer | None:
-        part = self.rounds.parts.get(outer_step, self.caller(member_id)["number"])
-        if part is None or part["state"] != "complete":
-            return None
-        return ContributionAnswer()
+        number = self.caller(member_id)["number"]
+        return ContributionAnswer() if self.rounds.is_counted(outer_step, number) else None
 
     def complete(
         self, outer_step: int, contribution: Contribution, norm: float, failure: str = ""
@@ -372,8 +370,8 @@ class Core:
         return bool(silent)
 
     def close_round(self) -> Job | None:
-        """Close the next turn if it is time; what is to be averaged then."""
-        return self.rounds.close(len(self.pieces)) if self.pieces else None
+        """Close the next outer step if it is time; what is to be averaged then."""
+        return self.rounds.close() if self.pieces else None
 
     def commit(self, outer_step: int, average: Average) -> None:
         self.rounds.commit(outer_step, average)

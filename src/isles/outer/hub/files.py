@@ -140,7 +140,7 @@ def write_hashes(incoming: Incoming, path: Path) -> None:
 
 
 class Averager(Protocol):
-    """What the rendezvous must know of codecs; `isles.outer.average` is one.
+    """What the hub must know of codecs; `isles.outer.average` is one.
 
     A codec is a word; pieces are numbers of elements.
     """
@@ -195,7 +195,7 @@ def norm_of(averager: Averager, codec: str, pieces: Sequence[int], path: Path) -
 
 
 def average(averager: Averager, codec: str, pieces: Sequence[int], job: Job) -> Average:
-    """Write a turn's average and the hashes of its chunks, durably; the same bytes every time."""
+    """Write an average and the hashes of its chunks, durably; the same bytes every time."""
     if not job.parts:
         return Average("", 0)
     partial = job.target.with_name(f"{job.target.name}.partial")

@@ -1,4 +1,4 @@
-"""The rendezvous's memory: one sqlite file that survives kill -9 at any instant."""
+"""The hub's memory: one sqlite file that survives kill -9 at any instant."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from isles.outer.messages import Heartbeat, Join
 _LONGEST_ROUND = 100_000
 """Inner steps that a cluster may ask for in a round."""
 _GONE = 20
-"""A member that is not heard for so many times `dead_after` has gone: its samples are dealt to
+"""A member that is not heard for so many times `dead_after` has gone: its samples are leased to
 others, and it joins anew when it comes back. Until then it may go on with them."""
 
 
@@ -53,7 +53,7 @@ class Membership:
 
     @property
     def least(self) -> int:
-        """Contributions that a turn has at least: no more than there are clusters that go on."""
+        """Contributions that a round has at least: no more than there are clusters that go on."""
         finished = [bool(row["has_finished"]) for row in self.latest()]
         least = self._settings.min_clusters
         if len(self._come) < self._settings.gather and self._clock() < self._gather_until:
@@ -133,7 +133,7 @@ class Membership:
             number = self._db.number("SELECT number FROM members WHERE id = ?", join.id)
         else:
             number = int(row["number"])
-            # Its claims are numbered from the start again.
+            # Its leases are numbered from the start again.
             self._db.run(
                 "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
                 "has_finished = 0 WHERE number = ?",
@@ -164,7 +164,7 @@ class Membership:
 
     def reached(self, number: int, version: int) -> None:
         """Note that a member has applied so many rounds; older reports may arrive later."""
-        if version > self.get(number)["version"]:  # most beats say nothing new: no write
+        if version > self.get(number)["version"]:  # most heartbeats say nothing new: no write
             self._db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
 
     def holds(self, number: int, has: int) -> None:
@@ -254,7 +254,7 @@ class Membership:
         )
 
     def end(self, number: int, rounds: int, *, is_settled: bool) -> int | None:
-        """A member has nothing left that is in no average; with how many turns all end, if so.
+        """A member has nothing left that is in no average; after how many rounds all end, if so.
 
         All end at once: who joins thereafter changes nothing for them. A member that is not heard
         may come back, and is waited for until it counts as gone.

@@ -1,4 +1,4 @@
-"""Reading requests and writing answers: the token before anything else, errors in words."""
+"""The requests that the hub answers: the token before anything else, errors in words."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from isles.outer.messages import (
     LeaseRequest,
     LeaveRun,
     OnlyId,
+    Received,
     StateOffer,
     chunk_size,
     num_chunks,
@@ -50,11 +51,13 @@ from isles.outer.messages import (
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_BODY_S, _LONGEST_WAIT_S, _TELL_EVERY_S = 60.0, 30.0, 10.0
+_BODY_S, _CHUNK_S, _LONGEST_WAIT_S, _WARN_EVERY_S = 60.0, 600.0, 30.0, 10.0
+_JSON_BYTES = 16 * 2**20
 _MOST_DIGITS = 12
-_ID = re.compile(r"[0-9a-f]{32}")
+_ID, _SHA256 = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
 _DISK_FULL = 507
 
 
@@ -66,11 +69,11 @@ def token_check(token: str, welcome: Callable[[object], None]) -> Middleware:
         welcome: is told the connections that have shown it.
     """
     right = hashlib.sha256(token.encode()).digest()
-    refused, tell_at = 0, 0.0
+    refused, warn_at = 0, 0.0
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal refused, tell_at
+        nonlocal refused, warn_at
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         digest = hashlib.sha256(given.encode(errors="surrogateescape")).digest()
         if hmac.compare_digest(digest, right) and scheme == "Bearer":
@@ -78,8 +81,8 @@ def token_check(token: str, welcome: Callable[[object], None]) -> Middleware:
             return await handler(request)
         refused += 1
         now = asyncio.get_running_loop().time()
-        if now >= tell_at:  # not so often that strangers could fill the disk
-            tell_at = now + _TELL_EVERY_S
+        if now >= warn_at:  # not so often that strangers could fill the disk
+            warn_at = now + _WARN_EVERY_S
             what = "refused: a request from %s without the right token (%d so far)"
             log.warning(what, request.remote, refused)
         fix = "use the join line that this rendezvous has written"
@@ -127,9 +130,8 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
 
 
 def _error(status: int, body: ErrorBody) -> web.Response:
-    return web.Response(
-        status=status, body=body.model_dump_json().encode(), content_type="application/json"
-    )
+    text = body.model_dump_json()
+    return web.Response(status=status, body=text.encode(), content_type="application/json")
 
 
 async def read(request: web.Request, kind: type[M]) -> M:
@@ -150,37 +152,30 @@ async def read(request: web.Request, kind: type[M]) -> M:
         raise Refusal(422, "malformed", f"{place}: {first['msg']}") from None
 
 
-def said(answer: BaseModel) -> web.Response:
-    body = answer.model_dump_json().encode()
-    return web.Response(body=body, content_type="application/json")
+def _answer(content: BaseModel | dict[str, Any] | list[Any] | None) -> web.Response:
+    if isinstance(content, BaseModel):
+        text = content.model_dump_json()
+    else:
+        text = json.dumps({} if content is None else content)
+    return web.Response(body=text.encode(), content_type="application/json")
 
 
-def number(request: web.Request, key: str) -> int:
-    """A number in a request's path.
-
-    Raises:
-        Refusal: it is none.
-    """
+def _number(request: web.Request, key: str) -> int:
     text = request.match_info[key]
     if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise Refusal(422, "malformed", f"{key} {text[:80]!r} is no number")
     return int(text)
 
 
-def member_id(request: web.Request) -> str:
-    """The id of a member in a request's path.
-
-    Raises:
-        Refusal: it is none.
-    """
+def _member_id(request: web.Request) -> str:
     text = request.match_info["id"]
     if not _ID.fullmatch(text):
         raise Refusal(422, "malformed", "an id has 32 hexadecimal digits")
     return text
 
 
-def waiting(request: web.Request) -> float:
-    """Seconds for which an answer may be held back."""
+def _wait_s(request: web.Request) -> float:
+    # For how long an answer may be held back.
     try:
         wait_s = float(request.query.get("wait", "0"))
     except ValueError:
@@ -188,7 +183,7 @@ def waiting(request: web.Request) -> float:
     return max(0.0, min(wait_s, _LONGEST_WAIT_S)) if math.isfinite(wait_s) else 0.0
 
 
-def incomplete(missing: list[int]) -> Refusal:
+def _incomplete(missing: list[int]) -> Refusal:
     return Refusal(
         409,
         "incomplete",
@@ -197,183 +192,106 @@ def incomplete(missing: list[int]) -> Refusal:
     )
 
 
-def json_answer(content: dict[str, Any] | list[Any]) -> web.Response:
-    return web.Response(body=json.dumps(content).encode(), content_type="application/json")
-
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_MOST_DIGITS = 12
-_CHUNK_S = 600.0
-_JSON_BYTES = 16 * 2**20
-
-
 def make_app(work: Work, token: str, welcome: Callable[[object], None]) -> web.Application:
     """Answers requests that carry the token; `welcome` is told the connections that do."""
     app = web.Application(
         middlewares=[token_check(token, welcome), explain_errors], client_max_size=_JSON_BYTES
     )
-    routes, files = Routes(work), FileRoutes(work)
-    outer_step, file = "/v1/rounds/{outer_step}", "/v1/states/{state}/files/{index}"
+    core, routes = work.core, Routes(work)
+
+    def post(path: str, kind: type[M], call: Callable[[M], Any]) -> web.RouteDef:
+        # A body that the core answers.
+        async def handler(request: web.Request) -> web.Response:
+            return _answer(await work.ask(call, await read(request, kind)))
+
+        return web.post(path, handler)
+
+    def leave(body: LeaveRun) -> None:
+        core.leave(body.id, has_finished=body.has_finished)
+
+    step, file = "/v1/rounds/{outer_step}", "/v1/states/{state}/files/{index}"
     app.add_routes(
         [
             web.post("/v1/join", routes.join),
             web.post("/v1/heartbeat", routes.heartbeat),
-            web.post("/v1/leave", routes.leave),
-            web.post("/v1/reset-done", routes.reset_done),
-            web.post("/v1/lease", routes.lease),
-            web.get("/v1/rounds/{outer_step}", routes.outer_step),
-            web.post("/v1/rounds/{outer_step}/complete", routes.complete),
-            web.post("/v1/rounds/{outer_step}/held", routes.held),
-            web.post("/v1/applied", routes.applied),
-            web.post("/v1/state", routes.want_state),
-            web.post("/v1/states", routes.offer_state),
+            post("/v1/leave", LeaveRun, leave),
+            post("/v1/reset-done", OnlyId, lambda body: core.reset_done(body.id)),
+            post("/v1/lease", LeaseRequest, core.lease),
+            post("/v1/applied", Applied, core.applied),
+            post("/v1/state", OnlyId, lambda body: core.want_state(body.id)),
+            post("/v1/states", StateOffer, lambda offer: {"state": core.offer_state(offer)}),
+            # A contribution: which chunks are there, a chunk, all are there. Then the average.
+            web.get(f"{step}/parts/{{id}}", routes.part),
+            web.put(f"{step}/parts/{{id}}/{{chunk}}", routes.put_part),
+            web.post(f"{step}/complete", routes.complete),
+            web.get(step, routes.round),
+            web.get(f"{step}/average", routes.average),
+            web.get(f"{step}/average/hashes", routes.average_hashes),
+            web.post(f"{step}/held", routes.held),
+            # A state: from the one who gives it, and to others.
+            web.get(f"{file}/from/{{id}}", routes.received),
+            web.put(f"{file}/from/{{id}}/{{chunk}}", routes.put_state),
+            web.post("/v1/states/{state}/complete", routes.complete_state),
+            web.get(file, routes.state),
+            web.get(f"{file}/hashes", routes.state_hashes),
+            # For people, and for clusters that are to join.
             web.get("/v1/status", routes.status),
             web.get("/v1/events", routes.events),
             web.get("/v1/run-file", routes.run_file),
-            web.get(f"{outer_step}/parts/{{id}}", files.part),
-            web.put(f"{outer_step}/parts/{{id}}/{{chunk}}", files.put_part),
-            web.get(f"{outer_step}/average", files.average),
-            web.get(f"{outer_step}/average/hashes", files.average_hashes),
-            web.get(f"{file}/from/{{id}}", files.received),
-            web.put(f"{file}/from/{{id}}/{{chunk}}", files.put_state),
-            web.post("/v1/states/{state}/complete", files.complete_state),
-            web.get(file, files.state),
-            web.get(f"{file}/hashes", files.state_hashes),
         ]
     )
     return app
 
 
 class Routes:
-    """Requests that say something, one method each."""
+    """The requests that need more than one answer of the core; see `make_app`."""
 
     def __init__(self, work: Work) -> None:
-        self._work = work
-        self._core = work.core
+        self._work, self._core = work, work.core
 
     async def join(self, request: web.Request) -> web.Response:
         join = await read(request, Join)
         sizes = await self._work.sizes(join)
-        return said(await self._work.ask(self._core.join, join, sizes))
+        return _answer(await self._work.ask(self._core.join, join, sizes))
 
     async def heartbeat(self, request: web.Request) -> web.Response:
-        return said(await self._work.look(self._core.heartbeat, await read(request, Heartbeat)))
+        body = await read(request, Heartbeat)
+        return _answer(await self._work.look(self._core.heartbeat, body))
 
-    async def leave(self, request: web.Request) -> web.Response:
-        leave = await read(request, LeaveRun)
-        await self._work.ask(self._core.leave, leave.id, has_finished=leave.has_finished)
-        return json_answer({})
-
-    async def reset_done(self, request: web.Request) -> web.Response:
-        await self._work.ask(self._core.reset_done, (await read(request, OnlyId)).id)
-        return json_answer({})
-
-    async def lease(self, request: web.Request) -> web.Response:
-        return said(await self._work.ask(self._core.lease, await read(request, LeaseRequest)))
-
-    async def outer_step(self, request: web.Request) -> web.Response:
-        outer_step = number(request, "outer_step")
+    async def _long_poll(
+        self, request: web.Request, look: Callable[[], T], is_done: Callable[[T], bool]
+    ) -> T:
         loop = asyncio.get_running_loop()
-        end = loop.time() + waiting(request)
+        end = loop.time() + _wait_s(request)
         while True:
             changed = self._work.changed  # before looking, so that no change is missed
-            answer = await self._work.look(self._core.answer, outer_step)
-            left = end - loop.time()
-            if answer.state == "committed" or left <= 0:
-                return said(answer)
+            found = await self._work.look(look)
+            left_s = end - loop.time()
+            if is_done(found) or left_s <= 0:
+                return found
             with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), left)
+                await asyncio.wait_for(changed.wait(), left_s)
+
+    async def round(self, request: web.Request) -> web.Response:
+        outer_step = _number(request, "outer_step")
+        answer = await self._long_poll(
+            request, lambda: self._core.answer(outer_step), lambda found: found.state == "committed"
+        )
+        return _answer(answer)
 
     async def held(self, request: web.Request) -> web.Response:
-        outer_step = number(request, "outer_step")
-        asker = (await read(request, OnlyId)).id
-        loop = asyncio.get_running_loop()
-        end = loop.time() + waiting(request)
-        is_everywhere = await self._work.ask(self._core.held, asker, outer_step)
-        while not is_everywhere and (left := end - loop.time()) > 0:
-            changed = self._work.changed
-            is_everywhere = await self._work.look(self._core.held, asker, outer_step)
-            if not is_everywhere:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), left)
-        return said(HeldAnswer(is_everywhere=is_everywhere))
-
-    async def complete(self, request: web.Request) -> web.Response:
-        outer_step = number(request, "outer_step")
-        contribution = await read(request, Contribution)
-        counted = await self._work.look(self._core.counted, contribution.id, outer_step)
-        if counted is not None:
-            return said(counted)
-        _, fragment, path = await self._work.look(
-            self._core.check_part, contribution.id, outer_step
+        outer_step, asker = _number(request, "outer_step"), (await read(request, OnlyId)).id
+        await self._work.ask(self._core.held, asker, outer_step)
+        is_everywhere = await self._long_poll(
+            request, lambda: self._core.held(asker, outer_step), bool
         )
-        incoming = await self._work.incoming(path, self._core.sizes[fragment])
-        if missing := await self._work.in_file_thread(incoming.seal, contribution.digest):
-            raise incomplete(missing)
-        measured = await self._work.measure(outer_step, path, contribution.digest)
-        if measured is None:
-            return said(ContributionAnswer(is_measured=False))
-        norm, failure = measured
-        try:
-            answer = await self._work.ask(
-                self._core.complete, outer_step, contribution, norm, failure
-            )
-        except Refusal as error:
-            if error.kind == "refused":
-                await self._work.forget(path, discard=True)
-            raise
-        await self._work.forget(path)
-        return said(answer)
-
-    async def applied(self, request: web.Request) -> web.Response:
-        await self._work.ask(self._core.applied, await read(request, Applied))
-        return json_answer({})
-
-    async def want_state(self, request: web.Request) -> web.Response:
-        asker = (await read(request, OnlyId)).id
-        return said(await self._work.ask(self._core.want_state, asker))
-
-    async def offer_state(self, request: web.Request) -> web.Response:
-        offer = await read(request, StateOffer)
-        return json_answer({"state": await self._work.ask(self._core.offer_state, offer)})
-
-    async def status(self, _: web.Request) -> web.Response:
-        found = await self._work.look(status, self._core)
-        return json_answer({"run": self._work.run, **found})
-
-    async def run_file(self, _: web.Request) -> web.Response:
-        path = self._work.run_file
-        if not path.exists():
-            raise Refusal(
-                404,
-                "no_run_file",
-                f"the rendezvous of {self._work.run} was started without a run file",
-                "give this cluster a run file of its own",
-            )
-        text = await self._work.in_file_thread(path.read_text)
-        return json_answer({"run": self._work.run, "text": text})
-
-    async def events(self, request: web.Request) -> web.Response:
-        after = request.query.get("after", "0")
-        if not after.isdecimal() or len(after) > _MOST_DIGITS:
-            raise Refusal(422, "malformed", f"after={after[:80]!r} is no number")
-        return json_answer(await self._work.look(events, self._core, int(after)))
-
-
-class FileRoutes:
-    """Requests that move files, in chunks."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._core = work.core
+        return _answer(HeldAnswer(is_everywhere=is_everywhere))
 
     # Contributions.
 
     async def _part(self, request: web.Request) -> Incoming:
-        outer_step = number(request, "outer_step")
-        _, fragment, path = await self._work.look(
-            self._core.check_part, member_id(request), outer_step
-        )
+        outer_step, asker = _number(request, "outer_step"), _member_id(request)
+        _, fragment, path = await self._work.look(self._core.check_part, asker, outer_step)
         return await self._work.incoming(path, self._core.sizes[fragment])
 
     async def part(self, request: web.Request) -> web.Response:
@@ -382,14 +300,34 @@ class FileRoutes:
     async def put_part(self, request: web.Request) -> web.Response:
         return await self._put(request, await self._part(request))
 
+    async def complete(self, request: web.Request) -> web.Response:
+        outer_step = _number(request, "outer_step")
+        contribution = await read(request, Contribution)
+        counted = await self._work.look(self._core.counted, contribution.id, outer_step)
+        if counted is not None:
+            return _answer(counted)
+        _, fragment, path = await self._work.look(
+            self._core.check_part, contribution.id, outer_step
+        )
+        incoming = await self._work.incoming(path, self._core.sizes[fragment])
+        if missing := await self._work.in_file_thread(incoming.seal, contribution.digest):
+            raise _incomplete(missing)
+        measured = await self._work.measure(outer_step, path, contribution.digest)
+        if measured is None:
+            return _answer(ContributionAnswer(is_measured=False))
+        try:
+            answer = await self._work.ask(self._core.complete, outer_step, contribution, *measured)
+        except Refusal as error:
+            if error.kind == "refused":
+                await self._work.forget(path, discard=True)
+            raise
+        await self._work.forget(path)
+        return _answer(answer)
+
     async def _put(self, request: web.Request, incoming: Incoming) -> web.Response:
-        index = number(request, "chunk")
-        if index >= num_chunks(incoming.size_bytes):
-            raise Refusal(
-                422,
-                "malformed",
-                f"chunk {index} of a file of {num_chunks(incoming.size_bytes)} chunks",
-            )
+        index, count = _number(request, "chunk"), num_chunks(incoming.size_bytes)
+        if index >= count:
+            raise Refusal(422, "malformed", f"chunk {index} of a file of {count} chunks")
         due = chunk_size(incoming.size_bytes, index)
         sha256 = request.headers.get("X-Sha256", "")
         if request.content_length != due or not _SHA256.fullmatch(sha256):
@@ -410,12 +348,12 @@ class FileRoutes:
             raise Refusal(422, "hash", str(error), "send it again") from None
         except Sealed:
             raise Refusal(409, "sealed", "this contribution is complete already") from None
-        return json_answer({})
+        return _answer(None)
 
     # Averages.
 
     async def _average(self, request: web.Request) -> Path:
-        outer_step = number(request, "outer_step")
+        outer_step = _number(request, "outer_step")
         answer = await self._work.look(self._core.answer, outer_step)
         if answer.state != "committed":
             raise Refusal(409, "early", f"turn {outer_step} is {answer.state}, not committed")
@@ -431,13 +369,13 @@ class FileRoutes:
 
     async def _hashes(self, path: Path) -> web.Response:
         text = await self._work.in_file_thread(chunk_list(path).read_text)
-        return json_answer(text.split())
+        return _answer(text.split())
 
     # States.
 
     async def _state_file(self, request: web.Request) -> Incoming:
-        state, index = number(request, "state"), number(request, "index")
-        await self._own(state, member_id(request))
+        state, index = _number(request, "state"), _number(request, "index")
+        await self._own(state, _member_id(request))
         offer = await self._work.look(self._core.states.files, state)
         if index >= len(offer.files):
             raise Refusal(404, "no_state", f"state {state} has {len(offer.files)} files")
@@ -457,16 +395,16 @@ class FileRoutes:
         return await self._put(request, await self._state_file(request))
 
     async def complete_state(self, request: web.Request) -> web.Response:
-        state = number(request, "state")
+        state = _number(request, "state")
         await self._own(state, (await read(request, OnlyId)).id)
         if await self._work.look(self._core.states.is_complete, state):
-            return json_answer({})
+            return _answer(None)
         offer = await self._work.look(self._core.states.files, state)
         for index, file in enumerate(offer.files):
             path = self._core.states.path(state, index)
             incoming = await self._work.incoming(path, file.size_bytes)
             if missing := await self._work.in_file_thread(incoming.seal, file.digest):
-                raise incomplete(missing)
+                raise _incomplete(missing)
             await self._work.in_file_thread(write_hashes, incoming, path)
             if not await self._work.in_file_thread(is_safetensors, path):
                 await self._work.forget(path, discard=True)
@@ -474,10 +412,10 @@ class FileRoutes:
         await self._work.ask(self._core.states.complete, state)
         for index in range(len(offer.files)):
             await self._work.forget(self._core.states.path(state, index))
-        return json_answer({})
+        return _answer(None)
 
     async def _complete_file(self, request: web.Request) -> Path:
-        state, index = number(request, "state"), number(request, "index")
+        state, index = _number(request, "state"), _number(request, "index")
         if not await self._work.look(self._core.states.is_complete, state):
             raise Refusal(409, "early", f"state {state} is still being uploaded")
         self._core.states.touch()
@@ -492,7 +430,31 @@ class FileRoutes:
     async def state_hashes(self, request: web.Request) -> web.Response:
         return await self._hashes(await self._complete_file(request))
 
+    # For people, and for clusters that are to join.
+
+    async def status(self, _: web.Request) -> web.Response:
+        found = await self._work.look(status, self._core)
+        return _answer({"run": self._work.run, **found})
+
+    async def events(self, request: web.Request) -> web.Response:
+        after = request.query.get("after", "0")
+        if not after.isdecimal() or len(after) > _MOST_DIGITS:
+            raise Refusal(422, "malformed", f"after={after[:80]!r} is no number")
+        return _answer(await self._work.look(events, self._core, int(after)))
+
+    async def run_file(self, _: web.Request) -> web.Response:
+        path = self._work.run_file
+        if not path.exists():
+            raise Refusal(
+                404,
+                "no_run_file",
+                f"the rendezvous of {self._work.run} was started without a run file",
+                "give this cluster a run file of its own",
+            )
+        text = await self._work.in_file_thread(path.read_text)
+        return _answer({"run": self._work.run, "text": text})
+
 
 def _received(incoming: Incoming) -> web.Response:
     chunks = {str(index): sha256 for index, sha256 in incoming.received().items()}
-    return json_answer({"size_bytes": incoming.size_bytes, "chunks": chunks})
+    return _answer(Received(size_bytes=incoming.size_bytes, chunks=chunks))

@@ -15,7 +15,7 @@ from isles.outer.hub.rules import Refusal
 from isles.outer.samples import RESERVE, Interval, joined, leased, reserve_of, without
 
 _MOST_LEASED = 2**27
-"""Samples that one cluster has at a time at most: so many tokens can weigh in one turn."""
+"""Samples that one cluster has at a time at most: so many tokens can weigh in one outer step."""
 
 
 class Samples:

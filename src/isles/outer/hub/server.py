@@ -44,7 +44,7 @@ class Server:
         self._unknown: set[object] = set()
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
-        """Listen, and begin to close turns.
+        """Listen, and begin to close outer steps.
 
         Args:
             host: the address to listen at.

@@ -18,7 +18,7 @@ _SLACK_BYTES = 4 * 2**20
 
 
 class States:
-    """States that donors have uploaded, and the search for a donor."""
+    """States that donors have uploaded, and the search for a state source."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class States:
 
         Args:
             member: its number.
-            is_usable: whether the averages of all turns since a version are kept.
+            is_usable: whether the averages of all outer steps since a version are kept.
 
         Raises:
             Refusal: nobody can give one, and nobody will come who could.
@@ -111,10 +111,10 @@ class States:
         return self._source == member and self.is_wanted
 
     def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
-        """A donor begins to upload, or goes on; the state's number.
+        """A state source begins to upload, or goes on; the state's number.
 
         Args:
-            member: the donor's number.
+            member: the state source's number.
             offer: what it says.
             pieces: of each fragment its pieces.
 
@@ -174,7 +174,7 @@ class States:
         )
 
     def files(self, state: int) -> StateOffer:
-        """The offer of a state, without the donor's id."""
+        """The offer of a state, without the state source's id."""
         return StateOffer.model_validate_json(
             '{"id":"' + "0" * 32 + '",' + str(self._row(state)["offer"]).removeprefix("{")
         )

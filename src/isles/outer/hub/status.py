@@ -1,4 +1,4 @@
-"""What the rendezvous tells people: members, open turns, the last commits, samples, events."""
+"""What the hub reports to people: members, open rounds, the last commits, samples, events."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _EVENTS = 50
 _MOST_EVENTS = 1000
 _COMMITS = 20
 _QUIET_S = 6.0
-"""Three signs of life."""
+"""Three heartbeats."""
 
 
 def status(core: Core) -> dict[str, Any]:
+    """The answer to GET /v1/status, which `isles status` shows."""
     commits = _commits(core)
     open_rounds = core.rounds.open_rounds()
     last = core.journal.number("SELECT MAX(number) FROM events")
@@ -26,7 +27,7 @@ def status(core: Core) -> dict[str, Any]:
         "fragments": len(core.pieces),
         "is_over": core.is_over(),
         "members": [_member(core, row, commits, open_rounds) for row in core.membership.latest()],
-        "open": [_open(core, outer_step) for outer_step in open_rounds],
+        "open": [_open(core, each) for each in open_rounds],
         "commits": commits,
         "samples": core.samples.counts(),
         "settings": core.settings.model_dump(),
@@ -35,10 +36,24 @@ def status(core: Core) -> dict[str, Any]:
 
 
 def events(core: Core, after: int) -> list[dict[str, Any]]:
+    """What has happened since an event, oldest first."""
     rows = core.journal.rows(
         "SELECT * FROM events WHERE number > ? ORDER BY number LIMIT ?", after, _MOST_EVENTS
     )
     return [dict(row) for row in rows]
+
+
+_REPORTED = {
+    "step": 0,
+    "since": 0,
+    "loss": None,
+    "tokens_per_s": 0.0,
+    "phase": "",
+    "sent_bytes": 0,
+    "received_bytes": 0,
+    "exposed_s": 0.0,
+    "hidden_s": 0.0,
+}
 
 
 def _member(
@@ -46,13 +61,12 @@ def _member(
 ) -> dict[str, Any]:
     name, number = row["name"], row["number"]
     heartbeat = core.membership.heartbeats.get(number)
-    said: dict[str, Any] = (
-        {} if heartbeat is None else heartbeat.model_dump(exclude={"id", "version"})
-    )
+    reported = {} if heartbeat is None else heartbeat.model_dump(exclude={"id", "version"})
     weights = commits[0]["weights"] if commits else {}
     tokens = weights.get(name, 0)
-    late = [outer_step.outer_step for outer_step in open_rounds if name in outer_step.waits_for]
+    late = [each.outer_step for each in open_rounds if name in each.waits_for]
     return {
+        **{key: reported.get(key, nothing) for key, nothing in _REPORTED.items()},
         "name": name,
         "state": "finished" if row["has_finished"] and row["state"] == "left" else row["state"],
         "is_behind": bool(row["is_behind"]),
@@ -60,35 +74,27 @@ def _member(
         "version": row["version"],
         "from_turn": row["from_turn"],
         "heard_s": round(core.membership.last_seen_s(number), 1),
-        "step": said.get("step", 0),
-        "since": said.get("since", 0),
-        "loss": said.get("loss"),
-        "tokens_per_s": said.get("tokens_per_s", 0.0),
-        "phase": said.get("phase", ""),
-        "sent_bytes": said.get("sent_bytes", 0),
-        "received_bytes": said.get("received_bytes", 0),
-        "exposed_s": said.get("exposed_s", 0.0),
-        "hidden_s": said.get("hidden_s", 0.0),
         "tokens": tokens,
         "weight": tokens / sum(weights.values()) if tokens else 0.0,
         "refused": row["refusal"],
         "slow": _why(core, row, min(late)) if late else "",
-        "beat": said or None,
+        "beat": reported or None,
     }
 
 
-def _open(core: Core, outer_step: OpenRound) -> dict[str, Any]:
+def _open(core: Core, each: OpenRound) -> dict[str, Any]:
     rows = {row["name"]: row for row in core.membership.latest()}
-    missing = {
-        name: _why(core, rows[name], outer_step.outer_step)
-        for name in outer_step.waits_for
-        if name in rows
+    missing = [rows[name] for name in each.waits_for if name in rows]
+    return {
+        "turn": each.outer_step,
+        **each.model_dump(exclude={"outer_step"}),
+        "since_s": round(core.rounds.open_for_s(each.outer_step), 1),
+        "missing": {row["name"]: _why(core, row, each.outer_step) for row in missing},
     }
-    since_s = core.rounds.open_for_s(outer_step.outer_step)
-    return {**outer_step.model_dump(), "since_s": round(since_s, 1), "missing": missing}
 
 
 def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
+    # Why a round still waits for a cluster.
     number = row["number"]
     silent_s, still_s = core.membership.last_seen_s(number), core.membership.still_s(number)
     heartbeat = core.membership.heartbeats.get(number)
@@ -100,17 +106,15 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
         return f"its contribution is on its way: {share:.0%} is here"
     if heartbeat is None or core.rounds.is_counted(outer_step, number):
         return ""
+    phase = heartbeat.phase
     if still_s > max(_QUIET_S, core.settings.stalled_after_s / 10):
-        return (
-            f"no inner step for {format_duration(still_s)}; it says: {heartbeat.phase or 'nothing'}"
-        )
+        return f"no inner step for {format_duration(still_s)}; it says: {phase or 'nothing'}"
     speed = f", {heartbeat.tokens_per_s:,.0f} tokens/s" if heartbeat.tokens_per_s else ""
-    return (
-        f"{heartbeat.phase or 'training'}: {heartbeat.since} inner steps since its last turn{speed}"
-    )
+    return f"{phase or 'training'}: {heartbeat.since} inner steps since its last turn{speed}"
 
 
 def _arrived(core: Core, outer_step: int, number: int) -> float:
+    # Which part of a contribution is here.
     path = core.rounds.part_path(outer_step, number)
     try:
         with path.with_name(f"{path.name}.chunks").open("rb") as stream:
@@ -121,6 +125,7 @@ def _arrived(core: Core, outer_step: int, number: int) -> float:
 
 
 def _commits(core: Core) -> list[dict[str, Any]]:
+    # The last rounds that are decided, the newest first.
     found = []
     for row in core.journal.rows(
         "SELECT * FROM turns WHERE state = 'committed' ORDER BY turn DESC LIMIT ?", _COMMITS

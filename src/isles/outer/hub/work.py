@@ -158,7 +158,7 @@ class Work:
         try:
             return await self._count(norm_of, averager, self.core.codec, pieces, path), ""
         except FileNotFoundError:
-            return 0.0, ""  # the turn was decided meanwhile: `Core.complete` knows
+            return 0.0, ""  # the outer step was decided meanwhile: `Core.complete` knows
         except ValueError as error:
             return 0.0, str(error)
 
@@ -189,7 +189,7 @@ class Work:
         if incoming is not None:
             await self.in_file_thread(incoming.discard if discard else incoming.close)
 
-    # Turns.
+    # Outer steps.
 
     async def _tick(self) -> None:
         averaging: asyncio.Task[None] | None = None
