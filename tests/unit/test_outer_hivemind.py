@@ -15,17 +15,17 @@ from isles.outer.messages import RoundAnswer
 from tests.outer_world import ZERO, World, member_id
 
 
-def hello(host: str = "", outer_step: int = 0, term: int = 0) -> Hello:
-    return Hello(name="n", host=host, outer_step=outer_step, term=term)
+def hello(host: str = "", has: int = 0, term: int = 0) -> Hello:
+    return Hello(name="n", host=host, has=has, term=term)
 
 
 def chosen(me: str, everybody: dict[str, Hello], at_least: int = 1, *, settled: bool = True) -> str:
     others = {peer: said for peer, said in everybody.items() if peer != me}
-    return choose(me, everybody[me], others, at_least=at_least, is_settled=settled)
+    return choose(me, everybody[me], others, at_least=at_least, has_listened=settled)
 
 
 def test_all_choose_the_one_with_most_averages() -> None:
-    everybody = {"a": hello(outer_step=4), "b": hello(outer_step=5), "c": hello(outer_step=4)}
+    everybody = {"a": hello(has=4), "b": hello(has=5), "c": hello(has=4)}
     assert [chosen(me, everybody) for me in "abc"] == ["", "b", ""]
     assert [chosen(me, everybody, 4) for me in "abc"] == [""] * 3
     assert [chosen(me, everybody, settled=False) for me in "abc"] == [""] * 3

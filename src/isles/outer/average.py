@@ -43,7 +43,6 @@ def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
     """The average of one piece, weighted.
 
     Args:
-        codec: of the contributions.
         n: numbers in the piece.
         parts: the contributions, in the order of the members' names.
 
@@ -81,7 +80,6 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
     """Read an average that `combine` wrote; the same bits on every machine.
 
     Args:
-        codec: of the contributions.
         data: the bytes, in uint8, at a multiple of 4.
         out: [N] in fp32.
     """

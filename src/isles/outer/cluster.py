@@ -21,7 +21,7 @@ from isles.outer.average import average_size
 from isles.outer.codec import UnsoundUpdateError
 from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
 from isles.outer.layout import Fragment, Layout
-from isles.outer.rank_files import Carrier
+from isles.outer.rank_files import RankFiles
 
 
 class Weights(Protocol):
@@ -41,7 +41,6 @@ class Contribution:
     """One cluster's encoded pseudo-gradient of a fragment, as a file on rank 0.
 
     Args:
-        size_bytes: of the file.
         sha256: of the file; only rank 0 knows it, "" elsewhere.
         norm: of the pseudo-gradient, before it was encoded and without what is fed back.
     """
@@ -75,7 +74,6 @@ class Cluster:
 
     Args:
         weights: the engine.
-        world: the ranks.
         layout: made of `weights.trained_shapes()`.
         settings: of the outer optimizer.
     """
@@ -86,7 +84,7 @@ class Cluster:
         self._weights, self._world = weights, world
         self._layout, self._settings = layout, settings
         # Two: one fragment may be encoded in a thread while another one's average is taken in.
-        self._carrier, self._encoding = Carrier(world), Carrier(world)
+        self._files, self._encoding_files = RankFiles(world), RankFiles(world)
         self._shares = [
             FragmentShare(
                 [fragment.pieces[i] for i in fragment.share(world.rank, world.world_size)],
@@ -131,19 +129,19 @@ class Cluster:
         """
         share = self._shares[fragment]
         squares: list[float] = []
-        fault = None
+        failure = None
         try:
             squares = share.encode()
         except UnsoundUpdateError as error:
-            fault = TrainingError(
+            failure = TrainingError(
                 f"what this cluster has learnt cannot be averaged: {error}",
                 where=f"fragment {fragment}, rank {self._world.rank} on {self._world.host}",
                 fix="the weights have become so in the inner steps: lower "
                 "training.learning_rate, or go on from an earlier checkpoint",
             )
-        norm = total_norm([*itertools.chain(*self._encoding.agree(squares, fault))])
+        norm = total_norm([*itertools.chain(*self._encoding_files.agree(squares, failure))])
         assert share.encoded is not None
-        size, sha256 = self._encoding.gather(b"", [share.encoded], path)
+        size, sha256 = self._encoding_files.gather(b"", [share.encoded], path)
         return Contribution(size, sha256, norm)
 
     def contribution(self, fragment: int, path: Path) -> Contribution:
@@ -191,7 +189,6 @@ class Cluster:
         Args:
             fragment: of the outer step.
             average: the file on rank 0.
-            mode: see there.
             alpha: for overlap, 0 to 1.
             sha256: of the file; None: not looked at.
             is_warmup: average only, with learning rate 1 and no momentum; the same on all clusters.
@@ -203,8 +200,8 @@ class Cluster:
         share = self._shares[fragment]
         num_parts = self._num_parts(fragment, average)
         data = torch.empty(sum(share.average_sizes(num_parts)), dtype=torch.uint8)
-        self._carrier.spread(average, 0, [data], sha256)
-        squares = self._carrier.agree(share.square_sums(data, num_parts))
+        self._files.scatter(average, 0, [data], sha256)
+        squares = self._files.agree(share.square_sums(data, num_parts))
         norm = total_norm([*itertools.chain(*squares)])
         if not math.isfinite(norm):
             raise TrainingError(
@@ -251,7 +248,7 @@ class Cluster:
 
         Equal on all clusters that have applied the same averages.
         """
-        hashes = self._carrier.agree(self._shares[fragment].hashes())
+        hashes = self._files.agree(self._shares[fragment].hashes())
         return hashlib.sha256(b"".join(itertools.chain(*hashes))).hexdigest()
 
     def expect(self, pending: Sequence[int]) -> None:
@@ -298,8 +295,6 @@ class Cluster:
         """Write a fragment's outer state as safetensors on rank 0. All ranks must call this.
 
         Args:
-            fragment: which one.
-            path: the file.
             version: outer steps that this cluster has applied.
 
         Returns:
@@ -310,7 +305,7 @@ class Cluster:
             [share.outer_param] if share.momentum is None else [share.outer_param, share.momentum]
         )
         head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
-        return self._carrier.gather(head, parts, path)
+        return self._files.gather(head, parts, path)
 
     @torch.no_grad()
     def import_state(
@@ -319,7 +314,6 @@ class Cluster:
         """Take over a fragment that `export_state` wrote. All ranks must call this.
 
         Args:
-            fragment: which one.
             path: the file on rank 0.
             keeps_steps: whether the weights keep what they have learnt since the last outer step;
                 otherwise they become the outer parameters, and nothing is owed.
@@ -335,14 +329,14 @@ class Cluster:
         fresh = [torch.empty_like(share.outer_param)]
         if share.momentum is not None:
             fresh.append(torch.empty_like(share.momentum))
-        found, fault = (0, 0), None
+        found, failure = (0, 0), None
         if self._world.is_main:
             try:
                 found = check_state(path, self._layout, fragment, has_momentum=len(fresh) > 1)
             except UserError as error:
-                fault = error
-        offset, version = self._carrier.agree(found, fault)[0]
-        self._carrier.spread(path, offset, fresh, sha256)
+                failure = error
+        offset, version = self._files.agree(found, failure)[0]
+        self._files.scatter(path, offset, fresh, sha256)
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
             share.error.zero_()
@@ -355,21 +349,21 @@ class Cluster:
         two = sum(average_size(text, count, 2) for count in counts)
         if one == two:
             return 1
-        size, fault = 0, None
+        size, failure = 0, None
         if self._world.is_main:
             try:
                 size = average.stat().st_size
                 if size == 0 or size % one:
-                    fault = TrainingError(
+                    failure = TrainingError(
                         f"{average.name} has {size} bytes, which is not a multiple of {one}",
                         where=str(average),
                         fix="delete it: it is brought here once more",
                     )
             except OSError as error:
-                fault = TrainingError(
+                failure = TrainingError(
                     f"{average.name}: {error.strerror}", where=str(average), fix="see the log"
                 )
-        return self._carrier.agree(size, fault)[0] // one
+        return self._files.agree(size, failure)[0] // one
 
     def _read(self, fragment: int, goals: Sequence[Tensor]) -> None:
         pieces, mine = self._layout.fragments[fragment].pieces, self._mine(fragment)
@@ -420,8 +414,6 @@ def state_head(layout: Layout, fragment: int, *, has_momentum: bool, version: in
     """What such a file begins with; after it come the tensors in the order of the layout.
 
     Args:
-        layout: of the run.
-        fragment: which one.
         has_momentum: whether the outer optimizer has any.
         version: outer steps that have been applied.
     """

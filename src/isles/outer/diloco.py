@@ -116,7 +116,7 @@ class FragmentShare:
         for index in range(len(self.pieces)):
             update, spare = self._pseudo_gradient(index, rooms)
             squares.append(square_sum(update))
-            self._owe(update, spare, index)
+            self._add_residual(update, spare, index)
             try:
                 self._codec.encode(update, self._encoded_piece(encoded, index))
             except UnsoundUpdateError as error:
@@ -172,7 +172,7 @@ class FragmentShare:
         for index, data in enumerate(self._cut(average, num_parts)):
             outer_param = self.piece(self.outer_param, index)
             if is_in:
-                self._settle(index, rooms)
+                self._keep_residual(index, rooms)
             before = None if move is None else self.piece(move, index).copy_(outer_param)
             outer_param.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))
             if before is not None:
@@ -221,20 +221,20 @@ class FragmentShare:
         torch.sub(self.piece(self.outer_param, index), self.piece(self.snapshot, index), out=update)
         return update, spare
 
-    def _owe(self, update: Tensor, spare: Tensor, index: int) -> None:
+    def _add_residual(self, update: Tensor, spare: Tensor, index: int) -> None:
         if self.error is not None:
             error = self.piece(self.error, index)
             if self._codec.decay != 1.0:
                 error = torch.mul(error, self._codec.decay, out=spare)
             update.add_(error)
 
-    def _settle(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
+    def _keep_residual(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
         # The contribution was averaged: what its encoding left out is the residual now.
         if self.error is None:
             return
         assert self.encoded is not None
         update, sent = self._pseudo_gradient(index, rooms)
-        self._owe(update, sent, index)
+        self._add_residual(update, sent, index)
         self._codec.decode(self._encoded_piece(self.encoded, index), sent)
         torch.sub(update, sent, out=self.piece(self.error, index))
 

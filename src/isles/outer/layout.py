@@ -32,7 +32,6 @@ class Piece:
     """A run of numbers of one parameter.
 
     Args:
-        name: the parameter.
         start: its first number, in the parameter as one row.
         count: how many.
     """
@@ -94,7 +93,6 @@ class Layout:
     Args:
         shapes: whole shapes of the trained parameters, in the model's order.
         fragments: what is averaged in rotation: outer step T is of fragment T mod their number.
-        codec: of the contributions.
         piece_numbers: in a piece at most.
     """
 
@@ -143,7 +141,6 @@ def make_layout(
 
     Args:
         shapes: whole shapes of the trained parameters, in the model's order.
-        codec: of the contributions.
         num_fragments: into how many parts.
         piece_numbers: in a piece at most.
 
@@ -153,16 +150,16 @@ def make_layout(
     Source: Douillard et al. 2025 (arXiv:2501.18512), section 2.2.
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    dealt = _deal({name: size for name, size in sizes.items() if size}, num_fragments)
-    if not all(dealt):
+    allocated = _allocate({name: size for name, size in sizes.items() if size}, num_fragments)
+    if not all(allocated):
         raise UserError(
             f"{num_fragments} fragments are more than the blocks and ends of what is trained: "
-            f"only {sum(map(bool, dealt))} would have anything in them",
+            f"only {sum(map(bool, allocated))} would have anything in them",
             where="outer.fragments",
             fix="use fewer fragments than the model has blocks",
         )
     fragments = []
-    for names in dealt:
+    for names in allocated:
         ordered = tuple(name for name in shapes if name in names)
         pieces = tuple(
             Piece(name, start, min(piece_numbers, sizes[name] - start))
@@ -174,8 +171,8 @@ def make_layout(
     return Layout(own, tuple(fragments), codec, piece_numbers)
 
 
-def _deal(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
-    dealt: list[set[str]] = [set() for _ in range(num_fragments)]
+def _allocate(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
+    allocated: list[set[str]] = [set() for _ in range(num_fragments)]
     load = [0] * num_fragments
     blocks: dict[str, list[str]] = {}
     ends = []
@@ -185,10 +182,10 @@ def _deal(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
         else:
             ends.append(name)
     for index, names in enumerate(blocks.values()):
-        dealt[index % num_fragments] |= set(names)
+        allocated[index % num_fragments] |= set(names)
         load[index % num_fragments] += sum(sizes[name] for name in names)
     for name in sorted(ends, key=lambda name: (-sizes[name], name)):
         least = load.index(min(load))
-        dealt[least].add(name)
+        allocated[least].add(name)
         load[least] += sizes[name]
-    return dealt
+    return allocated

@@ -311,14 +311,11 @@ class Apply:
     """Apply the average of an outer step. One comes after the other; none is left out.
 
     Args:
-        outer_step: which one.
         path: the average; rank 0's client removes it later. None: the outer step changes nothing,
             since all contributions were refused.
         weights: the tokens of each cluster that took part.
         refused: clusters whose contribution was refused, and why.
-        size_bytes: of the average.
         sent_bytes, send_s: of this cluster's contribution.
-        received_bytes, receive_s: of the average.
         step: the number that the last inner step has at least, from then on.
     """
 

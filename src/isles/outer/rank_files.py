@@ -22,14 +22,11 @@ T = TypeVar("T")
 _AT_ONCE = 8 * 2**20
 
 
-class Carrier:
+class RankFiles:
     """The ranks of one cluster, and a CPU group of their own for files. All ranks must make one.
 
     What fails on one rank fails on all of them alike: the exchange itself goes on to its end, so
     that none is left waiting for another.
-
-    Args:
-        world: the ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -37,18 +34,18 @@ class Carrier:
         timeout = timedelta(seconds=world.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def agree(self, value: T, fault: UserError | None = None) -> list[T]:
+    def agree(self, value: T, failure: UserError | None = None) -> list[T]:
         """Every rank's value, by rank. All ranks must call this.
 
         Raises:
             UserError: a rank has met a fault; the first one's, on all ranks.
         """
         outcomes: list[tuple[T, UserError | None]] = self._world.gather(
-            (value, fault), group=self._group
+            (value, failure), group=self._group
         )
-        for _, failure in outcomes:
-            if failure is not None:
-                raise failure
+        for _, met in outcomes:
+            if met is not None:
+                raise met
         return [each for each, _ in outcomes]
 
     def gather(self, head: bytes, parts: Sequence[Tensor], path: Path) -> tuple[int, str]:
@@ -73,14 +70,13 @@ class Carrier:
                 for block in self._bring(_bytes(part), own[index], rank):
                     file.write(block.numpy().data)
         file.end_writing()
-        self.agree(None, file.fault)
+        self.agree(None, file.failure)
         return len(head) + sum(map(sum, sizes)), file.sha256 if self._world.is_main else ""
 
-    def spread(self, path: Path, offset: int, goals: Sequence[Tensor], sha256: str | None) -> None:
+    def scatter(self, path: Path, offset: int, goals: Sequence[Tensor], sha256: str | None) -> None:
         """Read a file on rank 0 into the ranks' shares. All ranks must call this.
 
         Args:
-            path: the file.
             offset: where the shares begin.
             goals: this rank's shares: of all ranks the first, then of all ranks the second, ...
             sha256: of the whole file; None: not looked at.
@@ -94,9 +90,9 @@ class Carrier:
         file.read(torch.empty(offset, dtype=torch.uint8))
         for index, goal in enumerate(goals):
             for rank, own in enumerate(sizes):
-                self._hand_out(file, _bytes(goal), own[index], rank)
+                self._send_out(file, _bytes(goal), own[index], rank)
         file.end_reading(sha256)
-        self.agree(None, file.fault)
+        self.agree(None, file.failure)
 
     def _bring(self, mine: Tensor, size: int, rank: int) -> Iterator[Tensor]:
         for start in range(0, size, _AT_ONCE):
@@ -110,7 +106,7 @@ class Carrier:
             elif rank == self._world.rank:
                 dist.send(mine[start : start + count], dst=0, group=self._group)
 
-    def _hand_out(self, file: _File, mine: Tensor, size: int, rank: int) -> None:
+    def _send_out(self, file: _File, mine: Tensor, size: int, rank: int) -> None:
         for start in range(0, size, _AT_ONCE):
             count = min(_AT_ONCE, size - start)
             if rank == self._world.rank == 0:
@@ -131,7 +127,7 @@ class _File:
         self._partial = path.with_name(f".{path.name}.partial")
         self._digest = hashlib.sha256()
         self._stream: io.FileIO | None = None
-        self.fault: TrainingError | None = None
+        self.failure: TrainingError | None = None
         if not world.is_main:
             return
         try:
@@ -189,7 +185,7 @@ class _File:
             self._stream.close()
 
     def _fail(self, error: OSError) -> None:
-        self.fault = TrainingError(
+        self.failure = TrainingError(
             f"{self._path.name}: {error.strerror or error}",
             where=f"{self._path}, rank 0 on {self._host}",
             fix="is the disk full, or was something in that folder changed by hand? nothing was "

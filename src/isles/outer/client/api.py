@@ -62,7 +62,6 @@ class HubApi:
     `CommunicationError` where the deadline is over.
 
     Args:
-        line: the join line.
         member_id: 32 hexadecimal digits that this cluster keeps for the whole run.
         connections: so many chunks travel at a time.
         up_bytes_per_s: limit on what is sent; 0: none.
@@ -293,9 +292,7 @@ async def upload(
     """Send the chunks of a file that the hub does not have.
 
     Args:
-        channel: to the hub.
         place: the file's address there: GET says what is there, PUT …/CHUNK adds.
-        path: the file.
         hashes: of its chunks.
         deadline_s: for the whole.
 
@@ -334,9 +331,7 @@ async def download(
     """Fetch a file; what an earlier attempt has fetched of it is kept.
 
     Args:
-        channel: to the hub.
         place: the file's address there.
-        size_bytes: its size.
         digest: of its chunks' hashes.
         target: where it shall lie; it is there only when it is whole.
         deadline_s: for the whole.

@@ -46,8 +46,6 @@ def join_of(
     """What a cluster joins with.
 
     Args:
-        layout: of the run.
-        name: of the cluster.
         member_id: 32 hexadecimal digits (`secrets.token_hex(16)`), kept for the whole run.
         outer_params: the digest of each fragment's outer parameters (`Cluster.digest`).
         identity: what else must be equal on all clusters: outer settings, the model's name …
@@ -231,8 +229,6 @@ class Alone:
     """Stands where `HubClient` would in a run of one cluster: its contribution is the average.
 
     Args:
-        layout: of the run.
-        name: of the cluster.
         spool: folder for the contributions.
         version: outer steps that have been applied.
         next_sample: the first that was never leased.

@@ -23,7 +23,6 @@ from isles.outer.client.http import WHO_IS_THERE, HubRefusal
 from isles.outer.client.transfer import Spool, Transfers, until_answered
 from isles.outer.hivemind import HivemindSettings
 from isles.outer.messages import (
-    Adopt,
     Command,
     End,
     Heartbeat,
@@ -44,8 +43,7 @@ R = TypeVar("R")
 _CONTROL_CONNECTIONS = 14
 _JOIN_S, _HEARTBEAT_S, _MOMENT_S = 5.0, 5.0, 0.25
 _ASK_S, _FOREVER_S, _LEAVE_S = 60.0, 1e9, 5.0
-_WHOLE_S, _PATIENCE_S, _LOOK_S = 24 * 3600.0, 90.0, 2.0
-_PULL_S, _AGAIN_S = 60.0, 1.0
+_PATIENCE_S, _LOOK_S = 90.0, 2.0
 _PAUSE_S, _LONGEST_PAUSE_S, _HEALTHY_S = 0.5, 30.0, 20.0
 _ON_THE_WIRE = 1.05
 """Bytes on the wire for each of a file: TLS, HTTP and TCP have theirs."""
@@ -105,7 +103,6 @@ class Session:
     Args:
         join: what the cluster joins with.
         join_file: holds the join line; engine hivemind makes its own.
-        spool: where files lie.
         emit: takes commands for the ranks.
         note: takes lines for the user.
         max_bytes_per_s: limit on what is sent, and on what is fetched, on the wire; 0: none.
@@ -145,7 +142,6 @@ class Session:
         self._leaves: bool | None = None
         self._moved_before = (0, 0)
         self._data: HubApi | None = None
-        self._giving: asyncio.Task[None] | None = None
 
     def report(self, text: str, *, warns: bool = False) -> None:
         """Tell the log, or the user, how it stands."""
@@ -168,9 +164,8 @@ class Session:
         self._has_wishes.set()
 
     def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
-        if self._data is not None and (self._giving is None or self._giving.done()):
-            giving = self._give(self._data, version, paths, outer_params)
-            self._giving = self._group.create_task(giving)
+        if self._data is not None and not self.transfers.is_giving:
+            self.transfers.give_state(version, paths, outer_params)
 
     def adopted(self, version: int, outer_params: Sequence[str]) -> None:
         self._outer_params = list(outer_params)
@@ -258,7 +253,7 @@ class Session:
 
             folder, name = self._spool.folder / "hivemind", self._join_body.name
             self._node = Node(settings, name, folder, self._spool, self.transfers, self.report)
-            self._join_file = await self._node.open_door()
+            self._join_file = await self._node.listen()
         self._node.begin()
 
     async def _take_part(self) -> None:
@@ -267,7 +262,6 @@ class Session:
         self._control = control = HubApi(line, member_id, connections=_CONTROL_CONNECTIONS)
         self._joining, self._leasing = asyncio.Lock(), asyncio.Lock()
         self._heartbeat_s = self._wanted_heartbeat_s
-        self._giving, self._asked_at = None, -_ASK_S
         async with control, data, asyncio.TaskGroup() as group:
             self._group, self._data = group, data
             group.create_task(self._watch(line))
@@ -386,11 +380,9 @@ class Session:
             async with self._joining:  # an answer from before joining anew would say "pull" again
                 await self._send_heartbeat()
             await asyncio.sleep(_MOMENT_S)
-            is_ending = self.progress.get("ends", False)
-            while not is_ending and loop.time() - started < self._heartbeat_s:
+            while not self.progress.get("ends") and loop.time() - started < self._heartbeat_s:
                 await asyncio.sleep(_MOMENT_S)
                 self._count_bytes()
-                is_ending = self.progress.get("ends", False)
 
     async def _send_heartbeat(self) -> None:
         self._count_bytes()
@@ -440,9 +432,9 @@ class Session:
         if answer.ended is not None:
             self._emit(End(answer.ended))
         now = asyncio.get_running_loop().time()
-        is_giving = self._giving is not None and not self._giving.done()
-        if answer.send_state and not is_giving and now - self._asked_at >= _ASK_S:
-            self._asked_at = now
+        is_asked = self.transfers.is_giving or now - self.transfers.asked_at < _ASK_S
+        if answer.send_state and not is_asked:
+            self.transfers.asked_at = now
             self._emit(SendState())
 
     # Samples, and what was applied.
@@ -478,41 +470,8 @@ class Session:
             finally:
                 self._reports.task_done()
 
-    # States.
-
     def _fall_behind(self, why: str) -> None:
         self.state.is_behind, self.state.decided = True, 0
         self.transfers.stop()
         self._note(f"this cluster takes the weights of another: {why}")
-        assert self._data is not None
-        self._group.create_task(self._pull(self._data))
-
-    async def _pull(self, data: HubApi) -> None:
-        while True:
-            try:
-                answer = await data.pull_state(self._spool.pulled, _PULL_S)
-                break
-            except CommunicationError as error:
-                if isinstance(error, HubRefusal) and error.kind in ("unknown", "over"):
-                    self._check(error)
-                self.report(error.what, warns=True)
-                await asyncio.sleep(_AGAIN_S)
-        self._emit(
-            Adopt(
-                version=answer.version,
-                paths=tuple(self._spool.pulled / file.name for file in answer.files),
-                outer_params=tuple(answer.outer_params),
-                source=answer.source,
-            )
-        )
-
-    async def _give(
-        self, data: HubApi, version: int, paths: Sequence[Path], outer_params: Sequence[str]
-    ) -> None:
-        try:
-            await until_answered(lambda: data.give_state(version, outer_params, paths, _WHOLE_S))
-        except HubRefusal as error:
-            if error.kind == "unknown":
-                raise _RejoinError(error.what) from error
-            log.info("outer the state given to another cluster was refused: %s", error.what)
-        self._asked_at = -_ASK_S
+        self.transfers.pull_state()

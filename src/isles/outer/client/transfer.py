@@ -1,9 +1,10 @@
-"""A cluster's contributions go out, averages come in, in order; and the folder they lie in."""
+"""Contributions go out, averages come in, in order; states, both ways; the folder they lie in."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Protocol, TypeVar
 from isles.errors import CommunicationError
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import HubRefusal
-from isles.outer.messages import Apply, Command, Pending, RoundAnswer, digest_of, hash_chunks
+from isles.outer.messages import Adopt, Apply, Command, Pending, RoundAnswer, digest_of, hash_chunks
 from isles.outer.samples import Interval
 from isles.run.records import read_record, write_record
 
@@ -24,7 +25,7 @@ R = TypeVar("R")
 _AHEAD = 4
 """So many averages lie here at most that have not been applied."""
 _WAIT_S, _SEND_S, _FETCH_S, _CANCEL_S = 60.0, 3600.0, 3600.0, 20.0
-_AGAIN_S, _SOON_S = 1.0, 0.5
+_AGAIN_S, _SOON_S, _WHOLE_S = 1.0, 0.5, 24 * 3600.0
 _FINAL = {"late", "refused", "behind"}
 _KEPT_BYTES = 16
 """For averages that a checkpoint lacks, by number: what a checkpoint with AdamW takes, too."""
@@ -40,7 +41,6 @@ class Spool:
     """The folder in which contributions, averages and states lie on their way.
 
     Args:
-        folder: of this cluster's own.
         kept: so many averages stay for others after they have been applied.
         since: outer steps that this cluster had applied at a checkpoint with which it may go on.
             The averages of all later ones stay, too, so that it needs nobody then.
@@ -141,8 +141,6 @@ class Transfers:
     """Uploads contributions, and fetches one average after the other, as far as rank 0 keeps up.
 
     Args:
-        name: of this cluster.
-        spool: where files lie.
         version: outer steps that have been applied.
         emit: takes commands for the ranks.
         report: takes lines for the log.
@@ -165,6 +163,9 @@ class Transfers:
         self._uploads: dict[int, asyncio.Task[tuple[int, float]]] = {}
         self._follower: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
+        self._giving: asyncio.Task[None] | None = None
+        self.asked_at = -math.inf
+        """When rank 0 was asked for a state that is not given yet, by the event loop's clock."""
 
     def begin(
         self,
@@ -186,7 +187,8 @@ class Transfers:
                 average is applied that some living cluster lacks.
         """
         self._uploads.clear()
-        self._follower = None
+        self._follower = self._giving = None
+        self.asked_at = -math.inf
         self._group, self._control, self._data = group, control, data
         self._check, self._is_movable = check, is_movable
         self._sending = asyncio.Lock()
@@ -356,3 +358,47 @@ class Transfers:
             except HubRefusal as error:
                 self._check(error)
                 await asyncio.sleep(_AGAIN_S)
+
+    # States.
+
+    @property
+    def is_giving(self) -> bool:
+        """Whether the state is being uploaded."""
+        return self._giving is not None and not self._giving.done()
+
+    def give_state(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
+        """Upload the state for another cluster."""
+        self._giving = self._group.create_task(self._give(version, paths, outer_params))
+
+    async def _give(self, version: int, paths: Sequence[Path], outer_params: Sequence[str]) -> None:
+        give = self._data.give_state
+        try:
+            await until_answered(lambda: give(version, outer_params, paths, _WHOLE_S))
+        except HubRefusal as error:
+            if error.kind == "unknown":
+                self._check(error)
+            log.info("outer the state given to another cluster was refused: %s", error.what)
+        self.asked_at = -math.inf
+
+    def pull_state(self) -> None:
+        """Fetch another cluster's state, for as long as it takes; then `Adopt` is emitted."""
+        self._group.create_task(self._pull())
+
+    async def _pull(self) -> None:
+        while True:
+            try:
+                answer = await self._data.pull_state(self._spool.pulled, _WAIT_S)
+                break
+            except CommunicationError as error:
+                if isinstance(error, HubRefusal) and error.kind in ("unknown", "over"):
+                    self._check(error)
+                self._report(error.what, warns=True)
+                await asyncio.sleep(_AGAIN_S)
+        self._emit(
+            Adopt(
+                version=answer.version,
+                paths=tuple(self._spool.pulled / file.name for file in answer.files),
+                outer_params=tuple(answer.outer_params),
+                source=answer.source,
+            )
+        )

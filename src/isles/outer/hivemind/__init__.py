@@ -14,7 +14,6 @@ class HivemindSettings:
     """How a cluster finds the others without a hub that was started for them.
 
     Args:
-        run: name of the run.
         rules: of the run, as a hub is told (`isles.outer.hub.rules.Settings`).
         initial_peers: multiaddresses of peers to begin with; none: the others begin with this one.
         host_maddrs: where it listens.

@@ -38,7 +38,6 @@ class Keys:
     """What every cluster of a run makes for itself, the same as all others.
 
     Args:
-        run: name of the run.
         secret: that the clusters share; empty: whoever reaches a cluster may take part.
     """
 
@@ -148,7 +147,6 @@ class Peers:
 
     Args:
         settings: addresses, and what is allowed.
-        keys: of the run.
         folder: for the identity and the sockets.
         known: addresses of peers that were met before.
     """
@@ -247,8 +245,8 @@ class Peers:
             raise PeerError(f"{peer[-8:]} is not reached: {error}") from error
         try:
             head = {**body, "kind": kind, "proof": self._keys.proof(self.id, peer)}
-            await say(writer, head)
-            answer = await note_heartbeat(reader)
+            await send(writer, head)
+            answer = await receive(reader)
             if not self._keys.is_proof(answer.get("proof"), peer, self.id):
                 why = answer.get("refused", "it does not know the secret of this run")
                 raise PeerError(f"{peer[-8:]}: {why}")
@@ -276,17 +274,17 @@ class Peers:
 
     async def accept(self, writer: Writer, peer: str, body: Body | None = None) -> None:
         """Say yes, and something more, to a peer that has opened a stream."""
-        await say(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
+        await send(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
 
     async def _answer(self, info: Any, reader: Reader, writer: Writer) -> None:
         peer = str(info.peer_id)
         try:
             async with asyncio.timeout(_HEAD_S):
-                head = await note_heartbeat(reader)
+                head = await receive(reader)
             handler = self._handlers.get(str(head.get("kind")))
             if not self._keys.is_proof(head.get("proof"), peer, self.id):
                 log.warning("refused: %s does not know the secret of this run", peer)
-                await say(writer, {"refused": "another secret or run than there"})
+                await send(writer, {"refused": "another secret or run than there"})
             elif handler is not None:
                 await handler(peer, head, reader, writer)
         except (OSError, asyncio.IncompleteReadError, ValueError, KeyError, TypeError) as error:
@@ -314,13 +312,13 @@ def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
     )
 
 
-async def say(writer: Writer, body: Body) -> None:
+async def send(writer: Writer, body: Body) -> None:
     data = json.dumps(body).encode()
     writer.write(len(data).to_bytes(4, "big") + data)
     await writer.drain()
 
 
-async def note_heartbeat(reader: Reader) -> Body:
+async def receive(reader: Reader) -> Body:
     """Receive a head.
 
     Raises:
@@ -339,11 +337,11 @@ class Tunnel:
     """Listens on the loopback only, and passes on what comes.
 
     Args:
-        lead: a way to the hub, or None where nobody hosts it.
+        connect: a way to the hub, or None where nobody hosts it.
     """
 
-    def __init__(self, lead: Callable[[], Awaitable[Streams | None]]) -> None:
-        self._lead = lead
+    def __init__(self, connect: Callable[[], Awaitable[Streams | None]]) -> None:
+        self._connect = connect
         self._ways: set[asyncio.Task[None]] = set()
 
     async def open(self) -> int:
@@ -352,7 +350,7 @@ class Tunnel:
 
     async def _come_in(self, reader: Reader, writer: Writer) -> None:
         try:
-            far = await self._lead()
+            far = await self._connect()
             if far is not None:
                 await self.join(reader, writer, *far)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:

@@ -37,25 +37,24 @@ class Hello:
     """What a cluster says of itself, again and again.
 
     Args:
-        name: of the cluster.
         term: counts hosts up; that of the host it follows.
         host: the peer that it follows; itself where it hosts; empty: nobody.
-        outer_step: outer steps that it has applied, or can apply with the averages that it has.
+        has: outer steps that it has applied, or can apply with the averages that it has.
     """
 
     name: str
     term: int = 0
     host: str = ""
-    outer_step: int = 0
+    has: int = 0
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
-        term, outer_step = int(body["term"]), int(body["turn"])
-        return cls(name=str(body["name"]), term=term, host=str(body["host"]), outer_step=outer_step)
+        term, has = int(body["term"]), int(body["has"])
+        return cls(name=str(body["name"]), term=term, host=str(body["host"]), has=has)
 
 
 def choose(
-    me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, is_settled: bool
+    me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, has_listened: bool
 ) -> str:
     """The peer to follow; this one itself: host; empty: nobody yet. Decided without clocks.
 
@@ -68,18 +67,16 @@ def choose(
         own: what it says.
         others: what was heard not long ago, by peer.
         at_least: so many clusters, this one too, must be heard before one begins to host.
-        is_settled: this cluster has listened long enough to have heard of a host.
+        has_listened: this cluster has listened long enough to have heard of a host.
     """
     everybody = {me: own, **others}
     hosts = {peer for peer, hello in everybody.items() if hello.host == peer}
     if hosts:
-        first = max(
-            hosts, key=lambda peer: (everybody[peer].outer_step, everybody[peer].term, peer)
-        )
+        first = max(hosts, key=lambda peer: (everybody[peer].has, everybody[peer].term, peer))
         return own.host if own.host in hosts and own.host != me else first
-    if not is_settled or len(everybody) < at_least:
+    if not has_listened or len(everybody) < at_least:
         return ""
-    first = max(everybody, key=lambda peer: (everybody[peer].outer_step, peer))
+    first = max(everybody, key=lambda peer: (everybody[peer].has, peer))
     return me if first == me else ""
 
 
@@ -91,9 +88,7 @@ class Host:
 
     Args:
         folder: for its state; what was there is removed.
-        keys: of the run.
         rules: of the run; see `Settings`.
-        run: name of the run.
     """
 
     def __init__(
@@ -143,7 +138,6 @@ class Node:
 
     Args:
         settings: addresses, and the rules of the run.
-        name: of the cluster.
         folder: for what it keeps.
         spool, transfers: how far this cluster is.
         report: takes lines for the log.
@@ -171,8 +165,8 @@ class Node:
         self._following = ""
         self._term = 0
         self._must_host = False
-        self._said = ""
-        self._tunnel = Tunnel(self._lead)
+        self._reported = ""
+        self._tunnel = Tunnel(self._connect)
         self._task: asyncio.Task[None] | None = None
         self.peers = Peers(settings, self._keys, folder, [])
 
@@ -180,7 +174,7 @@ class Node:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def open_door(self) -> Path:
+    async def listen(self) -> Path:
         """Begin to listen on the loopback; the join line that leads there."""
         path = self._folder / "line"
         write_secret(path, self._keys.line(await self._tunnel.open()).secret_text())
@@ -215,7 +209,7 @@ class Node:
 
     # The way to the hub.
 
-    async def _lead(self) -> tuple[Reader, Writer] | None:
+    async def _connect(self) -> tuple[Reader, Writer] | None:
         if self._host is not None:
             return await asyncio.open_connection("127.0.0.1", self._host.port)
         if not self._following:
@@ -248,7 +242,7 @@ class Node:
         Args:
             why: as the tunnel's other side sees it.
         """
-        return why if self._host is not None or self._following else self._said or why
+        return why if self._host is not None or self._following else self._reported or why
 
     # Finding the others.
 
@@ -258,7 +252,7 @@ class Node:
             name=self._name,
             term=self._term,
             host=self.peers.id if is_host else self._following,
-            outer_step=self._spool.has(self._transfers.version),
+            has=self._spool.has(self._transfers.version),
         )
 
     def _others(self) -> dict[str, Hello]:
@@ -283,17 +277,17 @@ class Node:
                 await self.peers.start()
                 break
             except CommunicationError as error:
-                self._tell(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
+                self._inform(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
                 await asyncio.sleep(_RETRY_S)
         is_first = not self._settings.initial_peers and not self._known
-        self._settled_at = self._now + (0.0 if is_first else _SETTLE_S)
+        self._listened_at = self._now + (0.0 if is_first else _SETTLE_S)
         lines = " ".join(self.peers.addresses)
         (self._folder / "initial_peers").write_text(f"{lines}\n")
-        self._tell(f"hivemind: other clusters reach this one by --initial_peers {lines}")
+        self._inform(f"hivemind: other clusters reach this one by --initial_peers {lines}")
 
-    def _tell(self, text: str, is_warning: bool = False) -> None:
-        if text != self._said:
-            self._said = text
+    def _inform(self, text: str, is_warning: bool = False) -> None:
+        if text != self._reported:
+            self._reported = text
             self._report(text, warns=is_warning)
 
     async def _find(self) -> None:
@@ -342,40 +336,40 @@ class Node:
         while True:
             started = self._now
             await asyncio.gather(*(self._ask(peer) for peer in [*self._known]))
-            await self._settle()
+            await self._follow()
             await asyncio.sleep(max(0.05, tick_s - (self._now - started)))
 
-    async def _settle(self) -> None:
+    async def _follow(self) -> None:
         others, me = self._others(), self.peers.id
         own = self._hello()
         if self._host is not None:
             own = replace(own, host=me)
-        is_settled = self._now >= self._settled_at
-        chosen = choose(me, own, others, at_least=self._at_least, is_settled=is_settled)
+        has_listened = self._now >= self._listened_at
+        chosen = choose(me, own, others, at_least=self._at_least, has_listened=has_listened)
         if chosen == me or (self._must_host and self._host is None):
             if self._host is None:
                 await self._begin_to_host(others)
         elif self._host is not None:
-            self._tell(f"hivemind: {others[chosen].name} hosts the rendezvous, too, and is ahead")
+            self._inform(f"hivemind: {others[chosen].name} hosts the rendezvous, too, and is ahead")
             host, self._host = self._host, None
             await host.stop(0.0)
             self._switch("", self._term)
         elif not chosen:
             if self._following:
                 self._switch("", self._term)
-            self._tell_alone(others)
+            self._inform_alone(others)
         elif (chosen, others[chosen].term) != (self._following, self._term):
             self._switch(chosen, others[chosen].term)
-            self._tell(f"hivemind: {others[chosen].name} hosts the rendezvous")
+            self._inform(f"hivemind: {others[chosen].name} hosts the rendezvous")
 
-    def _tell_alone(self, others: dict[str, Hello]) -> None:
+    def _inform_alone(self, others: dict[str, Hello]) -> None:
         names = ", ".join(sorted(hello.name for hello in others.values()))
         names = names or f"no other of run {self._settings.run} with this secret"
         if len(others) + 1 < self._at_least:
             text = f"this cluster waits for {self._at_least - len(others) - 1} more: min_clusters"
-            self._tell(f"hivemind: {text} is {self._at_least}, reached is {names}", True)
+            self._inform(f"hivemind: {text} is {self._at_least}, reached is {names}", True)
         else:
-            self._tell(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
+            self._inform(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
 
     def _switch(self, peer: str, term: int) -> None:
         self._following, self._term = peer, term
@@ -388,4 +382,4 @@ class Node:
         await host.start(self._spool.kept_rounds(self._transfers.version))
         self._switch("", term)
         self._host, self._must_host = host, False
-        self._tell("hivemind: this cluster hosts the rendezvous")
+        self._inform("hivemind: this cluster hosts the rendezvous")

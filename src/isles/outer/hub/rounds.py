@@ -158,8 +158,6 @@ class Rounds:
         """A contribution is whole and on the disk.
 
         Args:
-            member: whose it is.
-            outer_step: to which.
             contribution: the member's own account of it.
             norm: its norm as measured here.
             failure: why it must not be averaged, if so.

@@ -65,7 +65,6 @@ def token_check(token: str, welcome: Callable[[object], None]) -> Middleware:
     """Answers 401, whatever was asked for, unless a request carries the token.
 
     Args:
-        token: the hub's.
         welcome: is told the connections that have shown it.
     """
     right = hashlib.sha256(token.encode()).digest()

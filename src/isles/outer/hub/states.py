@@ -61,7 +61,6 @@ class States:
         """A member needs a state: the newest one that is usable, or who is asked for one.
 
         Args:
-            member: its number.
             is_usable: whether the averages of all outer steps since a version are kept.
 
         Raises:

@@ -96,12 +96,8 @@ def join_clusters(
     Args:
         exchange: after `begin`.
         config: the run file.
-        world: the ranks.
-        run_dir: of the run.
-        recorder, meter: of the run.
         forget_ahead: drops samples that were read in advance.
         requested: what this rank wants at the end of a step: an exit code, or 0.
-        total_steps: of the run, if it is known.
         data_content: digest of the samples.
         base: fingerprint of frozen weights, if there are any.
 

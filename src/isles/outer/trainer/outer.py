@@ -49,11 +49,8 @@ class Outer:
     Args:
         exchange: contributions and averages.
         coordinator: on rank 0; None elsewhere.
-        world: the ranks.
         batch: samples in an inner step.
         forget_ahead: drops samples that were read in advance.
-        meter, recorder: of the run.
-        total_steps: of the run, if it is known.
         requested: what this rank wants at the end of the step: an exit code, or 0.
     """
 

@@ -155,10 +155,7 @@ class Coordinator:
     Args:
         config: the section of the run file.
         hub: rank 0's end of it.
-        num_fragments: of the layout.
         batch: samples in an inner step.
-        total_steps: of the run, if it is known.
-        recorder: for notes.
         clock: seconds since some time or other.
     """
 
@@ -232,7 +229,6 @@ class Coordinator:
         """Set what the next heartbeat says of this cluster.
 
         Args:
-            sync_state: of this cluster.
             ends: nothing of it is left that is in no average, nor will be.
         """
         self._ends = self._ends or ends
