@@ -37,20 +37,6 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
-    """One cluster's encoded pseudo-gradient of a fragment, as a file on rank 0.
-
-    Args:
-        sha256: of the file; only rank 0 knows it, "" elsewhere.
-        norm: of the pseudo-gradient, before it was encoded and without what is fed back.
-    """
-
-    size_bytes: int
-    sha256: str
-    norm: float
-
-
-@dataclass(frozen=True, slots=True)
 class Applied:
     """An outer step of a fragment that has been made; the same on all ranks.
 
@@ -117,11 +103,14 @@ class Cluster:
         self._read(fragment, self._shares[fragment].begin_snapshot())
 
     @torch.no_grad()
-    def encode(self, fragment: int, path: Path) -> Contribution:
+    def encode(self, fragment: int, path: Path) -> float:
         """Encode what `snapshot` has copied into a file on rank 0. All ranks must call this.
 
         It touches neither the engine nor the GPU: inner steps may go on meanwhile, in another
         thread.
+
+        Returns:
+            The norm of the pseudo-gradient, before it was encoded and without the residual.
 
         Raises:
             TrainingError: an update is not finite, or the file cannot be written; the same error on
@@ -141,10 +130,10 @@ class Cluster:
             )
         norm = total_norm([*itertools.chain(*self._encoding_files.agree(squares, failure))])
         assert share.encoded is not None
-        size, sha256 = self._encoding_files.gather(b"", [share.encoded], path)
-        return Contribution(size, sha256, norm)
+        self._encoding_files.gather(b"", [share.encoded], path)
+        return norm
 
-    def contribution(self, fragment: int, path: Path) -> Contribution:
+    def contribution(self, fragment: int, path: Path) -> float:
         """`snapshot` and `encode` at once. All ranks must call this."""
         self.snapshot(fragment)
         return self.encode(fragment, path)
@@ -156,13 +145,10 @@ class Cluster:
         mode: Mode,
         *,
         alpha: float = 0.0,
-        sha256: str | None = None,
         is_warmup: bool = False,
     ) -> Applied:
         """`advance` and `give` at once. All ranks must call this, between two inner steps."""
-        applied = self.advance(
-            fragment, average, mode, alpha=alpha, sha256=sha256, is_warmup=is_warmup
-        )
+        applied = self.advance(fragment, average, mode, alpha=alpha, is_warmup=is_warmup)
         self.give(fragment)
         return applied
 
@@ -174,7 +160,6 @@ class Cluster:
         mode: Mode,
         *,
         alpha: float = 0.0,
-        sha256: str | None = None,
         is_warmup: bool = False,
     ) -> Applied:
         """Make the outer step with an average; the weights follow when they are given it.
@@ -190,7 +175,6 @@ class Cluster:
             fragment: of the outer step.
             average: the file on rank 0.
             alpha: for overlap, 0 to 1.
-            sha256: of the file; None: not looked at.
             is_warmup: average only, with learning rate 1 and no momentum; the same on all clusters.
 
         Raises:
@@ -200,7 +184,7 @@ class Cluster:
         share = self._shares[fragment]
         num_parts = self._num_parts(fragment, average)
         data = torch.empty(sum(share.average_sizes(num_parts)), dtype=torch.uint8)
-        self._files.scatter(average, 0, [data], sha256)
+        self._files.scatter(average, 0, [data])
         squares = self._files.agree(share.square_sums(data, num_parts))
         norm = total_norm([*itertools.chain(*squares)])
         if not math.isfinite(norm):
@@ -291,33 +275,27 @@ class Cluster:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
 
-    def export_state(self, fragment: int, path: Path, *, version: int) -> tuple[int, str]:
+    def export_state(self, fragment: int, path: Path, *, version: int) -> None:
         """Write a fragment's outer state as safetensors on rank 0. All ranks must call this.
 
         Args:
             version: outer steps that this cluster has applied.
-
-        Returns:
-            The file's size and SHA-256; the latter on rank 0 only.
         """
         share = self._shares[fragment]
         parts = (
             [share.outer_param] if share.momentum is None else [share.outer_param, share.momentum]
         )
         head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
-        return self._files.gather(head, parts, path)
+        self._files.gather(head, parts, path)
 
     @torch.no_grad()
-    def import_state(
-        self, fragment: int, path: Path, *, keeps_steps: bool, sha256: str | None = None
-    ) -> int:
+    def import_state(self, fragment: int, path: Path, *, keeps_steps: bool) -> int:
         """Take over a fragment that `export_state` wrote. All ranks must call this.
 
         Args:
             path: the file on rank 0.
             keeps_steps: whether the weights keep what they have learnt since the last outer step;
                 otherwise they become the outer parameters, and nothing is owed.
-            sha256: of the file; None: not looked at.
 
         Returns:
             The outer steps that the other cluster had applied.
@@ -336,7 +314,7 @@ class Cluster:
             except UserError as error:
                 failure = error
         offset, version = self._files.agree(found, failure)[0]
-        self._files.scatter(path, offset, fresh, sha256)
+        self._files.scatter(path, offset, fresh)
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
             share.error.zero_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -48,16 +47,13 @@ class RankFiles:
                 raise met
         return [each for each, _ in outcomes]
 
-    def gather(self, head: bytes, parts: Sequence[Tensor], path: Path) -> tuple[int, str]:
+    def gather(self, head: bytes, parts: Sequence[Tensor], path: Path) -> None:
         """Write the ranks' shares one after the other into a file on rank 0. All must call this.
 
         Args:
             head: what the file begins with.
             parts: this rank's shares: of all ranks the first, then of all ranks the second, ...
             path: the file; it has its name when it is whole.
-
-        Returns:
-            Its size and SHA-256; the latter on rank 0 only.
 
         Raises:
             TrainingError: rank 0 could not write it; the same error on every rank.
@@ -71,15 +67,13 @@ class RankFiles:
                     file.write(block.numpy().data)
         file.end_writing()
         self.agree(None, file.failure)
-        return len(head) + sum(map(sum, sizes)), file.sha256 if self._world.is_main else ""
 
-    def scatter(self, path: Path, offset: int, goals: Sequence[Tensor], sha256: str | None) -> None:
+    def scatter(self, path: Path, offset: int, goals: Sequence[Tensor]) -> None:
         """Read a file on rank 0 into the ranks' shares. All ranks must call this.
 
         Args:
             offset: where the shares begin.
             goals: this rank's shares: of all ranks the first, then of all ranks the second, ...
-            sha256: of the whole file; None: not looked at.
 
         Raises:
             TrainingError: it could not be read, or is not what it should be; the same error on
@@ -91,7 +85,7 @@ class RankFiles:
         for index, goal in enumerate(goals):
             for rank, own in enumerate(sizes):
                 self._send_out(file, _bytes(goal), own[index], rank)
-        file.end_reading(sha256)
+        file.end_reading()
         self.agree(None, file.failure)
 
     def _bring(self, mine: Tensor, size: int, rank: int) -> Iterator[Tensor]:
@@ -125,7 +119,6 @@ class _File:
     def __init__(self, path: Path, world: World, *, writes: bool) -> None:
         self._path, self._host = path, world.host
         self._partial = path.with_name(f".{path.name}.partial")
-        self._digest = hashlib.sha256()
         self._stream: io.FileIO | None = None
         self.failure: TrainingError | None = None
         if not world.is_main:
@@ -137,14 +130,9 @@ class _File:
         except OSError as error:
             self._fail(error)
 
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
     def write(self, view: memoryview) -> None:
         if self._stream is None:
             return
-        self._digest.update(view)
         try:
             while view:  # a disk that is nearly full takes a part
                 view = view[self._stream.write(view) :]
@@ -160,7 +148,6 @@ class _File:
                 count = self._stream.readinto(view)
                 if not count:
                     raise OSError(None, "it is shorter than it must be")
-                self._digest.update(view[:count])
                 view = view[count:]
         except OSError as error:
             self._fail(error)
@@ -174,13 +161,11 @@ class _File:
         except OSError as error:
             self._fail(error)
 
-    def end_reading(self, sha256: str | None) -> None:
+    def end_reading(self) -> None:
         if self._stream is None:
             return
         if self._stream.read(1):
             self._fail(OSError(None, "it is longer than it must be"))
-        elif sha256 is not None and sha256 != self.sha256:
-            self._fail(OSError(None, f"its sha256 is {self.sha256[:16]}..., not {sha256[:16]}..."))
         else:
             self._stream.close()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import TrainingError
 from isles.outer.client.client import Hub
-from isles.outer.cluster import Applied, Cluster, Contribution
+from isles.outer.cluster import Applied, Cluster
 from isles.outer.diloco import Mode
 from isles.outer.layout import Layout
 from isles.outer.messages import Adopt, Apply, Pending
@@ -79,7 +79,7 @@ class Exchange:
         self._tokens_at = [0] * self.num_fragments
         self._steps_at = [0] * self.num_fragments
         self._returned = [(0, 0)] * self.num_fragments
-        self._encodings: dict[int, Future[Contribution]] = {}
+        self._encodings: dict[int, Future[float]] = {}
         self._move: _Move | None = None
         self._is_own_past = True
         """Whether a contribution in this cluster's name may be of an attempt before this one."""
