@@ -467,7 +467,6 @@ def test_state_goes_to_other_ranks_and_broken_files_change_nothing(
             "broken.average",
             "the average of fragment 0 is not finite",
             "broken.average",
-            "broken.average",
             "x",
             "alone.average is no outer state",
         ]
