@@ -1,4 +1,4 @@
-"""What a pseudo-gradient looks like on its way: one piece to bytes and back, in five kinds.
+"""Codecs of a pseudo-gradient: one piece to bytes and back, in five kinds.
 
 A piece is encoded by itself and has a size that is known beforehand. All who decode the same bytes
 get the same bits, on any machine: decoding only converts, and multiplies once.

@@ -1,4 +1,4 @@
-"""Sets of sample numbers as intervals: from a number up to, without, another."""
+"""Sample numbers as intervals (from a number up to, without, another), and those of one cluster."""
 
 from __future__ import annotations
 

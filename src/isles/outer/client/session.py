@@ -177,8 +177,8 @@ class Session:
     def reset_done(self) -> None:
         self._reset_done = self._reset_reason
 
-    def leave(self, tells: bool, has_finished: bool) -> None:
-        self._leaves = has_finished if tells else None
+    def leave(self, reports: bool, has_finished: bool) -> None:
+        self._leaves = has_finished if reports else None
         self._left.set()
 
     # The life of the session.
@@ -271,7 +271,7 @@ class Session:
             group.create_task(self._join_and_go_on())
             await self._left.wait()
             if self._leaves is not None:
-                await self._say_goodbye(self._leaves)
+                await self._leave_hub(self._leaves)
             raise _Left
 
     async def _join_and_go_on(self) -> None:
@@ -279,7 +279,7 @@ class Session:
         for task in (self._send_heartbeats(), self._lease(), self._report_applied()):
             self._group.create_task(task)
 
-    async def _say_goodbye(self, has_finished: bool) -> None:
+    async def _leave_hub(self, has_finished: bool) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._reports.join(), _LEAVE_S)
         try:

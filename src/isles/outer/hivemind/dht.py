@@ -1,4 +1,4 @@
-"""How the clusters of one run know one another: all follows from a secret that they share."""
+"""Other clusters over libp2p: a common secret, the DHT that finds them, streams, and a tunnel."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class Peers:
         if not key.exists():
             P2P.generate_identity(str(key))
         own = str(PeerID.from_identity(key.read_bytes()))
-        told = [*self._settings.initial_peers, *self._known]
-        initial = [address for address in dict.fromkeys(told) if not address.endswith(f"/{own}")]
+        known = [*self._settings.initial_peers, *self._known]
+        initial = [address for address in dict.fromkeys(known) if not address.endswith(f"/{own}")]
         try:
             await asyncio.wait_for(self._start(key, initial), _START_S)
         # hivemind says what is wrong with many kinds of errors, some of them bare.

@@ -1,4 +1,4 @@
-"""One cluster among its peers: finds them, agrees on who hosts the hub, and leads there."""
+"""One cluster among its peers: finds them, agrees on who hosts the hub, and hosts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _ASK_S, _LOOK_S = 2.0, 0.2
 _FIND_EVERY_S, _FIND_OFTEN_S = 20.0, 2.0
-_SETTLE_S = 3.0
+_LISTEN_S = 3.0
 _RETRY_S = 5.0
 _BYE_S = 1.0
 _EMPTY_S = 5.0
@@ -215,8 +215,8 @@ class Node:
         if not self._following:
             return None
         async with asyncio.timeout(_ASK_S):
-            told = {"term": self._term}
-            _, reader, writer = await self.peers.open(self._following, "tunnel", told)
+            given = {"term": self._term}
+            _, reader, writer = await self.peers.open(self._following, "tunnel", given)
         return reader, writer
 
     async def _let_in(self, peer: str, body: Body, reader: Reader, writer: Writer) -> None:
@@ -280,7 +280,7 @@ class Node:
                 self._inform(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
                 await asyncio.sleep(_RETRY_S)
         is_first = not self._settings.initial_peers and not self._known
-        self._listened_at = self._now + (0.0 if is_first else _SETTLE_S)
+        self._listened_at = self._now + (0.0 if is_first else _LISTEN_S)
         lines = " ".join(self.peers.addresses)
         (self._folder / "initial_peers").write_text(f"{lines}\n")
         self._inform(f"hivemind: other clusters reach this one by --initial_peers {lines}")

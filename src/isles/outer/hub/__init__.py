@@ -1,4 +1,4 @@
-"""The server through which clusters average.
+"""The hub, the server through which clusters average.
 
 A request comes in by `routes.py` and is put to `core.py`, which decides with `members.py`,
 `rounds.py`, `samples.py` and `states.py`; all that they know is in the `journal.py`. `work.py`

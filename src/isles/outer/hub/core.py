@@ -274,7 +274,7 @@ class Core:
         following = self.rounds.next
         with self.journal.transaction():
             return self.membership.end(
-                number, following, is_settled=not self.rounds.has_begun(following)
+                number, following, is_decided=not self.rounds.has_begun(following)
             )
 
     def _fell_behind(self, member: sqlite3.Row) -> None:
@@ -402,11 +402,11 @@ class Core:
             reason = f"its outer parameters after turn {outer_step} are not those of most"
             for row in rows:
                 other = self.membership.get(row["member"])
-                is_told = other["order_reason"] == reason
-                if row["member"] in wrong and not is_told:
+                is_commanded = other["order_reason"] == reason
+                if row["member"] in wrong and not is_commanded:
                     self.journal.note(other["name"], "diverged", reason)
                     self._command_pull(other, reason)
-                elif row["member"] not in wrong and is_told:
+                elif row["member"] not in wrong and is_commanded:
                     self.journal.run(
                         "UPDATE members SET is_behind = 0 WHERE number = ?", row["member"]
                     )

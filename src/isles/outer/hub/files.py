@@ -1,4 +1,4 @@
-"""Files that come in chunks, each with its hash: resumable at any time, by either side."""
+"""Files of the hub: those that come in chunks, resumable at any time, and the averages."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ class Journal:
 
     def note(self, member: str, kind: str, what: str) -> None:
         """Append to the log of events."""
-        said = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
+        text = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
         sql = "INSERT INTO events (at, member, kind, what) VALUES (?, ?, ?, ?)"
-        self.run(sql, time.time(), member, kind, said)
+        self.run(sql, time.time(), member, kind, text)
         last = self.number("SELECT MAX(number) FROM events")
         if last % _KEPT == 0:  # whoever has the token must not fill the disk with them
             self.run("DELETE FROM events WHERE number < ?", last - _KEPT)

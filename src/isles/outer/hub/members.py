@@ -1,4 +1,4 @@
-"""The members: who may join, who lives, who is told what."""
+"""The members: who may join, who lives, and which command each is given."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class Membership:
             and row["from_turn"] <= outer_step
         )
 
-    def end(self, number: int, rounds: int, *, is_settled: bool) -> int | None:
+    def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
         """A member has nothing left that is in no average; after how many rounds all end, if so.
 
         All end at once: who joins thereafter changes nothing for them. A member that is not heard
@@ -262,12 +262,12 @@ class Membership:
         Args:
             number: the member.
             rounds: so many are decided.
-            is_settled: nobody has contributed to the next one.
+            is_decided: nobody has contributed to the next one.
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
             self._db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
         rows = [*self.living(), *self.away()]
-        if is_settled and all(row["has_finished"] and not row["is_behind"] for row in rows):
+        if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
             for row in rows:
                 self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], rounds)
         ended = self._db.row("SELECT turns FROM ended WHERE member = ?", number)

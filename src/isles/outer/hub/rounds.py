@@ -196,8 +196,8 @@ class Rounds:
         weight = self._weight(outer_step, number, part.tokens, counted)
         self._write(outer_step, number, part, norm=norm, samples=counted, tokens=weight)
         if weight < part.tokens:
-            claims = f"it claims {part.tokens} tokens; its samples have {weight} at most"
-            self._db.note(member["name"], "weight", f"turn {outer_step}: {claims}")
+            what = f"it claims {part.tokens} tokens; its samples have {weight} at most"
+            self._db.note(member["name"], "weight", f"turn {outer_step}: {what}")
 
     def _weight(self, outer_step: int, number: int, tokens: int, samples: int) -> int:
         # At most the tokens of the samples behind a contribution: those in it, and those in the

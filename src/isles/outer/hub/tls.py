@@ -77,9 +77,9 @@ def _make_certificate(folder: Path) -> tuple[str, str]:
             fix="install openssl (`apt install openssl`, `dnf install openssl`)",
         ) from error
     except (subprocess.SubprocessError, OSError) as error:
-        said = getattr(error, "stderr", b"") or b""
+        text = getattr(error, "stderr", b"") or b""
         raise ConfigError(
-            f"openssl makes no certificate: {error} {said.decode(errors='replace')[-300:]}",
+            f"openssl makes no certificate: {error} {text.decode(errors='replace')[-300:]}",
             where=str(folder),
             fix="run `openssl version`, and see whether that folder can be written",
         ) from error
@@ -102,10 +102,10 @@ def lock_folder(folder: Path) -> int:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        said = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        text = os.pread(handle, 32, 0).decode(errors="replace").strip()
         os.close(handle)
         raise ConfigError(
-            f"another rendezvous (process {said}) uses this state directory",
+            f"another rendezvous (process {text}) uses this state directory",
             where=str(folder),
             fix="stop that one, or give this one a folder of its own",
         ) from None

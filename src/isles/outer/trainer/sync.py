@@ -268,9 +268,9 @@ class Coordinator:
             is_new: it has never taken part: without the others it must not begin.
         """
         state = self.hub.state
-        if (told := state.refusal) is not None:
+        if (given := state.refusal) is not None:
             id = "rendezvous.refused"
-            return ConfigError(told.what, where=told.where, fix=told.fix, id=id)
+            return ConfigError(given.what, where=given.where, fix=given.fix, id=id)
         since = self._began if state.lost_at is None else state.lost_at
         if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
             return None
