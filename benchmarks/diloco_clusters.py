@@ -221,7 +221,7 @@ class Meeting:
             turn.average.unlink()
 
     def finish(self, step: int) -> None:
-        """All clusters end with the same weights; as Outer.finish of isles.outer.trainer does it."""
+        """All clusters end with the same weights; as Outer.finish in outer/trainer does it."""
         self.take(step, is_last=True)
         now = [replica.tokens for replica in self.replicas]
         while any(tokens != now for tokens in self.contributed):
