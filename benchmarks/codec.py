@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from isles.outer.average import combine, decode_average
-from isles.outer.codec.base import Codec, parse_codec
+from isles.outer.codec import Codec, parse_codec
 from isles.outer.layout import PIECE_NUMBERS
 
 KINDS = ("none", "bf16", "int8", "int4", "topk", "topk:0.02")

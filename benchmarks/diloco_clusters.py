@@ -22,15 +22,20 @@ from isles.dist.split import even_split
 from isles.dist.world import World
 from isles.models.build import fill_model
 from isles.outer.average import combine
-from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.layout import Layout, make_layout
 from isles.outer.pace import Schedule
 from isles.train.metrics import evaluate
 from isles.train.model import count_parameters, whole_model
 from isles.train.optimizer import make_optimizers
 from isles.train.outer.coordinator import schedule_of
+from isles.train.strategy import make_engine, resolve_mesh
+from isles.outer.trainer.sync import Schedule, schedule_of
+from isles.train.metrics import evaluate
+from isles.train.model import count_parameters, whole_model
+from isles.train.optimizer import make_optimizers
 from isles.train.strategy import make_engine, resolve_mesh
 
 FRAGMENTS = "+fragments"
@@ -222,7 +227,7 @@ class Meeting:
             turn.average.unlink()
 
     def finish(self, step: int) -> None:
-        """All clusters end with the same weights; as Outer.finish of isles.train.outer does it."""
+        """All clusters end with the same weights; as Outer.finish in outer/trainer does it."""
         self.take(step, is_last=True)
         now = [replica.tokens for replica in self.replicas]
         while any(tokens != now for tokens in self.contributed):

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from isles.outer.client.client import Client
-from isles.outer.codec.base import parse_codec
+from isles.outer.client.api import HubApi
+from isles.outer.codec import parse_codec
 from isles.outer.messages import Join
 from isles.run.join_line import JoinLine
 
@@ -65,7 +65,7 @@ async def _measure(
     count = max(1, options.mebibytes * 2**20 // codec.size(PIECE))
     files = [_write(folder, codec.text, rank, count) for rank in range(options.clusters)]
     size_bytes = files[0].stat().st_size
-    clients = [Client(line, f"{rank:032x}") for rank in range(options.clusters)]
+    clients = [HubApi(line, f"{rank:032x}") for rank in range(options.clusters)]
     seconds: dict[str, float] = {}
     for client in clients:
         await client.__aenter__()
@@ -81,16 +81,18 @@ async def _measure(
         )
         await client.join(join, DEADLINE_S)
     before = _peak_bytes(pid)
-    for turn in range(options.turns):
+    for outer_step in range(options.turns):
         start = time.monotonic()
         await asyncio.gather(
             *(
-                client.contribute(turn, file, tokens=1, steps=1, samples=[], deadline_s=DEADLINE_S)
+                client.contribute(
+                    outer_step, file, tokens=1, steps=1, samples=[], deadline_s=DEADLINE_S
+                )
                 for client, file in zip(clients, files, strict=True)
             )
         )
         sent = time.monotonic()
-        answer = await clients[0].wait_turn(turn, DEADLINE_S)
+        answer = await clients[0].wait_round(outer_step, DEADLINE_S)
         averaged = time.monotonic()
         await asyncio.gather(
             *(
@@ -108,7 +110,7 @@ async def _measure(
         for key, value in now.items():
             seconds[key] = min(value, seconds.get(key, value))
         for client in clients:
-            await client.applied(turn, f"{turn:064x}", DEADLINE_S)
+            await client.applied(outer_step, f"{outer_step:064x}", DEADLINE_S)
     for client in clients:
         await client.__aexit__(None, None, None)
     up = options.clusters * size_bytes / 1e6

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isles.outer.hub.averaging import average, norm_of
-from isles.outer.hub.files import Incoming
+from isles.outer.hub.files import Incoming, average, norm_of
 from isles.outer.messages import CHUNK_BYTES, Contribution, digest_of, hash_chunks
 from tests.outer_world import World, member_id
 
@@ -49,16 +48,16 @@ def open_world(folder: Path) -> World:
 def requests() -> list[Callable[[World], None]]:
     """What clusters ask, one after the other; each is asked again until it is answered."""
 
-    def ask(name: str, turn: int) -> list[Callable[[World], None]]:
+    def ask(name: str, outer_step: int) -> list[Callable[[World], None]]:
         samples: list[tuple[int, int]] = []
 
-        def claim(world: World) -> None:
-            world.claim(name, turn + 1, 3)
+        def lease(world: World) -> None:
+            world.lease(name, outer_step + 1, 3)
 
         def contribute(world: World) -> None:
-            samples[:] = world.claim(name, turn + 1, 3)
-            number, _, path = world.core.check_part(member_id(name), turn)
-            data = np.full(NUMBERS, turn + number, np.float32).tobytes()
+            samples[:] = world.lease(name, outer_step + 1, 3)
+            number, _, path = world.core.check_part(member_id(name), outer_step)
+            data = np.full(NUMBERS, outer_step + number, np.float32).tobytes()
             source = world.folder.parent / f"{name}.part"
             source.write_bytes(data)
             incoming = Incoming(path, len(data))
@@ -71,28 +70,28 @@ def requests() -> list[Callable[[World], None]]:
             part = Contribution(
                 id=member_id(name), tokens=number, steps=1, samples=samples, digest=digest
             )
-            world.core.complete(turn, part, norm)
+            world.core.complete(outer_step, part, norm)
             incoming.close()
 
         def contribute_once(world: World) -> None:
-            if world.core.counted(member_id(name), turn) is None:
+            if world.core.counted(member_id(name), outer_step) is None:
                 contribute(world)
 
-        return [claim, contribute_once]
+        return [lease, contribute_once]
 
     def decide(world: World) -> None:
-        job = world.core.close_turn()
+        job = world.core.close_round()
         if job is not None:
-            world.core.commit(job.turn, average(Plain(), "none", PIECES[0], job))
+            world.core.commit(job.outer_step, average(Plain(), "none", PIECES[0], job))
 
     found: list[Callable[[World], None]] = [
         lambda world: world.join("a", pieces=PIECES) and None,
         lambda world: world.join("b", pieces=PIECES) and None,
     ]
-    for turn in range(TURNS):
-        found += [*ask("a", turn), *ask("b", turn), decide]
+    for outer_step in range(TURNS):
+        found += [*ask("a", outer_step), *ask("b", outer_step), decide]
         for name in "ab":
-            found.append(lambda world, n=name, t=turn: world.applied(n, t, f"{t:064x}"))
+            found.append(lambda world, n=name, t=outer_step: world.applied(n, t, f"{t:064x}"))
     return found
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.outer.client.client import Client
-from isles.outer.client.http import RendezvousRefusal
+from isles.outer.client.api import HubApi
+from isles.outer.client.http import HubRefusal
 from isles.outer.hub import __main__ as rendezvous
-from isles.outer.messages import Beat, Join
+from isles.outer.messages import Heartbeat, Join
 from isles.run.env import RankEnv
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
@@ -33,9 +33,9 @@ def pieces(elements: int) -> list[int]:
     return [min(PIECE, elements - start) for start in range(0, elements, PIECE)]
 
 
-def numbers(name: str, turn: int, elements: int) -> NDArray[np.float32]:
+def numbers(name: str, outer_step: int, elements: int) -> NDArray[np.float32]:
     """What a cluster contributes to a turn."""
-    generator = np.random.default_rng([zlib.crc32(name.encode()), turn])
+    generator = np.random.default_rng([zlib.crc32(name.encode()), outer_step])
     return generator.standard_normal(elements, dtype=np.float32)
 
 
@@ -69,49 +69,49 @@ async def main(line: JoinLine, name: str, folder: Path, turns: int, elements: in
     state = {"version": 0, "outer_params": ["0" * 64] * FRAGMENTS, "hashes": []}
     if record.exists():
         state = json.loads(record.read_text())
-    async with Client(line, member_id(name), up_bytes_per_s=rate) as client:
+    async with HubApi(line, member_id(name), up_bytes_per_s=rate) as client:
         await client.join(join(name, elements, state["version"], state["outer_params"]), DEADLINE_S)
-        beats = asyncio.create_task(_beat(client, state))
-        for turn in range(state["version"], turns):
-            file = folder / f"{name}-{turn}.part"
-            file.write_bytes(numbers(name, turn, elements).tobytes())
-            samples = await client.claim(SAMPLES, DEADLINE_S)
+        heartbeats = asyncio.create_task(_beat(client, state))
+        for outer_step in range(state["version"], turns):
+            file = folder / f"{name}-{outer_step}.part"
+            file.write_bytes(numbers(name, outer_step, elements).tobytes())
+            samples = await client.lease(SAMPLES, DEADLINE_S)
             try:
                 await client.contribute(
-                    turn,
+                    outer_step,
                     file,
                     tokens=TOKENS[name],
                     steps=1,
                     samples=samples,
                     deadline_s=DEADLINE_S,
                 )
-            except RendezvousRefusal as error:
+            except HubRefusal as error:
                 if error.kind != "late":
                     raise
-            answer = await client.wait_turn(turn, DEADLINE_S)
-            average = folder / f"{name}-{turn}.average"
+            answer = await client.wait_round(outer_step, DEADLINE_S)
+            average = folder / f"{name}-{outer_step}.average"
             await client.fetch_average(answer, average, DEADLINE_S)
             data = average.read_bytes()
-            fragment = turn % FRAGMENTS
+            fragment = outer_step % FRAGMENTS
             state["outer_params"][fragment] = next_outer_params(
                 state["outer_params"][fragment], data
             )
             state["hashes"].append(hashlib.sha256(data).hexdigest())
-            state["version"] = turn + 1
+            state["version"] = outer_step + 1
             partial = record.with_suffix(".new")
             partial.write_text(json.dumps(state))
             partial.replace(record)
-            await client.applied(turn, state["outer_params"][fragment], DEADLINE_S)
+            await client.applied(outer_step, state["outer_params"][fragment], DEADLINE_S)
             file.unlink()
             average.unlink()
-        beats.cancel()
+        heartbeats.cancel()
 
 
-async def _beat(client: Client, state: dict) -> None:
+async def _beat(client: HubApi, state: dict) -> None:
     while True:
-        beat = Beat(id=client.id, step=state["version"], version=state["version"])
-        answer = await client.beat(beat, DEADLINE_S)
-        assert not answer.order, f"{answer.order}: {answer.order_reason}"
+        heartbeat = Heartbeat(id=client.id, step=state["version"], version=state["version"])
+        answer = await client.heartbeat(heartbeat, DEADLINE_S)
+        assert not answer.command, f"{answer.command}: {answer.command_reason}"
         await asyncio.sleep(0.5)
 
 

@@ -16,23 +16,12 @@ import torch
 from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
-from isles.outer.base import OuterSettings
-from isles.outer.client.events import (
-    Claimed,
-    Committed,
-    Donate,
-    Joined,
-    LinkSettings,
-    Progress,
-    Refused,
-    Reset,
-    Sent,
-    StateReady,
-)
-from isles.outer.client.link import Link, member_of
+from isles.outer.client.client import HubClient, join_of
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.layout import make_layout
+from isles.outer.messages import Adopt, Apply, Lease, Pending, Reset, SendState
 from isles.run.env import RankEnv
 
 DEADLINE_S = 500.0
@@ -97,45 +86,52 @@ class Trainer:
         self.steps = 0
         rate = {"lr": options.get("identity", "0.7")}
         member_id = name.encode().hex().rjust(32, "0")
-        self.link = Link(
-            member_of(layout, name=name, member_id=member_id, identity=rate),
-            LinkSettings(**options.get("link", {})),
+        join = join_of(
+            layout,
+            name=name,
+            member_id=member_id,
+            outer_params=self.digests(),
+            identity=rate,
+        )
+        self.link = HubClient(
+            join,
             join_file=Path(options["join"]),
             spool=folder / f"spool-{name}",
-            version=0,
-            outer_params=self.digests(),
+            note=lambda text: self.seen.append(f"{time.time():.2f} {text}"[:400]),
+            **options.get("link", {}),
         )
 
     def digests(self) -> list[str]:
         return [self.cluster.digest(fragment) for fragment in range(self.fragments)]
 
-    def hear(self, timeout_s: float) -> None:
+    def note_heartbeat(self, timeout_s: float) -> None:
         self.link.wait(timeout_s)
-        for event in self.link.poll():
-            self.seen.append(f"{time.time():.2f} {event}"[:400])
-            match event:
-                case Joined():
-                    self.is_ready = event.standing != "behind"
-                case Claimed():
-                    self.samples += event.samples
-                case Committed():
-                    self.apply(event)
-                case StateReady():
-                    self.adopt(event)
-                case Donate():
+        for command in self.link.poll():
+            self.seen.append(f"{time.time():.2f} {command}"[:400])
+            match command:
+                case Lease():
+                    self.samples += command.samples
+                case Apply():
+                    self.apply(command)
+                case Adopt():
+                    self.adopt(command)
+                case SendState():
                     paths = self.link.state_paths()
                     paths[0].parent.mkdir(exist_ok=True)
                     for fragment, path in enumerate(paths):
                         self.cluster.export_state(fragment, path, version=self.version)
                     self.link.give_state(self.version, paths, self.digests())
                 case Reset():
-                    self.link.obeyed()
-                case Refused():
-                    (self.folder / f"{self.name}.refused").write_text(str(event))
-                    self.is_refused = True
+                    self.link.reset_done()
+        state = self.link.state
+        self.is_ready = state.is_joined and not state.is_behind
+        if state.refusal is not None and not self.is_refused:
+            kind = getattr(state.refusal, "kind", "")
+            (self.folder / f"{self.name}.refused").write_text(f"{kind} {state.refusal.what}")
+            self.is_refused = True
         self.write()
 
-    def adopt(self, event: StateReady) -> None:
+    def adopt(self, event: Adopt) -> None:
         versions = {
             self.cluster.import_state(fragment, path, keeps_steps=self.steps > 0)
             for fragment, path in enumerate(event.paths)
@@ -147,21 +143,27 @@ class Trainer:
         self.listed.clear()
         self.link.adopted(self.version, self.digests())
 
-    def apply(self, event: Committed) -> None:
-        assert event.turn == self.version
-        fragment = event.turn % self.fragments
+    def apply(self, event: Apply) -> None:
+        assert event.outer_step == self.version
+        fragment = event.outer_step % self.fragments
+        is_in = event.outer_step in self.listed and self.name in event.weights
         digest = self.cluster.digest(fragment)
         if event.path is not None:
-            mode = "on_time" if event.is_in else "late"
+            mode = "on_time" if is_in else "late"
             digest = self.cluster.apply(fragment, event.path, mode).digest
         elif fragment in self.cluster.pending:
             self.cluster.drop(fragment)
-        listed = self.listed.pop(event.turn, [])
-        if not event.is_in:
+        listed = self.listed.pop(event.outer_step, [])
+        if not is_in:
             self.samples += listed
-        self.version = event.turn + 1
-        self.history[event.turn] = [digest, event.is_in, sorted(event.weights), event.sent_bytes]
-        self.link.applied(event.turn, digest)
+        self.version = event.outer_step + 1
+        self.history[event.outer_step] = [
+            digest,
+            is_in,
+            sorted(event.weights),
+            event.sent_bytes,
+        ]
+        self.link.applied(event.outer_step, digest)
 
     def may_contribute(self) -> bool:
         """Whether it is this cluster's turn; a file of the test may hold all back."""
@@ -173,15 +175,15 @@ class Trainer:
     def contribute(self) -> None:
         self.steps += 1
         self.weights.learn(zlib.crc32(f"{self.name} {self.steps}".encode()))
-        turn = self.version
-        path = self.link.contribution_path(turn)
-        self.cluster.contribution(turn % self.fragments, path)
-        self.listed[turn], self.samples = self.samples, []
-        self.contributed = turn
-        sent = Sent(turn, TOKENS[self.name], 1, tuple(self.listed[turn]), self.steps)
+        outer_step = self.version
+        path = self.link.contribution_path(outer_step)
+        self.cluster.contribution(outer_step % self.fragments, path)
+        self.listed[outer_step], self.samples = self.samples, []
+        self.contributed = outer_step
+        sent = Pending(outer_step, TOKENS[self.name], 1, tuple(self.listed[outer_step]), self.steps)
         self.link.contribute(sent)
-        self.link.claim(SAMPLES)
-        self.link.progress(Progress(step=self.steps, since=1, tokens_per_s=1e3, phase="waiting"))
+        self.link.lease(SAMPLES)
+        self.link.report(step=self.steps, since=1, tokens_per_s=1e3, phase="waiting")
 
     def write(self, *, is_done: bool = False) -> None:
         record = {
@@ -200,19 +202,19 @@ class Trainer:
     def run(self) -> int:
         """Until the test says that it is the end; 1: it was not let in."""
         turns = self.options["turns"]
-        self.link.claim(SAMPLES)
+        self.link.lease(SAMPLES)
         self.write()
         end = time.monotonic() + DEADLINE_S
         while self.version < turns and not self.is_refused:
             assert time.monotonic() < end, "\n".join(self.seen[-40:])
             if self.may_contribute():
                 self.contribute()
-            self.hear(0.2)
+            self.note_heartbeat(0.2)
         self.write(is_done=True)
         # The others may need this one for what they have missed.
         while not (self.folder / "end").exists() and not self.is_refused:
             assert time.monotonic() < end, "nobody has said that it is the end"
-            self.hear(0.1)
+            self.note_heartbeat(0.1)
         self.write(is_done=True)
         self.link.close()
         leave_world()

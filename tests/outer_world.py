@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.outer.hub.averaging import Average
 from isles.outer.hub.core import Core
+from isles.outer.hub.files import Average
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.status import events
-from isles.outer.messages import Applied, Beat, Claim, Contribution, Join
+from isles.outer.messages import Applied, Contribution, Heartbeat, Join, LeaseRequest
 
 ZERO = "0" * 64
 
@@ -54,20 +54,26 @@ class World:
         join = Join.model_validate({**values, **more})
         return self.core.join(join, [4 * sum(pieces) for pieces in join.pieces])
 
-    def beat(self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: bool):
-        beat = Beat(id=member_id(name), step=step, version=version, has=has, **more)
-        return self.core.beat(beat)
+    def heartbeat(self, name: str, step: int = 0, version: int = 0, has: int = 0, **more: bool):
+        heartbeat = Heartbeat(id=member_id(name), step=step, version=version, has=has, **more)
+        return self.core.heartbeat(heartbeat)
 
     def end(self, name: str) -> int | None:
         """A cluster has nothing left to contribute: after how many turns all end, if they do."""
-        return self.beat(name, version=self.core.turns.next, ends=True).ended
+        return self.heartbeat(name, version=self.core.rounds.next, ends=True).ended
 
-    def claim(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
-        body = Claim(id=member_id(name), number=number, samples=samples)
-        return list(self.core.claim(body).samples)
+    def lease(self, name: str, number: int, samples: int) -> list[tuple[int, int]]:
+        body = LeaseRequest(id=member_id(name), number=number, samples=samples)
+        return list(self.core.lease(body).samples)
 
     def complete(
-        self, name: str, turn: int, samples=(), tokens: int = 10, norm: float = 1.0, fault=""
+        self,
+        name: str,
+        outer_step: int,
+        samples=(),
+        tokens: int = 10,
+        norm: float = 1.0,
+        failure="",
     ) -> None:
         body = Contribution(
             id=member_id(name),
@@ -76,18 +82,20 @@ class World:
             samples=list(samples),
             digest=ZERO,
         )
-        self.core.complete(turn, body, norm, fault)
+        self.core.complete(outer_step, body, norm, failure)
 
     def close(self) -> list[str] | None:
         """Who takes part in the turn that is closed now, and commit it; None: it waits."""
-        job = self.core.close_turn()
+        job = self.core.close_round()
         if job is None:
             return None
-        self.core.commit(job.turn, Average(ZERO, 16) if job.parts else Average("", 0))
-        return sorted(self.core.answer(job.turn).weights)
+        self.core.commit(job.outer_step, Average(ZERO, 16) if job.parts else Average("", 0))
+        return sorted(self.core.answer(job.outer_step).weights)
 
-    def applied(self, name: str, turn: int, outer_params: str) -> None:
-        self.core.applied(Applied(id=member_id(name), turn=turn, outer_params=outer_params))
+    def applied(self, name: str, outer_step: int, outer_params: str) -> None:
+        self.core.applied(
+            Applied(id=member_id(name), outer_step=outer_step, outer_params=outer_params)
+        )
 
     def events(self, kind: str) -> list[str]:
         return [f"{e['member']}: {e['what']}" for e in events(self.core, 0) if e["kind"] == kind]

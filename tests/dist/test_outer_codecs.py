@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from isles.outer.client.events import Committed
+from isles.outer.messages import Apply
 from isles.run.env import RankEnv
 from isles.run.records import write_record
 from tests.outer_member import serve
@@ -32,12 +32,12 @@ class Watched(Trainer):
         self.after: list[tuple[str, str]] = []
         super().__init__(env, folder, name, options)
 
-    def apply(self, event: Committed) -> None:
+    def apply(self, event: Apply) -> None:
         super().apply(event)
         digest = hashlib.sha256()
-        for name in self.layout.fragments[event.turn % self.fragments].names:
+        for name in self.layout.fragments[event.outer_step % self.fragments].names:
             digest.update(self.weights.values[name].numpy().tobytes())
-        self.after.append((self.history[event.turn][0], digest.hexdigest()))
+        self.after.append((self.history[event.outer_step][0], digest.hexdigest()))
 
 
 def all_codecs(env: RankEnv, folder: Path, name: str) -> dict[str, list[tuple[str, str]]]:

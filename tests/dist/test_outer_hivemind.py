@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from isles.outer.client.events import HivemindSettings
+from isles.outer.hivemind import HivemindSettings
 from tests.outer_trainer import train
 from tests.ranks import Gang, start_ranks
 
@@ -29,7 +29,7 @@ class Swarm:
         settings = HivemindSettings(
             run="test", rules=self.rules, initial_peers=self.first, secret_file=str(secret)
         )
-        link = {"beat_s": 0.5, "max_bytes_per_s": 2e6, "hivemind": settings}
+        link = {"heartbeat_s": 0.5, "max_bytes_per_s": 2e6, "hivemind": settings}
         given = {
             "codec": "int8",
             "fragments": 1,
@@ -61,17 +61,20 @@ class Swarm:
                 raise AssertionError(f"{what}: not within {DEADLINE_S:.0f} s\n" + "\n".join(logs))
             time.sleep(0.02)
 
-    def hold(self, turn: int) -> None:
+    def hold(self, outer_step: int) -> None:
         partial = self.folder / "hold.new"
-        partial.write_text(str(turn))
+        partial.write_text(str(outer_step))
         partial.replace(self.folder / "hold")
 
     def record(self, name: str) -> dict[str, Any]:
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {"version": 0, "is_ready": False}
 
-    def reached(self, turn: int, names: str) -> None:
-        self.until(lambda: all(self.record(n)["version"] >= turn for n in names), f"turn {turn}")
+    def reached(self, outer_step: int, names: str) -> None:
+        self.until(
+            lambda: all(self.record(n)["version"] >= outer_step for n in names),
+            f"turn {outer_step}",
+        )
 
     def host(self) -> str:
         """Who hosts the rendezvous: nobody has done so in a later term."""
@@ -132,8 +135,17 @@ def test_the_host_is_killed_in_mid_average_and_nothing_is_lost(tmp_path: Path) -
         records = {name: swarm.record(name) for name in "abc"}
     finally:
         swarm.stop()
-    for turn in map(str, range(TURNS)):
-        assert len({r["history"][turn][0] for r in records.values() if turn in r["history"]}) == 1
+    for outer_step in map(str, range(TURNS)):
+        assert (
+            len(
+                {
+                    r["history"][outer_step][0]
+                    for r in records.values()
+                    if outer_step in r["history"]
+                }
+            )
+            == 1
+        )
     assert all(records[name]["history"]["2"][1:3] == [True, [*rest]] for name in rest)
     assert (
         records["a"]["outer_params"] == records["b"]["outer_params"] == records["c"]["outer_params"]

@@ -47,7 +47,7 @@ class Clusters:
             "fragments": fragments,
             "turns": turns,
             "join": str(self.state / "join"),
-            "link": {"beat_s": 0.5},
+            "link": {"heartbeat_s": 0.5},
         }
         self.running: dict[str, Gang] = {}
         self.unknown = ""
@@ -65,21 +65,23 @@ class Clusters:
     def kill(self, name: str) -> None:
         self.running.pop(name).kill()
 
-    def hold(self, turn: int) -> None:
+    def hold(self, outer_step: int) -> None:
         """Let nobody contribute to this turn, nor to any after it."""
         partial = self.folder / "hold.new"
-        partial.write_text(str(turn))
+        partial.write_text(str(outer_step))
         partial.replace(self.folder / "hold")
 
-    def reached(self, turn: int, *names: str) -> None:
+    def reached(self, outer_step: int, *names: str) -> None:
         """Wait until these have applied so many turns."""
 
         def is_so() -> bool:
             self.check()
-            return all(self.record(name)["version"] >= turn for name in names)
+            return all(self.record(name)["version"] >= outer_step for name in names)
 
         until(
-            is_so, f"{turn} turns", lambda: "\n\n".join(f"== {n}\n{self.words(n)}" for n in names)
+            is_so,
+            f"{outer_step} turns",
+            lambda: "\n\n".join(f"== {n}\n{self.words(n)}" for n in names),
         )
 
     def record(self, name: str) -> dict[str, Any]:
@@ -161,8 +163,8 @@ def test_kills_and_freezes_lose_no_contribution(
         for name in names:
             clusters.start(name)
         clusters.reached(1, *names)
-        for turn, blow in enumerate(blows, start=1):
-            clusters.hold(turn + 1)
+        for outer_step, blow in enumerate(blows, start=1):
+            clusters.hold(outer_step + 1)
             clusters.pause(chance.uniform(0.0, 0.5))
             if blow == "freeze":
                 gang = clusters.running[chance.choice(names)]
@@ -172,7 +174,7 @@ def test_kills_and_freezes_lose_no_contribution(
             else:
                 clusters.kill("rendezvous")
                 clusters.serve()
-            clusters.reached(turn + 1, *names)
+            clusters.reached(outer_step + 1, *names)
         clusters.hold(clusters.turns)
         records = clusters.end(*names)
         check_ledger(clusters, everybody=True, names=3)
@@ -180,8 +182,8 @@ def test_kills_and_freezes_lose_no_contribution(
         clusters.stop()
     first = records[0]
     for record in records:
-        assert [turn[:1] for turn in record["history"].values()] == [
-            turn[:1] for turn in first["history"].values()
+        assert [outer_step[:1] for outer_step in record["history"].values()] == [
+            outer_step[:1] for outer_step in first["history"].values()
         ]
         assert record["outer_params"] == first["outer_params"]
         assert all(is_in for _, is_in, _, _ in record["history"].values())
@@ -215,14 +217,16 @@ def test_a_straggler_applies_what_it_missed_and_a_newcomer_takes_the_state(
         check_ledger(clusters, everybody=False, names=3)
     finally:
         clusters.stop()
-    turns = [str(turn) for turn in range(clusters.turns)]
-    digests = [a["history"][turn][0] for turn in turns]
-    assert [b["history"][turn][0] for turn in turns] == digests
-    assert [b["history"][turn][1] for turn in turns] == [True] * 2 + [False] * 2 + [True] * 2
-    assert [c["history"][turn][0] for turn in turns[4:]] == digests[4:]
-    assert [a["history"][turn][2] for turn in turns[4:]] == [["a", "b", "c"]] * 2
+    turns = [str(outer_step) for outer_step in range(clusters.turns)]
+    digests = [a["history"][outer_step][0] for outer_step in turns]
+    assert [b["history"][outer_step][0] for outer_step in turns] == digests
+    assert [b["history"][outer_step][1] for outer_step in turns] == [True] * 2 + [False] * 2 + [
+        True
+    ] * 2
+    assert [c["history"][outer_step][0] for outer_step in turns[4:]] == digests[4:]
+    assert [a["history"][outer_step][2] for outer_step in turns[4:]] == [["a", "b", "c"]] * 2
     assert a["outer_params"] == b["outer_params"] == c["outer_params"]
-    assert any("StateReady(version=4" in event for event in c["seen"])
-    assert not any("StateReady" in event for event in b["seen"])
+    assert any("Adopt(version=4" in event for event in c["seen"])
+    assert not any("Adopt" in event for event in b["seen"])
     (refused,) = (tmp_path / "d.refused").read_text().splitlines()
     assert "other_run" in refused and "lr is another rate in d and 0.7 in the run" in refused

@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 
 from isles.errors import CommunicationError
-from isles.outer.client.client import Client
-from isles.outer.client.files import upload
-from isles.outer.client.http import RendezvousRefusal
+from isles.outer.client.api import HubApi, upload
+from isles.outer.client.http import HubRefusal
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.server import Server
-from isles.outer.messages import CHUNK_BYTES, Beat, hash_chunks
+from isles.outer.messages import CHUNK_BYTES, Heartbeat, hash_chunks
 from isles.run.join_line import JoinLine, encode
 from tests.deadline import DEADLINE_S
 from tests.outer_member import (
@@ -148,8 +147,8 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
 
     hashes = [json.loads((tmp_path / f"{name}.json").read_text())["hashes"] for name in NAMES]
     assert len(hashes[0]) == TURNS and hashes[0] == hashes[1] == hashes[2]
-    for turn in range(TURNS):  # and they are the averages of all, weighted by tokens
-        assert hashes[0][turn] == _expected(turn)
+    for outer_step in range(TURNS):  # and they are the averages of all, weighted by tokens
+        assert hashes[0][outer_step] == _expected(outer_step)
     journal = Journal(world.state / "rendezvous.sqlite")
     samples = Samples(journal)
     assert overlaps(journal) == []
@@ -171,10 +170,12 @@ def _numbers(world: Processes) -> dict[str, int]:
         journal.close()
 
 
-def _expected(turn: int) -> str:
+def _expected(outer_step: int) -> str:
     total = np.zeros(ELEMENTS, np.float32)
     for name in NAMES:
-        total += numbers(name, turn, ELEMENTS) * np.float32(TOKENS[name] / sum(TOKENS.values()))
+        total += numbers(name, outer_step, ELEMENTS) * np.float32(
+            TOKENS[name] / sum(TOKENS.values())
+        )
     return hashlib.sha256(total.tobytes()).hexdigest()
 
 
@@ -191,11 +192,11 @@ async def serving(folder: Path, **rules: object) -> AsyncIterator[tuple[Server, 
         await server.stop()
 
 
-async def part(client: Client, folder: Path, turn: int, data: bytes, name: str = "a"):
-    file = folder / f"{name}-{turn}"
+async def part(client: HubApi, folder: Path, outer_step: int, data: bytes, name: str = "a"):
+    file = folder / f"{name}-{outer_step}"
     file.write_bytes(data)
     return await client.contribute(
-        turn, file, tokens=10, steps=1, samples=[], deadline_s=DEADLINE_S
+        outer_step, file, tokens=10, steps=1, samples=[], deadline_s=DEADLINE_S
     )
 
 
@@ -209,16 +210,16 @@ async def _unknown(folder: Path) -> None:
     outer_params = ["0" * 64] * 2
     async with serving(folder / "state") as (_, line):
         wrong = replace(line, token=encode(bytes(32)))
-        async with Client(wrong, member_id("a")) as client:
-            with pytest.raises(RendezvousRefusal, match="token is not") as refusal:
+        async with HubApi(wrong, member_id("a")) as client:
+            with pytest.raises(HubRefusal, match="token is not") as refusal:
                 await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
             assert refusal.value.kind == "token"
         other = replace(line, fingerprint=bytes(32))
-        async with Client(other, member_id("a")) as client:
+        async with HubApi(other, member_id("a")) as client:
             with pytest.raises(CommunicationError, match="certificate with sha256"):
                 await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
         nobody = replace(line, port=1)
-        async with Client(nobody, member_id("a")) as client:
+        async with HubApi(nobody, member_id("a")) as client:
             with pytest.raises(CommunicationError, match="has not worked for 1 s"):
                 await client.join(join("a", elements, 0, outer_params), 1.0)
         for garbage in (b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff"):
@@ -229,14 +230,14 @@ async def _unknown(folder: Path) -> None:
         pin = aiohttp.Fingerprint(line.fingerprint)
         async with (
             aiohttp.ClientSession(line.url, connector=aiohttp.TCPConnector(ssl=pin)) as http,
-            Client(line, member_id("a")) as client,
+            HubApi(line, member_id("a")) as client,
         ):
             async with http.get("/v1/status") as answer:
                 assert answer.status == 401
             async with http.put("/no/such/thing", data=b"x" * 100_000) as answer:
                 assert answer.status == 401  # before anything else is said
             await client.join(join("a", elements, 0, outer_params), DEADLINE_S)
-            place = f"/v1/turns/0/parts/{member_id('a')}"
+            place = f"/v1/rounds/0/parts/{member_id('a')}"
             chunk = bytes(CHUNK_BYTES)
             zeros = hashlib.sha256(chunk).hexdigest()
             for path, data, sha256, status, kind in [
@@ -244,9 +245,9 @@ async def _unknown(folder: Path) -> None:
                 (f"{place}/0", b"short", zeros, 413, "malformed"),
                 (f"{place}/2", chunk, zeros, 422, "malformed"),
                 (f"{place}/-1", chunk, zeros, 422, "malformed"),
-                ("/v1/turns/99/parts/" + member_id("a") + "/0", chunk, zeros, 409, "early"),
-                ("/v1/turns/0/parts/" + member_id("z") + "/0", chunk, zeros, 404, "unknown"),
-                ("/v1/turns/0/parts/..%2f..%2ftoken/0", chunk, zeros, 422, "malformed"),
+                ("/v1/rounds/99/parts/" + member_id("a") + "/0", chunk, zeros, 409, "early"),
+                ("/v1/rounds/0/parts/" + member_id("z") + "/0", chunk, zeros, 404, "unknown"),
+                ("/v1/rounds/0/parts/..%2f..%2ftoken/0", chunk, zeros, 422, "malformed"),
                 (f"/v1/states/1/files/0/from/{member_id('a')}/0", chunk, zeros, 404, "no_state"),
             ]:
                 async with http.put(
@@ -255,28 +256,30 @@ async def _unknown(folder: Path) -> None:
                     found = (answer.status, (await answer.json()).get("kind"))
                     assert found == (status, kind), path
             for body in (b"\xff\xfe", b"[]", b'{"id": 1}', b"{" * 100_000):
-                async with http.post("/v1/beat", data=body, headers=headers) as answer:
+                async with http.post("/v1/heartbeat", data=body, headers=headers) as answer:
                     assert answer.status == 422
-            async with http.post("/v1/beat", data=bytes(17 << 20), headers=headers) as answer:
+            async with http.post("/v1/heartbeat", data=bytes(17 << 20), headers=headers) as answer:
                 assert answer.status == 413
 
             # Refused in words, by name; the others go on.
             bad = numbers("a", 0, elements)
             bad[elements // 2] = np.nan
-            with pytest.raises(RendezvousRefusal, match="contribution of a to turn 0 is refused"):
+            with pytest.raises(HubRefusal, match="contribution of a to turn 0 is refused"):
                 await part(client, folder, 0, bad.tobytes())
-            beat = await client.beat(Beat(id=client.id, step=1, version=0), DEADLINE_S)
-            assert beat.order == "reset" and "turn 0" in beat.order_reason
-            assert (await client.wait_turn(0, DEADLINE_S)).size_bytes == 0
-            for turn in (1, 2):
-                await part(client, folder, turn, numbers("a", turn, elements).tobytes())
-                await client.wait_turn(turn, DEADLINE_S)
-            with pytest.raises(RendezvousRefusal, match="decided without") as refusal:
+            heartbeat = await client.heartbeat(
+                Heartbeat(id=client.id, step=1, version=0), DEADLINE_S
+            )
+            assert heartbeat.command == "reset" and "turn 0" in heartbeat.command_reason
+            assert (await client.wait_round(0, DEADLINE_S)).size_bytes == 0
+            for outer_step in (1, 2):
+                await part(client, folder, outer_step, numbers("a", outer_step, elements).tobytes())
+                await client.wait_round(outer_step, DEADLINE_S)
+            with pytest.raises(HubRefusal, match="decided without") as refusal:
                 await part(client, folder, 0, numbers("a", 0, elements).tobytes())
             assert refusal.value.kind == "late"
             # What was counted is counted once, also for a process that was started again.
             await part(client, folder, 2, numbers("a", 2, elements).tobytes())
-            with pytest.raises(RendezvousRefusal, match="bytes; the rendezvous expects"):
+            with pytest.raises(HubRefusal, match="bytes; the rendezvous expects"):
                 await part(client, folder, 3, b"1234")
         assert not list((folder / "state").glob("**/*token*/*"))
 
@@ -291,44 +294,46 @@ async def _straggler(folder: Path) -> None:
     rules = {"wait": "time_boxed", "time_box_s": 0.01, "keep_averages": 4, "dead_after_s": 600.0}
     async with (
         serving(folder / "state", **rules) as (_, line),
-        Client(line, member_id("a")) as a,
-        Client(line, member_id("b")) as b,
-        Client(line, member_id("c")) as c,
+        HubApi(line, member_id("a")) as a,
+        HubApi(line, member_id("b")) as b,
+        HubApi(line, member_id("c")) as c,
     ):
         assert (await a.join(join("a", elements, 0, zero), DEADLINE_S)).standing == "first"
         assert (await b.join(join("b", elements, 0, zero), DEADLINE_S)).standing == "current"
         outer_params = list(zero)
 
-        async def one_turn(turn: int) -> None:
-            await part(a, folder, turn, numbers("a", turn, elements).tobytes())
-            answer = await a.wait_turn(turn, DEADLINE_S)
+        async def one_turn(outer_step: int) -> None:
+            await part(a, folder, outer_step, numbers("a", outer_step, elements).tobytes())
+            answer = await a.wait_round(outer_step, DEADLINE_S)
             assert answer.weights == {"a": 10}
             target = folder / "average"
             await a.fetch_average(answer, target, DEADLINE_S)
-            outer_params[turn % 2] = next_outer_params(outer_params[turn % 2], target.read_bytes())
-            await a.applied(turn, outer_params[turn % 2], DEADLINE_S)
+            outer_params[outer_step % 2] = next_outer_params(
+                outer_params[outer_step % 2], target.read_bytes()
+            )
+            await a.applied(outer_step, outer_params[outer_step % 2], DEADLINE_S)
 
-        for turn in range(3):
-            await one_turn(turn)
+        for outer_step in range(3):
+            await one_turn(outer_step)
         # b was away for three turns: it applies them one after the other.
         late = await b.join(join("b", elements, 0, zero), DEADLINE_S)
-        assert (late.standing, late.turn) == ("late", 3)
+        assert (late.standing, late.outer_step) == ("late", 3)
         own = list(zero)
-        for turn in range(3):
-            target = folder / f"b-average-{turn}"
-            answer = await b.wait_turn(turn, DEADLINE_S)
+        for outer_step in range(3):
+            target = folder / f"b-average-{outer_step}"
+            answer = await b.wait_round(outer_step, DEADLINE_S)
             await b.fetch_average(answer, target, DEADLINE_S)
-            own[turn % 2] = next_outer_params(own[turn % 2], target.read_bytes())
-            await b.applied(turn, own[turn % 2], DEADLINE_S)
+            own[outer_step % 2] = next_outer_params(own[outer_step % 2], target.read_bytes())
+            await b.applied(outer_step, own[outer_step % 2], DEADLINE_S)
         assert own == outer_params
         assert (await b.join(join("b", elements, 3, own), DEADLINE_S)).standing == "current"
 
         # c is new: b is away, so a gives it its state; both ways are cut in the middle.
-        for turn in range(3, 6):
-            await one_turn(turn)
+        for outer_step in range(3, 6):
+            await one_turn(outer_step)
         assert (await c.join(join("c", elements, 0, zero), DEADLINE_S)).standing == "behind"
         pulling = asyncio.create_task(c.pull_state(folder / "pulled", DEADLINE_S))
-        while not (await a.beat(Beat(id=a.id, step=1, version=6), DEADLINE_S)).donate:
+        while not (await a.heartbeat(Heartbeat(id=a.id, step=1, version=6), DEADLINE_S)).send_state:
             assert not pulling.done()
         header = json.dumps({"__metadata__": {"version": "6"}}).encode()
         body = len(header).to_bytes(8, "little") + header + os.urandom(3 * CHUNK_BYTES)
@@ -351,16 +356,16 @@ async def _straggler(folder: Path) -> None:
         pulled = await c.pull_state(folder / "pulled", DEADLINE_S)
         # What was there was not fetched again, but for a chunk that was cut off before it was kept.
         assert len(body) <= c.channel.received_bytes <= len(body) + CHUNK_BYTES
-        assert (pulled.version, pulled.outer_params, pulled.donor) == (6, at_six, "a")
+        assert (pulled.version, pulled.outer_params, pulled.source) == (6, at_six, "a")
         assert (folder / "pulled" / state.name).read_bytes() == body
         assert (await c.join(join("c", elements, 6, at_six), DEADLINE_S)).standing == "late"
         target = folder / "c-average"
-        await c.fetch_average(await c.wait_turn(6, DEADLINE_S), target, DEADLINE_S)
+        await c.fetch_average(await c.wait_round(6, DEADLINE_S), target, DEADLINE_S)
         own = [next_outer_params(at_six[0], target.read_bytes()), at_six[1]]
         assert own == outer_params
         assert (await c.join(join("c", elements, 7, own), DEADLINE_S)).standing == "current"
         with pytest.raises(CommunicationError, match="turn 7 is future after 0 s"):
-            await c.wait_turn(7, 0.2)
+            await c.wait_round(7, 0.2)
 
 
 async def _cut(task: asyncio.Task, condition: Callable[[], bool]) -> None:
@@ -383,7 +388,7 @@ async def _rate(folder: Path) -> None:
     elements = 3 * CHUNK_BYTES // 4
     async with (
         serving(folder / "state") as (server, line),
-        Client(line, member_id("a"), up_bytes_per_s=rate, down_bytes_per_s=rate) as client,
+        HubApi(line, member_id("a"), up_bytes_per_s=rate, down_bytes_per_s=rate) as client,
     ):
         await client.join(join("a", elements, 0, ["0" * 64] * 2), DEADLINE_S)
         await server.work.averager()  # torch is there: only the line is measured
@@ -391,10 +396,10 @@ async def _rate(folder: Path) -> None:
         file.write_bytes(numbers("a", 0, elements).tobytes())
         hashes = hash_chunks(file)
         start = time.monotonic()
-        await upload(client.channel, f"/v1/turns/0/parts/{client.id}", file, hashes, DEADLINE_S)
+        await upload(client.channel, f"/v1/rounds/0/parts/{client.id}", file, hashes, DEADLINE_S)
         seconds = {"up": time.monotonic() - start}
         await part(client, folder, 0, file.read_bytes())
-        answer = await client.wait_turn(0, DEADLINE_S)
+        answer = await client.wait_round(0, DEADLINE_S)
         start = time.monotonic()
         await client.fetch_average(answer, folder / "average", DEADLINE_S)
         seconds["down"] = time.monotonic() - start
@@ -411,8 +416,8 @@ def test_it_ends_by_itself_also_where_a_cluster_never_comes_back(tmp_path: Path)
 async def _left_alone(folder: Path) -> None:
     async with (
         serving(folder / "state") as (server, line),
-        Client(line, member_id("a")) as a,
-        Client(line, member_id("b")) as b,
+        HubApi(line, member_id("a")) as a,
+        HubApi(line, member_id("b")) as b,
     ):
         await a.join(join("a", 100, 0, ["0" * 64] * 2), DEADLINE_S)
         await b.join(join("b", 100, 0, ["0" * 64] * 2), DEADLINE_S)

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from isles.outer.average import size
-from isles.outer.client.client import Client
-from isles.outer.client.http import RendezvousRefusal
-from isles.outer.codec.base import parse_codec
+from isles.outer.client.api import HubApi
+from isles.outer.client.http import HubRefusal
+from isles.outer.codec import parse_codec
 from isles.outer.hub import __main__ as rendezvous
 from isles.outer.hub.journal import JOURNAL
-from isles.outer.messages import Beat, digest_of, hash_chunks
+from isles.outer.messages import Heartbeat, digest_of, hash_chunks
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
 from tests.dist.test_outer_rendezvous import part, serving
@@ -56,16 +56,18 @@ def test_a_flood_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
 
 
 async def _flood(folder: Path) -> None:
-    async with serving(folder / "state") as (_, line), Client(line, member_id("a")) as client:
+    async with serving(folder / "state") as (_, line), HubApi(line, member_id("a")) as client:
         await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
         connections = []
         for _ in range(600):  # they say nothing, not even the beginning of TLS
             connections.append(
                 await asyncio.open_connection(line.host, line.port, local_addr=("127.0.0.2", 0))
             )
-        async with Client(line, member_id("b")) as other:
+        async with HubApi(line, member_id("b")) as other:
             await other.join(join("b", 10, 0, OUTER_PARAMS), DEADLINE_S)
-        assert (await client.beat(Beat(id=client.id, step=1, version=0), DEADLINE_S)).members == [
+        assert (
+            await client.heartbeat(Heartbeat(id=client.id, step=1, version=0), DEADLINE_S)
+        ).members == [
             "a",
             "b",
         ]
@@ -79,7 +81,7 @@ def test_no_request_without_the_token_costs_anything(tmp_path: Path) -> None:
 
 async def _without_token(folder: Path) -> None:
     async with serving(folder / "state") as (_, line):
-        head = b"PUT /v1/turns/0/parts/x/0 HTTP/1.1\r\nHost: x\r\n"
+        head = b"PUT /v1/rounds/0/parts/x/0 HTTP/1.1\r\nHost: x\r\n"
         large = head + b"Content-Length: 999999999999\r\n\r\n" + bytes(1 << 20)
         assert b"401" in (await _ask(line, large)).splitlines()[0]
         bearer = b"Authorization: Bearer " + b"\xff" * 43 + b"\r\nContent-Length: 0\r\n\r\n"
@@ -105,12 +107,12 @@ def test_secrets_stand_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 async def _secrets(folder: Path) -> str:
-    async with serving(folder / "state") as (_, line), Client(line, member_id("a")) as client:
+    async with serving(folder / "state") as (_, line), HubApi(line, member_id("a")) as client:
         await client.join(join("a", 10, 0, OUTER_PARAMS), DEADLINE_S)
         headers = {"Authorization": f"Bearer {line.token}"}
         connector = aiohttp.TCPConnector(ssl=aiohttp.Fingerprint(line.fingerprint))
         async with aiohttp.ClientSession(line.url, connector=connector, headers=headers) as http:
-            for path in ("/v1/status", "/v1/events", "/v1/turns/0"):
+            for path in ("/v1/status", "/v1/events", "/v1/rounds/0"):
                 async with http.get(path) as answer:
                     text = await answer.text()
                     assert answer.status == 200 and member_id("a") not in text
@@ -121,9 +123,9 @@ async def _secrets(folder: Path) -> str:
             (folder / "state" / "run.yaml").write_text("name: tiny\n")
             async with http.get("/v1/run-file") as answer:
                 assert await answer.json() == {"run": "test", "text": "name: tiny\n"}
-        with pytest.raises(RendezvousRefusal) as refusal:
-            async with Client(line, member_id("z")) as unknown:
-                await unknown.beat(Beat(id=unknown.id, step=0, version=0), DEADLINE_S)
+        with pytest.raises(HubRefusal) as refusal:
+            async with HubApi(line, member_id("z")) as unknown:
+                await unknown.heartbeat(Heartbeat(id=unknown.id, step=0, version=0), DEADLINE_S)
         assert member_id("z") not in str(refusal.value)
         return line.token
 
@@ -148,36 +150,36 @@ async def _poison(folder: Path, codec: str) -> None:
     rules = {"dead_after_s": 600.0}
     async with (
         serving(folder / "state", **rules) as (_, line),
-        Client(line, member_id("a")) as good,
-        Client(line, member_id("b")) as bad,
+        HubApi(line, member_id("a")) as good,
+        HubApi(line, member_id("b")) as bad,
     ):
         for client, name in ((good, "a"), (bad, "b")):
             await client.join(join(name, elements, 0, OUTER_PARAMS, codec=codec), DEADLINE_S)
         honest = _encoded(codec, numbers("a", 0, elements))
         noise = random.Random(0)
-        for turn in range(5):
-            wrong = _encoded(codec, numbers("b", turn, elements))
-            at = [0, len(wrong) - 4, noise.randrange(len(wrong) // 4) * 4][turn % 3]
+        for outer_step in range(5):
+            wrong = _encoded(codec, numbers("b", outer_step, elements))
+            at = [0, len(wrong) - 4, noise.randrange(len(wrong) // 4) * 4][outer_step % 3]
             # Not a number, infinite, or just noise; where scales are (first or last), or anywhere.
             wrong[at : at + 4] = [b"\xff\xff\xff\xff", b"\0\0\x80\x7f", b"\x80\x7f\x80\x7f"][
-                turn % 3
+                outer_step % 3
             ]
-            if turn == 3:
+            if outer_step == 3:
                 wrong = bytearray(b"\xff" * len(wrong))
-            if turn == 4:
+            if outer_step == 4:
                 wrong = bytearray(noise.randbytes(len(wrong)))
             refused = ""
             try:
-                await part(bad, folder, turn, bytes(wrong), "b")
-            except RendezvousRefusal as error:
+                await part(bad, folder, outer_step, bytes(wrong), "b")
+            except HubRefusal as error:
                 assert error.kind == "refused" and "b to turn" in error.what
                 refused = error.what
-            await part(good, folder, turn, bytes(honest))
-            answer = await good.wait_turn(turn, DEADLINE_S)
+            await part(good, folder, outer_step, bytes(honest))
+            answer = await good.wait_round(outer_step, DEADLINE_S)
             assert sorted(answer.weights) == (["a"] if refused else ["a", "b"])
-            if turn == 3:
+            if outer_step == 3:
                 assert refused and answer.refused["b"] in refused
-            target = folder / f"average-{turn}"
+            target = folder / f"average-{outer_step}"
             await good.fetch_average(answer, target, DEADLINE_S)
             values = _average_of(codec, target.read_bytes(), elements)
             assert np.isfinite(values).all()
@@ -216,28 +218,28 @@ def test_a_full_disk_is_named_and_gone_on_from(
 
 async def _full(folder: Path, disk: Path) -> None:
     elements = 1 << 19  # 2 MiB each
-    async with serving(disk, dead_after_s=600.0) as (_, line), Client(line, member_id("a")) as a:
+    async with serving(disk, dead_after_s=600.0) as (_, line), HubApi(line, member_id("a")) as a:
         await a.join(join("a", elements, 0, OUTER_PARAMS), DEADLINE_S)
         data = numbers("a", 0, elements).tobytes()
         await part(a, folder, 0, data)
-        await a.wait_turn(0, DEADLINE_S)
-        for turn, room in ((1, 0), (2, 5 << 19)):  # not even a claim; a part, but no average
+        await a.wait_round(0, DEADLINE_S)
+        for outer_step, room in ((1, 0), (2, 5 << 19)):  # not even a claim; a part, but no average
             filler = disk / "filler"
             _fill(filler, room)
-            sending = asyncio.create_task(part(a, folder, turn, data))
-            claiming = asyncio.create_task(a.claim(8, DEADLINE_S))
-            waiting = asyncio.create_task(a.wait_turn(turn, 3.0))
+            sending = asyncio.create_task(part(a, folder, outer_step, data))
+            claiming = asyncio.create_task(a.lease(8, DEADLINE_S))
+            waiting = asyncio.create_task(a.wait_round(outer_step, 3.0))
             await asyncio.wait({waiting})
             assert waiting.exception() is not None, "decided on a full disk"
             filler.unlink()
             await sending
             assert len(await claiming) == 1
-            answer = await a.wait_turn(turn, DEADLINE_S)
+            answer = await a.wait_round(outer_step, DEADLINE_S)
             assert answer.weights == {"a": 10}
-            target = folder / f"average-{turn}"
+            target = folder / f"average-{outer_step}"
             await a.fetch_average(answer, target, DEADLINE_S)
             assert target.read_bytes() == data
-            await a.applied(turn, "1" * 64, DEADLINE_S)
+            await a.applied(outer_step, "1" * 64, DEADLINE_S)
 
 
 def _fill(path: Path, room: int) -> None:
@@ -259,11 +261,11 @@ def test_a_rendezvous_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
     world = open_world(tmp_path / "state")
     assert overlaps(world.core.journal) == []
     assert world.core.samples.counts() == {"averaged": TURNS * 2 * 3}
-    for turn in range(TURNS):
-        answer = world.core.answer(turn)
+    for outer_step in range(TURNS):
+        answer = world.core.answer(outer_step)
         assert answer.weights == {"a": 1, "b": 2}
-        data = world.core.turns.average_path(turn).read_bytes()
-        one, two = (np.float32(turn + n) * np.float32(n / 3) for n in (1, 2))
+        data = world.core.rounds.average_path(outer_step).read_bytes()
+        one, two = (np.float32(outer_step + n) * np.float32(n / 3) for n in (1, 2))
         assert set(np.frombuffer(data, np.float32).tolist()) == {float(one + two)}
         path = tmp_path / "average"
         path.write_bytes(data)

@@ -44,7 +44,9 @@ def test_zero3_and_hsdp_keep_the_same_weights_through_a_resume(
                 assert gang.wait(DEADLINE_S) == [0] * ranks[name]
                 resume[name] = str(run_dir.path)
     a, b = (run_dir for run_dir, _, _ in started.values())
-    digests = [{turn: row["digest"] for turn, row in turns_of(run).items()} for run in (a, b)]
+    digests = [
+        {outer_step: row["digest"] for outer_step, row in turns_of(run).items()} for run in (a, b)
+    ]
     assert digests[0] == digests[1] and len(digests[0]) >= 5
     assert len(set(digests[0].values())) == len(digests[0]), "nothing was learnt"
     one, other = model_of(a), model_of(b)

@@ -24,18 +24,17 @@ from isles.config.sections.outer import DiLoCoConfig
 from isles.data.mix import build_datasets
 from isles.dist.world import join_world, leave_world
 from isles.errors import ExitCode
-from isles.outer.base import OuterSettings
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from isles.outer.layout import make_layout
 from isles.run.checkpoints import list_checkpoints
+from isles.outer.trainer.step import Exchange
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows, write_record
-from isles.train.outer.samples import OwnSamples
-from isles.train.outer.turns import Turns
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from tests.dist.test_same_mathematics import weights_of
@@ -227,9 +226,9 @@ def test_two_clusters_that_meet_after_each_step_are_data_parallel(
             assert gang.wait(DEADLINE_S) == [0]
     rows = [turns_of(run_dir) for run_dir, _, _ in started]
     steps = []
-    for turn in range(3):
-        assert rows[0][turn]["weights"].keys() == {"a", "b"}
-        spans = [span for each in rows for span in each[turn]["samples"]]
+    for outer_step in range(3):
+        assert rows[0][outer_step]["weights"].keys() == {"a", "b"}
+        spans = [span for each in rows for span in each[outer_step]["samples"]]
         steps.append([number for start, stop in spans for number in range(start, stop)])
     assert sorted(number for numbers in steps for number in numbers) == list(range(2 * 3 * 12))
     (wanted,) = start_ranks(reference, 1, _with(on_disk, *options), steps).wait()
@@ -270,9 +269,9 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
         assert overlaps(journal) == []
         counts = Samples(journal).counts()
     rows = turns_of(a)
-    digests = {turn: row["digest"] for turn, row in turns_of(b).items()}
+    digests = {outer_step: row["digest"] for outer_step, row in turns_of(b).items()}
     assert len(rows) >= 8 and len(digests) >= 8
-    assert digests == {turn: rows[turn]["digest"] for turn in digests}
+    assert digests == {outer_step: rows[outer_step]["digest"] for outer_step in digests}
     one, other = model_of(a), model_of(b)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert counts["averaged"] >= 24 * 6 + 6 * 12
@@ -386,15 +385,15 @@ def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
 
 def halts_at_the_end(env: RankEnv, run: Path, attempt: int, resume_from: Path | None) -> int:
     """A rank that is stopped when it is about to contribute to the last turn, or to one more."""
-    contribute = Turns.contribute
+    contribute = Exchange.contribute
 
-    def halt(turns: Turns, turn: int) -> None:
-        if turn >= LAST_TURN:
-            Turns.contribute = contribute  # type: ignore[method-assign]
+    def halt(turns: Exchange, outer_step: int) -> None:
+        if outer_step >= LAST_TURN:
+            Exchange.contribute = contribute  # type: ignore[method-assign]
             os.kill(os.getpid(), signal.SIGSTOP)
-        contribute(turns, turn)
+        contribute(turns, outer_step)
 
-    Turns.contribute = halt  # type: ignore[method-assign]
+    Exchange.contribute = halt  # type: ignore[method-assign]
     return rank_of_a_cluster(env, run, attempt, resume_from)
 
 
@@ -482,20 +481,20 @@ def manifests(env: RankEnv, folder: Path) -> list[str]:
     layout = make_layout(weights.trained_shapes(), parse_codec("none"), num_fragments=2)
     cluster = Cluster(weights, world, layout, OuterSettings())
     cluster.begin()
-    samples, progress = OwnSamples("ab" * 16), Progress.fresh()
-    samples.deal([(0, 100)])
+    progress = Progress.fresh()
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
     config = DiLoCoConfig(sync_every=8, fragments=2, delay=1)
-    turns = Turns(config, "a", cluster, layout, samples, progress, recorder)
+    exchange = Exchange(config, "a", "ab" * 16, cluster, layout, recorder)
+    exchange.begin(progress).add([(0, 100)])
     progress.advance(samples=4, tokens=40, target_tokens=40)
-    turns.steps += 1
-    manifest = turns.manifest()
+    exchange.steps += 1
+    manifest = exchange.manifest()
     before = json.dumps(manifest)
-    turns.contribute(0)
-    turns.encoded(0)
-    turns.close()
+    exchange.contribute(0)
+    exchange.encoded(0)
+    exchange.close()
     leave_world()
-    return [before, json.dumps(manifest), json.dumps(turns.manifest())]
+    return [before, json.dumps(manifest), json.dumps(exchange.manifest())]
 
 
 @pytest.mark.long

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from isles.dist.world import join_world, leave_world
 from isles.outer.average import combine, decode_average
-from isles.outer.base import OuterSettings, UnsoundUpdateError
 from isles.outer.cluster import Cluster
-from isles.outer.codec.base import parse_codec
+from isles.outer.codec import UnsoundUpdateError, parse_codec
+from isles.outer.diloco import OuterSettings
 from isles.outer.layout import make_layout
 from isles.run.env import RankEnv
 from tests.outer_trainer import SHAPES, Numbers

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from isles.errors import UserError
 from isles.outer.average import average_size, combine, decode_average, inspect, size
-from isles.outer.base import LARGEST, UnsoundUpdateError
-from isles.outer.codec.base import Codec, parse_codec
+from isles.outer.codec import LARGEST, Codec, UnsoundUpdateError, parse_codec
 from tests.each import each
 
 CODECS = ("none", "bf16", "int8", "int4", "topk:0.02", "topk:0.3", "topk:0.5", "topk:1.0")

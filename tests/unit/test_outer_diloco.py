@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from isles.outer.average import combine
-from isles.outer.base import Mode, OuterSettings, UnsoundUpdateError
-from isles.outer.codec.base import Codec, parse_codec
-from isles.outer.diloco import FragmentShare, clip_scale, square_sum, total_norm
+from isles.outer.codec import Codec, UnsoundUpdateError, parse_codec
+from isles.outer.diloco import (
+    FragmentShare,
+    Mode,
+    OuterSettings,
+    clip_scale,
+    square_sum,
+    total_norm,
+)
 from isles.outer.layout import Piece
 from tests.deadline import DEADLINE_S
 from tests.each import each

@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 
 from isles.errors import ConfigError
-from isles.outer.hivemind.keys import Keys
-from isles.outer.hivemind.node import Hello, choose
-from isles.outer.hub.requests import Refusal
-from isles.outer.messages import TurnAnswer
+from isles.outer.hivemind.dht import Keys
+from isles.outer.hivemind.host import Hello, choose
+from isles.outer.hub.rules import Refusal
+from isles.outer.messages import RoundAnswer
 from tests.outer_world import ZERO, World, member_id
 
 
-def hello(host: str = "", turn: int = 0, term: int = 0) -> Hello:
-    return Hello(name="n", host=host, turn=turn, term=term)
+def hello(host: str = "", has: int = 0, term: int = 0) -> Hello:
+    return Hello(name="n", host=host, has=has, term=term)
 
 
 def chosen(me: str, everybody: dict[str, Hello], at_least: int = 1, *, settled: bool = True) -> str:
     others = {peer: said for peer, said in everybody.items() if peer != me}
-    return choose(me, everybody[me], others, at_least=at_least, is_settled=settled)
+    return choose(me, everybody[me], others, at_least=at_least, has_listened=settled)
 
 
 def test_all_choose_the_one_with_most_averages() -> None:
-    everybody = {"a": hello(turn=4), "b": hello(turn=5), "c": hello(turn=4)}
+    everybody = {"a": hello(has=4), "b": hello(has=5), "c": hello(has=4)}
     assert [chosen(me, everybody) for me in "abc"] == ["", "b", ""]
     assert [chosen(me, everybody, 4) for me in "abc"] == [""] * 3
     assert [chosen(me, everybody, settled=False) for me in "abc"] == [""] * 3
@@ -50,19 +50,19 @@ def test_a_new_host_goes_on_from_what_clusters_hold(tmp_path: Path) -> None:
     """a, who hosts now, has applied turns 0 and 1, and has the average of turn 2; b lacks it."""
     world = World(tmp_path, keep_averages=8)
     answers = [
-        TurnAnswer(
-            turn=turn,
+        RoundAnswer(
+            outer_step=outer_step,
             state="committed",
             weights={"a": 3, "gone": 5},
-            refused={"b": "nan"} if turn == 1 else {},
+            refused={"b": "nan"} if outer_step == 1 else {},
             digest=ZERO,
             size_bytes=16,
         )
-        for turn in range(3)
+        for outer_step in range(3)
     ]
     world.core.seed(list(zip(answers, ["1" * 64, "2" * 64, ""], strict=True)))
     first = world.join("a", version=2, has=3, outer_params="2" * 64, holding=[(10, 20)])
-    assert (first.standing, first.turn, first.from_turn) == ("first", 3, 3)
+    assert (first.standing, first.outer_step, first.from_step) == ("first", 3, 3)
     b = world.join("b", version=2, has=2, outer_params="2" * 64, holding=[(20, 24), (0, 4)])
     assert (b.standing, b.lost) == ("late", []), "it goes on in its own block"
     assert world.core.answer(1).weights == {"a": 3, "gone": 5}
@@ -72,7 +72,7 @@ def test_a_new_host_goes_on_from_what_clusters_hold(tmp_path: Path) -> None:
         world.join("c", version=4, outer_params="4" * 64)
     assert caught.value.kind == "ahead", "it must host instead"
     assert world.join("c", version=1, outer_params="7" * 64).standing == "behind"
-    assert world.claim("a", 1, 5) == [(24, 29)], "none is leased that was leased before"
+    assert world.lease("a", 1, 5) == [(24, 29)], "none is leased that was leased before"
 
 
 def test_no_average_is_applied_that_some_living_cluster_lacks(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_no_average_is_applied_that_some_living_cluster_lacks(tmp_path: Path) ->
     world.now = 11.0
     world.core.drop_silent()
     assert world.core.held(member_id("a"), 0), "c is not heard"
-    world.beat("c")
+    world.heartbeat("c")
     assert not world.core.held(member_id("a"), 0)
-    world.beat("c", has=1)
+    world.heartbeat("c", has=1)
     assert world.core.held(member_id("a"), 0)
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isles.errors import UserError
-from isles.outer.codec.base import Codec, parse_codec
+from isles.outer.codec import Codec, parse_codec
 from isles.outer.layout import PIECE_NUMBERS, Fragment, Piece, make_layout
-from isles.outer.pace import LEAST, MOST, auto_sync_every
+from isles.outer.trainer.sync import LEAST, MOST, auto_sync_every
 from tests.each import each
 
 INT8 = Codec("int8")
@@ -92,7 +92,6 @@ def test_too_many_fragments_are_refused_with_the_reason() -> None:
 def test_large_parameters_are_cut_at_the_codecs_blocks() -> None:
     layout = make_layout({"w": (3, 2**20)}, INT8)
     assert layout.piece_counts(0) == [PIECE_NUMBERS] * 3
-    assert layout.contribution_size(0) == 3 * INT8.size(PIECE_NUMBERS)
 
 
 def test_sync_every_follows_from_the_link() -> None:

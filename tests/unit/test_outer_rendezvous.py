@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from isles.errors import ConfigError
 from isles.outer.client.http import RateLimit
 from isles.outer.hub.files import Incoming, Sealed, WrongHash
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import divergence, outliers
+from isles.outer.hub.rules import Refusal, divergence, outliers
 from isles.outer.hub.tls import lock_folder, make_identity
 from isles.outer.messages import (
     CHUNK_BYTES,
@@ -26,7 +25,7 @@ from isles.outer.messages import (
     digest_of,
     hash_chunks,
 )
-from isles.outer.spans import Interval, joined
+from isles.outer.samples import Interval, joined
 from isles.run.join_line import JoinLine, encode
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id, overlaps
@@ -46,7 +45,7 @@ class Ledger(RuleBasedStateMachine):
         self.held: dict[str, list[int]] = {}
         """By cluster: what it may train on, in the order in which it reads."""
         self.sent: dict[tuple[str, int], list[int]] = {}
-        self.claims = Counter[str]()
+        self.leases = Counter[str]()
         self.averaged: set[int] = set()
         self.read: set[int] = set()
         for name in "abc":
@@ -54,44 +53,44 @@ class Ledger(RuleBasedStateMachine):
             self.held[name] = []
 
     @rule(name=NAMES, amount=st.integers(1, 40))
-    def claim(self, name: str, amount: int) -> None:
-        self.claims[name] += 1
-        got = self.world.claim(name, self.claims[name], amount)
+    def lease(self, name: str, amount: int) -> None:
+        self.leases[name] += 1
+        got = self.world.lease(name, self.leases[name], amount)
         assert sum(stop - start for start, stop in got) >= amount
-        assert self.world.claim(name, self.claims[name], amount) == got  # its answer was lost
+        assert self.world.lease(name, self.leases[name], amount) == got  # its answer was lost
         self.held[name] += _numbers(got)
 
     @rule(name=NAMES, part=st.floats(0.1, 1), is_sound=st.booleans())
     def contribute(self, name: str, part: float, is_sound: bool) -> None:
         held = self.held[name]
         count = int(len(held) * part)
-        turn = self.world.core.turns.next
-        if self.world.core.turns.is_counted(turn, _number(self.world, name)):
-            turn += 1
-        if self.world.core.turns.is_counted(turn, _number(self.world, name)):
+        outer_step = self.world.core.rounds.next
+        if self.world.core.rounds.is_counted(outer_step, _number(self.world, name)):
+            outer_step += 1
+        if self.world.core.rounds.is_counted(outer_step, _number(self.world, name)):
             return
         spans = joined([(n, n + 1) for n in held[:count]])
         try:
-            self.world.complete(name, turn, spans, fault="" if is_sound else "nan")
+            self.world.complete(name, outer_step, spans, failure="" if is_sound else "nan")
         except Refusal as error:
             assert error.kind in ("refused", "early") or not is_sound
             return
-        self.sent[name, turn], self.held[name] = held[:count], held[count:]
+        self.sent[name, outer_step], self.held[name] = held[:count], held[count:]
 
     @rule()
     def close(self) -> None:
         self.world.now += 1.0
-        turn = self.world.core.turns.next
+        outer_step = self.world.core.rounds.next
         others = {name: self._of_others(name) for name in "abc"}
         names = self.world.close()
         for name in "abc":
-            numbers = self.sent.pop((name, turn), [])
+            numbers = self.sent.pop((name, outer_step), [])
             if name in (names or ()):
                 self.averaged |= set(numbers) - others[name]
             elif names is not None:
                 self.held[name] = sorted({*numbers, *self.held[name]})
             elif numbers:
-                self.sent[name, turn] = numbers
+                self.sent[name, outer_step] = numbers
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
@@ -99,7 +98,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def come_back(self, name: str) -> None:
-        self.world.beat(name)
+        self.world.heartbeat(name)
 
     @rule(name=NAMES)
     def pause(self, name: str) -> None:
@@ -108,13 +107,13 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def start_again(self, name: str) -> None:
-        version = self.world.core.turns.next
+        version = self.world.core.rounds.next
         sent = [n for (who, _), numbers in self.sent.items() if who == name for n in numbers]
         holding = joined([(n, n + 1) for n in [*self.held[name], *sent]])
         lost = set(_numbers(self.world.join(name, version=version, holding=holding).lost))
         assert not lost & set(self.held[name]) - self._of_others(name), "its own block"
         self.held[name] = [n for n in self.held[name] if n not in lost]
-        self.claims[name] = 0
+        self.leases[name] = 0
 
     def _of_others(self, name: str) -> set[int]:
         """What is averaged, or lies in blocks of another."""
@@ -130,10 +129,10 @@ class Ledger(RuleBasedStateMachine):
     @rule(name=NAMES)
     def stay_away_and_start_again(self, name: str) -> None:
         for other in "abc":
-            self.world.beat(other)
+            self.world.heartbeat(other)
         _drop(self.world, name, for_long=True)
         with pytest.raises(Refusal, match="does not know this cluster"):
-            self.world.beat(name)
+            self.world.heartbeat(name)
         self.start_again(name)
 
     @rule()
@@ -158,11 +157,11 @@ class Ledger(RuleBasedStateMachine):
             _drop(world, name, for_long=True)
         for _ in range(4):
             self.close()
-        assert world.core.turns.state(world.core.turns.next) == "future"
-        world.join("a", version=world.core.turns.next)
+        assert world.core.rounds.state(world.core.rounds.next) == "future"
+        world.join("a", version=world.core.rounds.next)
         frontier = world.core.samples.frontier
         if free := world.core.samples.counts().get("free", 0):
-            given = world.claim("a", 1, free)
+            given = world.lease("a", 1, free)
             assert all(stop <= frontier for _, stop in given)
             assert not set(_numbers(given)) & self.averaged, "no averaged sample is leased again"
         counts = world.core.samples.counts()
@@ -198,20 +197,20 @@ def _drop(world: World, name: str, *, for_long: bool = False) -> None:
 def test_a_cluster_that_comes_back_goes_on_in_its_own_block(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a"), world.join("b")
-    assert world.claim("a", 1, 10) == [(0, 10)]
+    assert world.lease("a", 1, 10) == [(0, 10)]
     world.complete("a", 0, [(0, 4)]), world.complete("b", 0)
     world.close()
     _drop(world, "a")
-    assert world.claim("b", 1, 4) == [(10, 14)], "a may still come back"
+    assert world.lease("b", 1, 4) == [(10, 14)], "a may still come back"
     # It goes on from a checkpoint before the average that has four of its samples.
     assert world.join("a", version=1, holding=[(0, 10)]).lost == [(0, 4)]
     world.core.leave(member_id("a"))
-    assert world.claim("b", 2, 4) == [(14, 18)], "it pauses"
+    assert world.lease("b", 2, 4) == [(14, 18)], "it pauses"
     assert world.join("a", version=1, holding=[(4, 10)]).lost == []
     _drop(world, "a", for_long=True)
-    assert world.claim("b", 3, 2) == [(4, 10)], "what was given back comes first, and whole"
+    assert world.lease("b", 3, 2) == [(4, 10)], "what was given back comes first, and whole"
     with pytest.raises(Refusal, match="does not know this cluster"):
-        world.beat("a")
+        world.heartbeat("a")
     assert world.join("a", version=1, holding=[(4, 10)]).lost == [(4, 10)]
     assert world.core.samples.counts() == {"averaged": 4, "leased": 14}
     with pytest.raises(Refusal, match="never been dealt"):
@@ -224,8 +223,8 @@ def test_a_cluster_that_comes_back_goes_on_in_its_own_block(tmp_path: Path) -> N
 def test_blocks_of_a_hub_that_was_lost_are_gone_on_with(tmp_path: Path) -> None:
     world = World(tmp_path)
     first = world.join("a", version=7, holding=[(20, 28)])
-    assert (first.standing, first.turn, first.lost) == ("first", 7, [])
-    assert world.claim("a", 1, 2) == [(28, 30)], "none is leased that was leased before"
+    assert (first.standing, first.outer_step, first.lost) == ("first", 7, [])
+    assert world.lease("a", 1, 2) == [(28, 30)], "none is leased that was leased before"
     second = world.join("b", version=7, holding=[(10, 15), (40, 44)])
     assert (second.standing, second.lost) == ("current", [])
     third = world.join("c", version=7, holding=[(12, 22)])
@@ -245,7 +244,7 @@ def test_all_waits_for_the_living_and_names_them(tmp_path: Path) -> None:
     assert world.close() is None
     assert world.core.answer(0).waits_for == ["b"]
     world.now = 10.5
-    world.beat("a"), world.beat("c")
+    world.heartbeat("a"), world.heartbeat("c")
     world.core.drop_silent()
     assert world.events("dropped") == ["b: not heard for 10.5 s"]
     assert world.close() == ["a", "c"]
@@ -265,12 +264,12 @@ def test_min_clusters_counts_on_nobody_who_has_finished(tmp_path: Path) -> None:
 def test_a_cluster_that_lives_but_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     world = World(tmp_path, wait="all", stalled_after_s=100.0)
     world.join("a"), world.join("b")
-    world.beat("b", step=7)
+    world.heartbeat("b", step=7)
     world.complete("a", 0)
     while world.now < 100.0:
         assert world.close() is None
         world.now += 5.0
-        world.beat("b", step=7), world.beat("a", step=int(world.now))
+        world.heartbeat("b", step=7), world.heartbeat("a", step=int(world.now))
         world.core.drop_silent()
     world.now += 1.0
     assert world.close() == ["a"]
@@ -279,13 +278,17 @@ def test_a_cluster_that_lives_but_stands_still_is_not_waited_for_for_ever(tmp_pa
 def test_time_boxed_goes_on_without_the_late(tmp_path: Path) -> None:
     world = World(tmp_path, wait="time_boxed", time_box_s=5.0)
     world.join("a"), world.join("b")
-    assert world.beat("b").open == []
+    assert world.heartbeat("b").open == []
     world.now = 100.0
-    world.beat("b")
+    world.heartbeat("b")
     world.complete("a", 0)
     world.now = 102.0
-    [turn] = world.beat("b").open
-    assert (turn.due_in_s, turn.contributed, turn.waits_for) == (3.0, ["a"], ["b"])
+    [outer_step] = world.heartbeat("b").open
+    assert (outer_step.due_in_s, outer_step.contributed, outer_step.waits_for) == (
+        3.0,
+        ["a"],
+        ["b"],
+    )
     assert world.close() is None
     world.now = 105.0
     assert world.close() == ["a"]
@@ -304,7 +307,7 @@ def test_quorum_has_a_grace(tmp_path: Path) -> None:
         world.join(name)
     world.complete("a", 0)
     world.now = 50.0
-    assert world.close() is None and world.beat("c").open[0].due_in_s is None
+    assert world.close() is None and world.heartbeat("c").open[0].due_in_s is None
     world.complete("b", 0)
     world.now = 52.9
     assert world.close() is None
@@ -327,7 +330,7 @@ def test_a_newcomer_is_not_waited_for_in_a_turn_that_has_begun(tmp_path: Path) -
     world = World(tmp_path)
     world.join("a")
     world.complete("a", 0)
-    assert world.join("b").from_turn == 1
+    assert world.join("b").from_step == 1
     assert world.close() == ["a"]
     world.complete("a", 1)
     assert world.close() is None
@@ -338,10 +341,10 @@ def test_a_turn_that_was_closed_is_averaged_over_the_same_after_a_restart(tmp_pa
     world.join("b"), world.join("a")
     world.complete("a", 0, tokens=3)
     world.complete("b", 0, tokens=5)
-    job = world.core.close_turn()
+    job = world.core.close_round()
     world.restart()
-    world.beat("a")
-    assert world.core.close_turn() == job
+    world.heartbeat("a")
+    assert world.core.close_round() == job
     assert job is not None and [tokens for _, tokens in job.parts] == [3, 5]  # by name
     with pytest.raises(Refusal, match="decided without"):
         world.join("c")
@@ -376,11 +379,11 @@ def test_who_does_not_fit_is_told_why(tmp_path: Path, change: dict, kind: str, s
 def test_a_dead_clusters_name_can_be_taken_over(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a"), world.join("b")
-    world.claim("a", 1, 8)
+    world.lease("a", 1, 8)
     _drop(world, "a")
     world.join("b2", called="a")
     with pytest.raises(Refusal, match="does not know this cluster"):
-        world.beat("a")
+        world.heartbeat("a")
 
 
 def test_standings_and_stragglers(tmp_path: Path) -> None:
@@ -388,15 +391,17 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
     assert world.join("a").standing == "first"
     assert world.join("b").standing == "current"
     assert world.join("c", outer_params="1" * 64).standing == "behind"  # other initial weights
-    for turn in range(6):
-        world.complete("a", turn)
-        world.complete("b", turn)
+    for outer_step in range(6):
+        world.complete("a", outer_step)
+        world.complete("b", outer_step)
         assert world.close() == ["a", "b"]
-        world.applied("a", turn, f"{turn + 1:064x}")
-        if turn < 2:
-            world.applied("b", turn, f"{turn + 1:064x}")
+        world.applied("a", outer_step, f"{outer_step + 1:064x}")
+        if outer_step < 2:
+            world.applied("b", outer_step, f"{outer_step + 1:064x}")
     # The third average was kept until the sixth was there: b has missed too many.
-    assert world.beat("b").order == "pull" and "turn 2" in world.beat("b").order_reason
+    assert (
+        world.heartbeat("b").command == "pull" and "turn 2" in world.heartbeat("b").command_reason
+    )
     with pytest.raises(Refusal, match="must pull the state"):
         world.complete("b", 6)
     outer_params = [f"{5:064x}", f"{4:064x}"]
@@ -413,33 +418,36 @@ def test_nobody_is_behind_by_what_was_known_of_him_before(tmp_path: Path) -> Non
     """That the first turn was applied is on its way, or lost with another host, as others go on."""
     world = World(tmp_path, keep_averages=1)
     world.join("a"), world.join("b")
-    for turn in range(2):
-        world.complete("a", turn), world.complete("b", turn)
+    for outer_step in range(2):
+        world.complete("a", outer_step), world.complete("b", outer_step)
         assert world.close() == ["a", "b"]
-    assert world.beat("a", version=1).order == "" and world.beat("b", version=2).order == ""
+    assert (
+        world.heartbeat("a", version=1).command == ""
+        and world.heartbeat("b", version=2).command == ""
+    )
     world.restart()
     assert world.join("c").standing == "behind"
-    assert world.core.want_state(member_id("c")).donor == "b"
+    assert world.core.want_state(member_id("c")).source == "b"
     world.complete("a", 2), world.complete("b", 2)
     assert world.close() == ["a", "b"]
-    assert world.beat("a", version=1).order == "pull"
+    assert world.heartbeat("a", version=1).command == "pull"
 
 
 def test_who_has_kept_what_it_lacks_needs_nobody(tmp_path: Path) -> None:
     world = World(tmp_path, keep_averages=1)
     world.join("a"), world.join("b")
-    for turn in range(6):
-        world.complete("a", turn), world.complete("b", turn), world.close()
+    for outer_step in range(6):
+        world.complete("a", outer_step), world.complete("b", outer_step), world.close()
     assert world.join("a", version=2).standing == "behind"
     assert world.join("a", version=2, has=4).standing == "behind", "one is missing"
     assert world.join("a", version=2, has=5).standing == "late"
     assert world.join("b", version=2, has=99).standing == "late"
     assert world.join("c").standing == "behind"
-    assert world.core.want_state(member_id("c")).donor == "", "theirs are as old"
-    world.beat("b", version=5, has=6)
-    assert world.core.want_state(member_id("c")).donor == "b"
-    assert world.beat("a", version=3, has=6).order == ""
-    assert world.beat("a", version=4, has=4).order == "pull", "its disk has lost one"
+    assert world.core.want_state(member_id("c")).source == "", "theirs are as old"
+    world.heartbeat("b", version=5, has=6)
+    assert world.core.want_state(member_id("c")).source == "b"
+    assert world.heartbeat("a", version=3, has=6).command == ""
+    assert world.heartbeat("a", version=4, has=4).command == "pull", "its disk has lost one"
 
 
 def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
@@ -451,9 +459,9 @@ def test_who_has_other_weights_pulls_the_state(tmp_path: Path) -> None:
     world.close()
     world.applied("a", 0, "a" * 64)
     world.applied("c", 0, "c" * 64)
-    assert world.beat("c").order == "pull"  # one against one: who joined first is right
+    assert world.heartbeat("c").command == "pull"  # one against one: who joined first is right
     world.applied("b", 0, "c" * 64)
-    assert world.beat("a").order == "pull" and world.beat("c").order == ""
+    assert world.heartbeat("a").command == "pull" and world.heartbeat("c").command == ""
     assert [text.split(":")[0] for text in world.events("diverged")] == ["c", "a"]
     assert divergence({1: "x", 2: "y", 3: "y"}) == ("y", [1])
 
@@ -463,7 +471,7 @@ def test_who_comes_when_all_others_have_finished_hears_it(tmp_path: Path) -> Non
     world.join("a"), world.complete("a", 0), world.close()
     assert world.join("n", outer_params="1" * 64).standing == "behind"
     world.core.leave(member_id("a"))
-    assert world.core.want_state(member_id("n")).donor == "", "a pauses, and will give it"
+    assert world.core.want_state(member_id("n")).source == "", "a pauses, and will give it"
     world.join("a", version=1)
     world.core.leave(member_id("a"), has_finished=True)
     with pytest.raises(Refusal, match="the other clusters have finished this run"):
@@ -471,18 +479,21 @@ def test_who_comes_when_all_others_have_finished_hears_it(tmp_path: Path) -> Non
 
 
 def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_path: Path) -> None:
-    world = World(tmp_path, donor_s=20.0, keep_averages=2, dead_after_s=1000.0)
+    world = World(tmp_path, source_s=20.0, keep_averages=2, dead_after_s=1000.0)
     world.join("a"), world.join("b")
-    for turn in range(3):
-        world.complete("a", turn), world.complete("b", turn)
+    for outer_step in range(3):
+        world.complete("a", outer_step), world.complete("b", outer_step)
         world.close()
-        world.applied("a", turn, f"{turn + 1:064x}"), world.applied("b", turn, f"{turn + 1:064x}")
+        (
+            world.applied("a", outer_step, f"{outer_step + 1:064x}"),
+            world.applied("b", outer_step, f"{outer_step + 1:064x}"),
+        )
     assert world.join("n").standing == "behind"
-    assert world.core.want_state(member_id("n")).donor == "a"
-    assert world.beat("a").donate and not world.beat("n").donate
+    assert world.core.want_state(member_id("n")).source == "a"
+    assert world.heartbeat("a").send_state and not world.heartbeat("n").send_state
     world.now = 21.0
-    assert world.core.want_state(member_id("n")).donor == "b"  # a has sent nothing
-    assert world.beat("b").donate and not world.beat("a").donate
+    assert world.core.want_state(member_id("n")).source == "b"  # a has sent nothing
+    assert world.heartbeat("b").send_state and not world.heartbeat("a").send_state
     offer = StateOffer(
         id=member_id("b"),
         version=3,
@@ -495,10 +506,10 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
         world.core.offer_state(offer.model_copy(update={"outer_params": [ZERO]}))
     world.core.states.complete(number)
     world.core.leave(member_id("a"))
-    for turn in range(3, 9):  # its averages stay as long as somebody pulls
-        world.complete("b", turn)
+    for outer_step in range(3, 9):  # its averages stay as long as somebody pulls
+        world.complete("b", outer_step)
         assert world.close() == ["b"]
-        world.applied("b", turn, f"{turn + 1:064x}")
+        world.applied("b", outer_step, f"{outer_step + 1:064x}")
         world.now += 100.0
         world.core.states.touch()
     answer = world.core.want_state(member_id("n"))
@@ -516,22 +527,22 @@ def test_a_state_is_asked_of_the_most_advanced_and_of_another_if_it_is_idle(tmp_
 def test_outliers_and_what_is_not_finite_are_refused_by_name(tmp_path: Path) -> None:
     world = World(tmp_path, outlier=10.0)
     world.join("a"), world.join("b")
-    for turn in range(3):
-        world.complete("a", turn), world.complete("b", turn)
+    for outer_step in range(3):
+        world.complete("a", outer_step), world.complete("b", outer_step)
         assert world.close() == ["a", "b"]
-    claimed = world.claim("b", 1, 5)
-    world.complete("a", 3), world.complete("b", 3, claimed, norm=10.5)
+    leased = world.lease("b", 1, 5)
+    world.complete("a", 3), world.complete("b", 3, leased, norm=10.5)
     assert world.close() == ["a"]
     assert "its norm 10.5 is above 10" in world.core.answer(3).refused["b"]
     assert world.events("refused")[0].startswith("b: turn 3: its norm 10.5")
     assert world.core.samples.counts() == {"leased": 5}  # still b's, not averaged
     with pytest.raises(Refusal, match=r"contribution of b to turn 4 is refused: .*nan"):
         world.complete("b", 4, norm=float("nan"))
-    assert world.beat("b").order == "reset"
+    assert world.heartbeat("b").command == "reset"
     world.complete("a", 4)
     assert world.close() == ["a"]
-    world.core.obeyed(member_id("b"))
-    assert world.beat("b").order == ""
+    world.core.reset_done(member_id("b"))
+    assert world.heartbeat("b").command == ""
     world.complete("b", 5), world.complete("a", 5)
     assert world.close() == ["a", "b"]
 
@@ -619,9 +630,7 @@ def test_a_join_line_survives_a_mail_and_shows_no_secret(tmp_path: Path) -> None
         JoinLine.read(tmp_path / "nowhere")
 
 
-def test_secrets_are_for_their_owner_alone_and_folders_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path: Path) -> None:
     identity = make_identity(tmp_path)
     again = make_identity(tmp_path)
     assert (again.token, again.fingerprint) == (identity.token, identity.fingerprint)
@@ -629,8 +638,7 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
     identity.ssl_context()
     (tmp_path / "other").mkdir()
-    monkeypatch.setitem(__import__("sys").modules, "cryptography", None)
-    other = make_identity(tmp_path / "other")  # by openssl
+    other = make_identity(tmp_path / "other")
     other.ssl_context()
     assert other.fingerprint != identity.fingerprint
     assert {p.name for p in (tmp_path / "other").iterdir()} == {

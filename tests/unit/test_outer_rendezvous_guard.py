@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from isles.errors import ConfigError, UserError
 from isles.outer.hub.journal import JOURNAL, Journal
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import outliers
+from isles.outer.hub.rules import Refusal, outliers
 from isles.outer.hub.status import status
 from isles.outer.messages import (
     SAMPLE_TOKENS,
@@ -19,7 +18,7 @@ from isles.outer.messages import (
     StateFile,
     StateOffer,
 )
-from isles.outer.spans import reserve_of
+from isles.outer.samples import reserve_of
 from tests.each import each
 from tests.outer_world import ZERO, World, member_id, overlaps
 
@@ -45,7 +44,7 @@ def test_what_differs_is_named_with_both_values_and_changed_only_by_all(tmp_path
     world.join("a", identity=longer)
     assert "outer.lr 0.7 -> 0.5" in world.events("settings")[0]
     with pytest.raises(Refusal, match="does not know this cluster"):
-        world.beat("b")  # it was away: it must join, and is compared
+        world.heartbeat("b")  # it was away: it must join, and is compared
     with pytest.raises(Refusal, match=r"outer\.lr is 0\.7 in b and 0\.5 in the run"):
         world.join("b", identity=RUN)
     assert world.join("b", identity=longer).standing == "current"
@@ -92,7 +91,7 @@ def test_a_contribution_weighs_no_more_than_its_samples(tmp_path: Path) -> None:
     identity = {**RUN, SAMPLE_TOKENS: "8"}
     for name in "ab":
         world.join(name, identity=identity)
-    a, b = world.claim("a", 1, 4), world.claim("b", 1, 4)
+    a, b = world.lease("a", 1, 4), world.lease("b", 1, 4)
     world.complete("b", 0, [*b, *a], tokens=10**18)  # half of them are a's
     world.complete("a", 0, a, tokens=30)
     assert world.close() == ["a", "b"]
@@ -122,9 +121,9 @@ def test_a_contribution_weighs_no_more_than_its_samples(tmp_path: Path) -> None:
 def test_nobody_claims_more_samples_than_a_turn_needs(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.join("a")
-    world.claim("a", 1, 2**27)
+    world.lease("a", 1, 2**27)
     with pytest.raises(Refusal, match="are allowed"):
-        world.claim("a", 2, 1)
+        world.lease("a", 2, 1)
 
 
 def test_at_first_a_contribution_is_compared_with_those_of_others() -> None:
@@ -170,10 +169,10 @@ def test_a_cluster_that_never_ends_its_pull_does_not_fill_the_disk(tmp_path: Pat
     offer = StateOffer(id=member_id("a"), version=0, outer_params=[ZERO], files=files)
     world.core.states.complete(world.core.offer_state(offer))
     kept = []
-    for turn in range(40):
-        world.complete("a", turn)
+    for outer_step in range(40):
+        world.complete("a", outer_step)
         world.close()
-        world.applied("a", turn, ZERO)
+        world.applied("a", outer_step, ZERO)
         world.core.want_state(member_id("n"))
         kept.append(world.core.journal.number("SELECT COUNT(*) FROM turns WHERE kept = 1"))
     assert (
@@ -186,7 +185,7 @@ def test_a_cluster_that_never_ends_its_pull_does_not_fill_the_disk(tmp_path: Pat
 
 def test_a_damaged_memory_is_named(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.join("a"), world.claim("a", 1, 5)
+    world.join("a"), world.lease("a", 1, 5)
     world.core.journal.close()
     path = tmp_path / JOURNAL
     whole = path.read_bytes()
@@ -300,7 +299,7 @@ def test_status_says_who_is_waited_for_and_why(tmp_path: Path) -> None:
     world = World(tmp_path, dead_after_s=100.0)
     for name in "abc":
         world.join(name)
-        world.beat(name, step=1)
+        world.heartbeat(name, step=1)
     world.complete("a", 0, tokens=30), world.complete("b", 0, tokens=10)
     world.now += 3.0
     with pytest.raises(Refusal):
@@ -308,7 +307,7 @@ def test_status_says_who_is_waited_for_and_why(tmp_path: Path) -> None:
     world.close()
     world.complete("a", 1)
     world.now += 20.0
-    world.beat("b", step=2)
+    world.heartbeat("b", step=2)
     told = status(world.core)
     a, b, c = told["members"]
     assert (a["weight"], b["weight"], c["weight"]) == (0.75, 0.25, 0.0)

@@ -7,8 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isles.outer.spans import Interval, joined, reserve_of, without
-from isles.train.outer.samples import OwnSamples
+from isles.outer.samples import Interval, OwnSamples, joined, reserve_of, without
 
 ME = "ab" * 16
 
@@ -19,7 +18,7 @@ def numbers(spans: list[Interval]) -> list[int]:
 
 def test_places_are_read_over_gaps() -> None:
     own = OwnSamples(ME)
-    own.deal([(10, 14), (30, 34)])
+    own.add([(10, 14), (30, 34)])
     assert own.covers(0, 8) and not own.covers(1, 8)
     assert own.numbers(2, 4).tolist() == [12, 13, 30, 31]
     own.lose([(31, 33)], cursor=3)
@@ -29,28 +28,28 @@ def test_places_are_read_over_gaps() -> None:
 
 def test_what_an_average_has_not_is_told_again() -> None:
     own = OwnSamples(ME)
-    own.deal([(0, 12)])
-    sent = own.tell(4)
+    own.add([(0, 12)])
+    sent = own.take_read(4)
     assert sent == [(0, 4)] and own.holding(sent) == [(0, 12)]
-    own.owe(sent)
-    assert joined(own.tell(6)) == [(0, 6)]
+    own.give_back(sent)
+    assert joined(own.take_read(6)) == [(0, 6)]
     assert own.holding([]) == [(6, 12)]
 
 
 def test_what_was_read_of_the_reserve_is_told_and_not_held() -> None:
     own, other = OwnSamples(ME), OwnSamples("cd" * 16)
-    own.deal([(0, 4)])
-    own.deal_reserve(8)
-    other.deal_reserve(8)
+    own.add([(0, 4)])
+    own.add_reserve(8)
+    other.add_reserve(8)
     mine, others = set(own.numbers(4, 8).tolist()), set(other.numbers(0, 8).tolist())
     assert len(mine) == 8 and not mine & others and max(mine | others) < 2**62
-    own.deal([(7, 9)])
+    own.add([(7, 9)])
     reserve, _ = reserve_of(ME)
     assert mine == set(range(reserve, reserve + 8)) and own.holding([]) == [(0, 4), (7, 9)]
-    told = own.tell(14)
+    told = own.take_read(14)
     assert told == [(0, 4), (7, 9), (reserve, reserve + 8)] and own.frontier == 9
-    own.owe(told)
-    assert own.holding([]) == [(0, 4), (7, 9)] and own.tell(14) == told
+    own.give_back(told)
+    assert own.holding([]) == [(0, 4), (7, 9)] and own.take_read(14) == told
 
 
 STEPS = st.lists(
@@ -61,23 +60,23 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_no_sample_is_read_twice_or_forgotten(steps: list[tuple[str, int]]) -> None:
-    own, cursor, dealt, lost = OwnSamples(ME), 0, 0, []
+    own, cursor, leased, lost = OwnSamples(ME), 0, 0, []
     read: list[int] = []
     told: list[Interval] = []
     sent: list[list[Interval]] = []
     for what, count in steps:
         if what == "deal":
-            own.deal([(dealt, dealt + count)])
-            dealt += count
+            own.add([(leased, leased + count)])
+            leased += count
         elif what == "read" and own.covers(cursor, count):
             read += own.numbers(cursor, count).tolist()
             cursor += count
         elif what == "tell":
-            sent.append(own.tell(cursor))
+            sent.append(own.take_read(cursor))
         elif what == "owe" and sent:
-            own.owe(sent.pop())
+            own.give_back(sent.pop())
         elif what == "lose":
-            ahead = without([(dealt - count, dealt)], joined([(n, n + 1) for n in [-1, *read]]))
+            ahead = without([(leased - count, leased)], joined([(n, n + 1) for n in [-1, *read]]))
             gone = [span for span in ahead if span[0] >= 0]
             own.lose(gone, cursor)
             lost += gone
@@ -89,6 +88,6 @@ def test_no_sample_is_read_twice_or_forgotten(steps: list[tuple[str, int]]) -> N
     assert len(read) == len(set(read)) and not set(read) & set(numbers(joined(lost)))
     assert len(numbers(told)) == len(set(numbers(told))), "told twice"
     rest = numbers(own.holding(told))
-    assert sorted(rest) == sorted(set(range(dealt)) - set(numbers(joined(lost))))
+    assert sorted(rest) == sorted(set(range(leased)) - set(numbers(joined(lost))))
     ahead = own.numbers(cursor, own.left(cursor)).tolist() if own.left(cursor) else []
-    assert sorted([*read, *ahead]) == sorted(set(range(dealt)) - set(numbers(joined(lost))))
+    assert sorted([*read, *ahead]) == sorted(set(range(leased)) - set(numbers(joined(lost))))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from isles.outer.client.spool import Spool
-from isles.outer.messages import TurnAnswer
-from isles.outer.spans import joined, without
+from isles.outer.client.transfer import Spool
+from isles.outer.messages import RoundAnswer
+from isles.outer.samples import joined, without
 
 
 def test_intervals_are_sets_of_numbers() -> None:
@@ -28,9 +28,9 @@ def test_intervals_are_sets_of_numbers() -> None:
 
 def test_the_spool_keeps_what_may_be_asked_for(tmp_path: Path) -> None:
     spool = Spool(tmp_path, kept=2, since=5, most_bytes=0)
-    for turn in range(6):
-        spool.average(turn).touch()
-        spool.contribution(turn).touch()
+    for outer_step in range(6):
+        spool.average(outer_step).touch()
+        spool.contribution(outer_step).touch()
     spool.pulled.mkdir()
     (tmp_path / "average-00000001.partial").touch()
     spool.tidy(5)
@@ -45,8 +45,8 @@ def test_the_spool_keeps_what_may_be_asked_for(tmp_path: Path) -> None:
 
 def test_averages_that_a_checkpoint_lacks_stay_as_long_as_there_is_room(tmp_path: Path) -> None:
     spool = Spool(tmp_path, kept=1, since=2, most_bytes=30)
-    for turn in (0, 1, 2, 3, 4, 5, 6, 7, 9):
-        spool.average(turn).write_bytes(b"x" * 10)
+    for outer_step in (0, 1, 2, 3, 4, 5, 6, 7, 9):
+        spool.average(outer_step).write_bytes(b"x" * 10)
     assert spool.has(2) == 8 and spool.has(8) == 8 and spool.has(9) == 10
     spool.tidy(6)
     assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == list("2345679")
@@ -61,20 +61,22 @@ def test_averages_that_a_checkpoint_lacks_stay_as_long_as_there_is_room(tmp_path
 
 def test_a_new_host_is_given_the_last_turns_without_a_gap(tmp_path: Path) -> None:
     spool = Spool(tmp_path, kept=8, since=0, most_bytes=0)
-    for turn in (0, 2, 3, 4):
-        spool.average(turn).touch()
-        spool.note_answer(TurnAnswer(turn=turn, state="committed", weights={"a": turn}))
+    for outer_step in (0, 2, 3, 4):
+        spool.average(outer_step).touch()
+        spool.note_answer(
+            RoundAnswer(outer_step=outer_step, state="committed", weights={"a": outer_step})
+        )
     spool.note_outer_params(2, "f" * 64)
-    kept = spool.kept_turns(3)
-    assert [(answer.turn, digest) for answer, digest, _ in kept] == [
+    kept = spool.kept_rounds(3)
+    assert [(answer.outer_step, digest) for answer, digest, _ in kept] == [
         (2, "f" * 64),
         (3, ""),
         (4, ""),
     ]
-    assert spool.kept_turns(1) == [(kept_of(0), "", spool.average(0))]
+    assert spool.kept_rounds(1) == [(kept_of(0), "", spool.average(0))]
     spool.average(3).unlink()
-    assert spool.kept_turns(4)[0][0].turn == 4
+    assert spool.kept_rounds(4)[0][0].outer_step == 4
 
 
-def kept_of(turn: int) -> TurnAnswer:
-    return TurnAnswer(turn=turn, state="committed", weights={"a": turn})
+def kept_of(outer_step: int) -> RoundAnswer:
+    return RoundAnswer(outer_step=outer_step, state="committed", weights={"a": outer_step})

@@ -243,8 +243,8 @@ def test_the_list_has_clusters_below_their_run(tmp_path: Path) -> None:
 def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}, {name: d}]")
     outers = [
-        {"turn": turn, "last_turn": {"digest": str(turn)}, "is_averaged": is_averaged}
-        for turn, is_averaged in ((7, True), (9, True), (9, True), (9, False))
+        {"turn": outer_step, "last_turn": {"digest": str(outer_step)}, "is_averaged": is_averaged}
+        for outer_step, is_averaged in ((7, True), (9, True), (9, True), (9, False))
     ]
     clusters = [
         cluster_run(tmp_path, name, "finished", outer=outer)

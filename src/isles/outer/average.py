@@ -10,9 +10,15 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from isles.outer.base import UnsoundUpdateError, check_magnitude
-from isles.outer.codec import topk as codec_topk
-from isles.outer.codec.base import Codec, CodecKind, parse_codec
+from isles.outer.codec import (
+    Codec,
+    CodecKind,
+    UnsoundUpdateError,
+    add_topk,
+    check_magnitude,
+    check_topk,
+    parse_codec,
+)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -37,7 +43,6 @@ def combine(codec: str, n: int, parts: Sequence[Part]) -> bytes:
     """The average of one piece, weighted.
 
     Args:
-        codec: of the contributions.
         n: numbers in the piece.
         parts: the contributions, in the order of the members' names.
 
@@ -75,7 +80,6 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
     """Read an average that `combine` wrote; the same bits on every machine.
 
     Args:
-        codec: of the contributions.
         data: the bytes, in uint8, at a multiple of 4.
         out: [N] in fp32.
     """
@@ -89,7 +93,7 @@ def decode_average(codec: Codec, data: Tensor, out: Tensor) -> None:
     weights = data[: 4 * num_parts].view(torch.float32).tolist()
     out.zero_()
     for weight, part in zip(weights, data[4 * num_parts :].view(num_parts, each), strict=True):
-        codec_topk.add(part, out, codec.density, weight=weight)
+        add_topk(part, out, codec.density, weight=weight)
 
 
 def inspect(codec: str, n: int, data: Buffer) -> float:
@@ -105,7 +109,7 @@ def inspect(codec: str, n: int, data: Buffer) -> float:
     own = parse_codec(codec)
     tensor = _tensor(own, n, data)
     if own.kind == "topk":
-        codec_topk.check(tensor, n, own.density)
+        check_topk(tensor, n, own.density)
     values = torch.empty(n)
     own.decode(tensor, values)
     check_magnitude(values)
@@ -125,10 +129,8 @@ def shares_of(weights: Sequence[float]) -> list[float]:
 
 
 def _average_codec(kind: CodecKind) -> Codec | None:
-    """The codec of the average; None: its parts as they are.
-
-    Nobody feeds back the average's own error, so it is not as coarse as int4.
-    """
+    # Nobody feeds back the average's own error, so it is not as coarse as int4. None: the parts
+    # as they are.
     match kind:
         case "none" | "bf16" | "int8":
             return Codec(kind)

@@ -7,8 +7,9 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,36 @@ from torch import Tensor
 from isles.dist.world import World
 from isles.errors import TrainingError, UserError
 from isles.outer.average import average_size
-from isles.outer.base import (
-    Applied,
-    Contribution,
-    Mode,
-    OuterSettings,
-    UnsoundUpdateError,
-    Weights,
-)
-from isles.outer.carry import Carrier
-from isles.outer.diloco import FragmentShare, clip_scale, total_norm
+from isles.outer.codec import UnsoundUpdateError
+from isles.outer.diloco import FragmentShare, Mode, OuterSettings, clip_scale, total_norm
 from isles.outer.layout import Fragment, Layout
+from isles.outer.rank_files import RankFiles
+
+
+class Weights(Protocol):
+    """The trained weights of one cluster as whole tensors; an engine of `strategies` is one."""
+
+    def trained_shapes(self) -> Mapping[str, torch.Size]: ...
+
+    def whole_weight(self, name: str) -> Tensor: ...
+
+    def set_whole_weight(self, name: str, value: Tensor) -> None: ...
+
+    def weights_set(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """An outer step of a fragment that has been made; the same on all ranks.
+
+    Args:
+        digest: of the fragment's outer parameters: equal on all clusters.
+        norm: of the averaged pseudo-gradient, before it was clipped.
+    """
+
+    digest: str
+    norm: float
+
 
 _LONGEST_HEAD = 100 * 2**20
 _FIX = "let the cluster take it from another one, or from the rendezvous, once more"
@@ -40,7 +60,6 @@ class Cluster:
 
     Args:
         weights: the engine.
-        world: the ranks.
         layout: made of `weights.trained_shapes()`.
         settings: of the outer optimizer.
     """
@@ -51,7 +70,7 @@ class Cluster:
         self._weights, self._world = weights, world
         self._layout, self._settings = layout, settings
         # Two: one fragment may be encoded in a thread while another one's average is taken in.
-        self._carrier, self._encoding = Carrier(world), Carrier(world)
+        self._files, self._encoding_files = RankFiles(world), RankFiles(world)
         self._shares = [
             FragmentShare(
                 [fragment.pieces[i] for i in fragment.share(world.rank, world.world_size)],
@@ -84,11 +103,14 @@ class Cluster:
         self._read(fragment, self._shares[fragment].begin_snapshot())
 
     @torch.no_grad()
-    def encode(self, fragment: int, path: Path) -> Contribution:
+    def encode(self, fragment: int, path: Path) -> float:
         """Encode what `snapshot` has copied into a file on rank 0. All ranks must call this.
 
         It touches neither the engine nor the GPU: inner steps may go on meanwhile, in another
         thread.
+
+        Returns:
+            The norm of the pseudo-gradient, before it was encoded and without the residual.
 
         Raises:
             TrainingError: an update is not finite, or the file cannot be written; the same error on
@@ -96,22 +118,22 @@ class Cluster:
         """
         share = self._shares[fragment]
         squares: list[float] = []
-        fault = None
+        failure = None
         try:
             squares = share.encode()
         except UnsoundUpdateError as error:
-            fault = TrainingError(
+            failure = TrainingError(
                 f"what this cluster has learnt cannot be averaged: {error}",
                 where=f"fragment {fragment}, rank {self._world.rank} on {self._world.host}",
                 fix="the weights have become so in the inner steps: lower "
                 "training.learning_rate, or go on from an earlier checkpoint",
             )
-        norm = total_norm([*itertools.chain(*self._encoding.agree(squares, fault))])
+        norm = total_norm([*itertools.chain(*self._encoding_files.agree(squares, failure))])
         assert share.encoded is not None
-        size, sha256 = self._encoding.gather(b"", [share.encoded], path)
-        return Contribution(size, sha256, norm)
+        self._encoding_files.gather(b"", [share.encoded], path)
+        return norm
 
-    def contribution(self, fragment: int, path: Path) -> Contribution:
+    def contribution(self, fragment: int, path: Path) -> float:
         """`snapshot` and `encode` at once. All ranks must call this."""
         self.snapshot(fragment)
         return self.encode(fragment, path)
@@ -123,13 +145,10 @@ class Cluster:
         mode: Mode,
         *,
         alpha: float = 0.0,
-        sha256: str | None = None,
         is_warmup: bool = False,
     ) -> Applied:
         """`advance` and `give` at once. All ranks must call this, between two inner steps."""
-        applied = self.advance(
-            fragment, average, mode, alpha=alpha, sha256=sha256, is_warmup=is_warmup
-        )
+        applied = self.advance(fragment, average, mode, alpha=alpha, is_warmup=is_warmup)
         self.give(fragment)
         return applied
 
@@ -141,7 +160,6 @@ class Cluster:
         mode: Mode,
         *,
         alpha: float = 0.0,
-        sha256: str | None = None,
         is_warmup: bool = False,
     ) -> Applied:
         """Make the outer step with an average; the weights follow when they are given it.
@@ -154,11 +172,9 @@ class Cluster:
             parameters to the new one, and keep all that they have learnt since the former.
 
         Args:
-            fragment: of the turn.
+            fragment: of the outer step.
             average: the file on rank 0.
-            mode: see there.
             alpha: for overlap, 0 to 1.
-            sha256: of the file; None: not looked at.
             is_warmup: average only, with learning rate 1 and no momentum; the same on all clusters.
 
         Raises:
@@ -168,8 +184,8 @@ class Cluster:
         share = self._shares[fragment]
         num_parts = self._num_parts(fragment, average)
         data = torch.empty(sum(share.average_sizes(num_parts)), dtype=torch.uint8)
-        self._carrier.spread(average, 0, [data], sha256)
-        squares = self._carrier.agree(share.square_sums(data, num_parts))
+        self._files.scatter(average, 0, [data])
+        squares = self._files.agree(share.square_sums(data, num_parts))
         norm = total_norm([*itertools.chain(*squares)])
         if not math.isfinite(norm):
             raise TrainingError(
@@ -195,7 +211,6 @@ class Cluster:
         self._write(fragment, outer_param if move is None else move, adds=move is not None)
 
     def drop(self, fragment: int) -> None:
-        """Forget a contribution that will be in no average: its steps stay in the next one."""
         self._shares[fragment].drop_snapshot()
 
     @torch.no_grad()
@@ -217,7 +232,7 @@ class Cluster:
 
         Equal on all clusters that have applied the same averages.
         """
-        hashes = self._carrier.agree(self._shares[fragment].hashes())
+        hashes = self._files.agree(self._shares[fragment].hashes())
         return hashlib.sha256(b"".join(itertools.chain(*hashes))).hexdigest()
 
     def expect(self, pending: Sequence[int]) -> None:
@@ -260,39 +275,30 @@ class Cluster:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
 
-    def export_state(self, fragment: int, path: Path, *, version: int) -> tuple[int, str]:
+    def export_state(self, fragment: int, path: Path, *, version: int) -> None:
         """Write a fragment's outer state as safetensors on rank 0. All ranks must call this.
 
         Args:
-            fragment: which one.
-            path: the file.
-            version: turns that this cluster has applied.
-
-        Returns:
-            The file's size and SHA-256; the latter on rank 0 only.
+            version: outer steps that this cluster has applied.
         """
         share = self._shares[fragment]
         parts = (
             [share.outer_param] if share.momentum is None else [share.outer_param, share.momentum]
         )
         head = state_head(self._layout, fragment, has_momentum=len(parts) > 1, version=version)
-        return self._carrier.gather(head, parts, path)
+        self._files.gather(head, parts, path)
 
     @torch.no_grad()
-    def import_state(
-        self, fragment: int, path: Path, *, keeps_steps: bool, sha256: str | None = None
-    ) -> int:
+    def import_state(self, fragment: int, path: Path, *, keeps_steps: bool) -> int:
         """Take over a fragment that `export_state` wrote. All ranks must call this.
 
         Args:
-            fragment: which one.
             path: the file on rank 0.
             keeps_steps: whether the weights keep what they have learnt since the last outer step;
                 otherwise they become the outer parameters, and nothing is owed.
-            sha256: of the file; None: not looked at.
 
         Returns:
-            The turns that the other cluster had applied.
+            The outer steps that the other cluster had applied.
 
         Raises:
             TrainingError: the file cannot be used; nothing has changed. The same on all ranks.
@@ -301,14 +307,14 @@ class Cluster:
         fresh = [torch.empty_like(share.outer_param)]
         if share.momentum is not None:
             fresh.append(torch.empty_like(share.momentum))
-        found, fault = (0, 0), None
+        found, failure = (0, 0), None
         if self._world.is_main:
             try:
                 found = check_state(path, self._layout, fragment, has_momentum=len(fresh) > 1)
             except UserError as error:
-                fault = error
-        offset, version = self._carrier.agree(found, fault)[0]
-        self._carrier.spread(path, offset, fresh, sha256)
+                failure = error
+        offset, version = self._files.agree(found, failure)[0]
+        self._files.scatter(path, offset, fresh)
         move = share.adopt(fresh[0], fresh[1] if len(fresh) > 1 else None)
         if not keeps_steps and share.error is not None:
             share.error.zero_()
@@ -316,30 +322,28 @@ class Cluster:
         return version
 
     def _num_parts(self, fragment: int, average: Path) -> int:
-        """Over how many contributions an average is, by its size; what else it may depend on."""
         counts, text = self._layout.piece_counts(fragment), self._layout.codec.text
         one = sum(average_size(text, count, 1) for count in counts)
         two = sum(average_size(text, count, 2) for count in counts)
         if one == two:
             return 1
-        size, fault = 0, None
+        size, failure = 0, None
         if self._world.is_main:
             try:
                 size = average.stat().st_size
                 if size == 0 or size % one:
-                    fault = TrainingError(
+                    failure = TrainingError(
                         f"{average.name} has {size} bytes, which is not a multiple of {one}",
                         where=str(average),
                         fix="delete it: it is brought here once more",
                     )
             except OSError as error:
-                fault = TrainingError(
+                failure = TrainingError(
                     f"{average.name}: {error.strerror}", where=str(average), fix="see the log"
                 )
-        return self._carrier.agree(size, fault)[0] // one
+        return self._files.agree(size, failure)[0] // one
 
     def _read(self, fragment: int, goals: Sequence[Tensor]) -> None:
-        """Copy this rank's pieces out of the whole weights."""
         pieces, mine = self._layout.fragments[fragment].pieces, self._mine(fragment)
         for name, places in self._layout.fragments[fragment].by_name():
             whole = self._weights.whole_weight(name).reshape(-1)
@@ -352,7 +356,6 @@ class Cluster:
             torch.cuda.synchronize(self._world.device)
 
     def _write(self, fragment: int, flat: Tensor, *, adds: bool) -> None:
-        """Give every rank its part of what the ranks hold of a fragment."""
         own = self._layout.fragments[fragment]
         mine, owners = self._mine(fragment), self._owners(own)
         parts = self._shares[fragment].split(flat)
@@ -389,10 +392,8 @@ def state_head(layout: Layout, fragment: int, *, has_momentum: bool, version: in
     """What such a file begins with; after it come the tensors in the order of the layout.
 
     Args:
-        layout: of the run.
-        fragment: which one.
         has_momentum: whether the outer optimizer has any.
-        version: turns that have been applied.
+        version: outer steps that have been applied.
     """
     entries = _tensors(layout, fragment, has_momentum)
     known = {"layout": layout.digest, "fragment": str(fragment), "version": str(version)}
@@ -407,7 +408,7 @@ def check_state(
     """Look whether a file holds a fragment of this layout.
 
     Returns:
-        Where its tensors begin, and the turns that have been applied.
+        Where its tensors begin, and the outer steps that have been applied.
 
     Raises:
         TrainingError: it does not.

@@ -12,14 +12,41 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isles.outer.average import average_size, decode_average
-from isles.outer.base import Mode, OuterSettings, UnsoundUpdateError
-from isles.outer.codec.base import Codec
+from isles.outer.codec import Codec, UnsoundUpdateError
 from isles.outer.layout import Piece
+
+Mode = Literal["on_time", "overlap", "late", "idle"]
+"""How an average finds this cluster's weights.
+
+on_time: they are those of the contribution, which is in the average: they become the outer
+parameters.
+overlap: inner steps were made since the contribution, which is in the average.
+late: this cluster's contribution is not in the average, or it made none.
+idle: so, and nothing was learnt here since the last average: they become the outer parameters.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSettings:
+    """The outer optimizer: SGD with Nesterov momentum over pseudo-gradients.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: 0 for none.
+        max_norm: longest averaged pseudo-gradient of a fragment; a longer one is shortened to it.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    max_norm: float | None = None
+
 
 _LANES = 1 << 16
 
@@ -89,7 +116,7 @@ class FragmentShare:
         for index in range(len(self.pieces)):
             update, spare = self._pseudo_gradient(index, rooms)
             squares.append(square_sum(update))
-            self._owe(update, spare, index)
+            self._add_residual(update, spare, index)
             try:
                 self._codec.encode(update, self._encoded_piece(encoded, index))
             except UnsoundUpdateError as error:
@@ -145,7 +172,7 @@ class FragmentShare:
         for index, data in enumerate(self._cut(average, num_parts)):
             outer_param = self.piece(self.outer_param, index)
             if is_in:
-                self._settle(index, rooms)
+                self._keep_residual(index, rooms)
             before = None if move is None else self.piece(move, index).copy_(outer_param)
             outer_param.sub_(self._direction(index, data, scale, rooms, is_warmup=is_warmup))
             if before is not None:
@@ -175,7 +202,6 @@ class FragmentShare:
         return move
 
     def hashes(self) -> list[bytes]:
-        """SHA-256 of each piece of the outer parameters."""
         return [
             hashlib.sha256(outer_param.numpy().data.cast("B")).digest()
             for outer_param in self.split(self.outer_param)
@@ -185,32 +211,30 @@ class FragmentShare:
         return encoded[self._encoded_ends[index] : self._encoded_ends[index + 1]]
 
     def _rooms(self) -> tuple[Tensor, Tensor]:
-        """Room for two pieces: memory that is touched once, rather than for each piece anew."""
+        # Memory that is touched once, rather than for each piece anew.
         largest = max(self.counts, default=0)
         return torch.empty(largest), torch.empty(largest)
 
     def _pseudo_gradient(self, index: int, rooms: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """It, and as much room beside it."""
         assert self.snapshot is not None, "nothing to contribute: no snapshot was taken"
         update, spare = (room[: self.counts[index]] for room in rooms)
         torch.sub(self.piece(self.outer_param, index), self.piece(self.snapshot, index), out=update)
         return update, spare
 
-    def _owe(self, update: Tensor, spare: Tensor, index: int) -> None:
-        """Add what earlier encodings left out."""
+    def _add_residual(self, update: Tensor, spare: Tensor, index: int) -> None:
         if self.error is not None:
             error = self.piece(self.error, index)
             if self._codec.decay != 1.0:
                 error = torch.mul(error, self._codec.decay, out=spare)
             update.add_(error)
 
-    def _settle(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
-        """The contribution was averaged: what its encoding left out is owed now."""
+    def _keep_residual(self, index: int, rooms: tuple[Tensor, Tensor]) -> None:
+        # The contribution was averaged: what its encoding left out is the residual now.
         if self.error is None:
             return
         assert self.encoded is not None
         update, sent = self._pseudo_gradient(index, rooms)
-        self._owe(update, sent, index)
+        self._add_residual(update, sent, index)
         self._codec.decode(self._encoded_piece(self.encoded, index), sent)
         torch.sub(update, sent, out=self.piece(self.error, index))
 
@@ -223,10 +247,8 @@ class FragmentShare:
         *,
         is_warmup: bool,
     ) -> Tensor:
-        """What is taken off the outer parameters: torch.optim.SGD(nesterov=True), in single steps.
-
-        In the warmup that is the average itself, and the momentum stays as it is.
-        """
+        # torch.optim.SGD(nesterov=True), in single steps. In the warmup it is the average itself,
+        # and the momentum stays as it is.
         gradient, spare = (room[: self.counts[index]] for room in rooms)
         decode_average(self._codec, data, gradient)
         if scale != 1.0:

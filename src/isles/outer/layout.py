@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from isles.errors import UserError
-from isles.outer.codec.base import Codec
+from isles.outer.codec import Codec
 
 PIECE_NUMBERS = 2**20
 """Numbers in a piece at most: a multiple of the blocks of all codecs."""
@@ -32,7 +32,6 @@ class Piece:
     """A run of numbers of one parameter.
 
     Args:
-        name: the parameter.
         start: its first number, in the parameter as one row.
         count: how many.
     """
@@ -43,18 +42,16 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """One past its last number."""
         return self.start + self.count
 
     @property
     def key(self) -> str:
-        """Its name in a checkpoint."""
         return f"{self.name}.{self.start}"
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What is averaged in one turn.
+    """What is averaged in one outer step.
 
     Args:
         names: its parameters, in the model's order.
@@ -66,7 +63,6 @@ class Fragment:
 
     @property
     def num_numbers(self) -> int:
-        """Over all pieces."""
         return sum(piece.count for piece in self.pieces)
 
     def by_name(self) -> list[tuple[str, range]]:
@@ -96,8 +92,7 @@ class Layout:
 
     Args:
         shapes: whole shapes of the trained parameters, in the model's order.
-        fragments: what is averaged by turns: turn T is of fragment T mod their number.
-        codec: of the contributions.
+        fragments: what is averaged in rotation: outer step T is of fragment T mod their number.
         piece_numbers: in a piece at most.
     """
 
@@ -125,16 +120,11 @@ class Layout:
 
     @property
     def num_numbers(self) -> int:
-        """Over all fragments."""
         return sum(fragment.num_numbers for fragment in self.fragments)
 
     def piece_counts(self, fragment: int) -> list[int]:
         """How many numbers each piece of a fragment has, in the order of its bytes."""
         return [piece.count for piece in self.fragments[fragment].pieces]
-
-    def contribution_size(self, fragment: int) -> int:
-        """Bytes of one cluster's encoded fragment."""
-        return sum(map(self.codec.size, self.piece_counts(fragment)))
 
 
 def make_layout(
@@ -146,12 +136,11 @@ def make_layout(
 ) -> Layout:
     """Cut the trained parameters.
 
-    The blocks of the model go to the fragments in turns, as strides of Streaming DiLoCo; what lies
-    in no block goes, the largest first, to the fragment that has least.
+    The blocks of the model go to the fragments in rotation, as strides of Streaming DiLoCo; what
+    lies in no block goes, the largest first, to the fragment that has least.
 
     Args:
         shapes: whole shapes of the trained parameters, in the model's order.
-        codec: of the contributions.
         num_fragments: into how many parts.
         piece_numbers: in a piece at most.
 
@@ -161,16 +150,16 @@ def make_layout(
     Source: Douillard et al. 2025 (arXiv:2501.18512), section 2.2.
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    dealt = _deal({name: size for name, size in sizes.items() if size}, num_fragments)
-    if not all(dealt):
+    allocated = _allocate({name: size for name, size in sizes.items() if size}, num_fragments)
+    if not all(allocated):
         raise UserError(
             f"{num_fragments} fragments are more than the blocks and ends of what is trained: "
-            f"only {sum(map(bool, dealt))} would have anything in them",
+            f"only {sum(map(bool, allocated))} would have anything in them",
             where="outer.fragments",
             fix="use fewer fragments than the model has blocks",
         )
     fragments = []
-    for names in dealt:
+    for names in allocated:
         ordered = tuple(name for name in shapes if name in names)
         pieces = tuple(
             Piece(name, start, min(piece_numbers, sizes[name] - start))
@@ -182,9 +171,8 @@ def make_layout(
     return Layout(own, tuple(fragments), codec, piece_numbers)
 
 
-def _deal(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
-    """The names of each fragment."""
-    dealt: list[set[str]] = [set() for _ in range(num_fragments)]
+def _allocate(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
+    allocated: list[set[str]] = [set() for _ in range(num_fragments)]
     load = [0] * num_fragments
     blocks: dict[str, list[str]] = {}
     ends = []
@@ -194,10 +182,10 @@ def _deal(sizes: Mapping[str, int], num_fragments: int) -> list[set[str]]:
         else:
             ends.append(name)
     for index, names in enumerate(blocks.values()):
-        dealt[index % num_fragments] |= set(names)
+        allocated[index % num_fragments] |= set(names)
         load[index % num_fragments] += sum(sizes[name] for name in names)
     for name in sorted(ends, key=lambda name: (-sizes[name], name)):
         least = load.index(min(load))
-        dealt[least].add(name)
+        allocated[least].add(name)
         load[least] += sizes[name]
-    return dealt
+    return allocated

@@ -1,11 +1,16 @@
-"""What clusters and the hub say to each other: bodies of requests and answers, chunks of files."""
+"""What travels: between clusters and the hub (over HTTP), and between the ranks of a cluster.
+
+First the bodies of requests and answers; then the commands that rank 0 broadcasts to its ranks; at
+last the chunks in which files are sent.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -13,7 +18,7 @@ CHUNK_BYTES = 2**20
 """Every file travels in chunks of this size (the last one is what is left)."""
 
 PROTOCOL = 6
-"""Raised when an older cluster could no longer talk with a newer rendezvous."""
+"""Raised when an older cluster could no longer talk with a newer hub."""
 
 SAMPLE_TOKENS = "tokens of a sample"
 """What clusters say under this name in `Join.identity`: so many tokens a sample has at most."""
@@ -24,7 +29,7 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Word = Annotated[str, StringConstraints(max_length=256)]
 PieceSize = Annotated[int, Field(gt=0, le=2**24)]
-"""Numbers in a piece: the rendezvous has a few pieces of each contribution in its memory."""
+"""Numbers in a piece: the hub has a few pieces of each contribution in its memory."""
 
 Positive = Annotated[int, Field(gt=0, lt=2**62)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -41,7 +46,7 @@ class Message(BaseModel):
 
 
 class Answer(BaseModel):
-    """A body of an answer; a newer rendezvous may say more than this cluster knows."""
+    """A body of an answer; a newer hub may say more than this cluster knows."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -59,37 +64,35 @@ class Join(Message):
     pieces: Annotated[list[list[PieceSize]], Field(min_length=1, max_length=4096)]
     """Of each fragment its pieces: numbers of elements."""
     version: Count
-    """Turns applied to the outer parameters that it holds."""
+    """Outer steps applied to the outer parameters that it holds."""
     has: Count = 0
-    """Turns that it has applied, or can apply with averages that it has kept: `version` or more."""
+    """Outer steps that it has applied, or can with averages that it has kept: `version` or more."""
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     """Of each fragment the digest of its outer parameters."""
     holding: Intervals = []
-    """Samples that it has claimed before and still means to train on, or has trained on since its
-    last committed contribution. Whatever else it has claimed is dealt to others."""
+    """Samples that it has leased before and still means to train on, or has trained on since its
+    last committed contribution. Whatever else it has leased is leased to others."""
 
 
 Standing = Literal["first", "current", "late", "behind"]
 
 
 class JoinAnswer(Answer):
-    """How a cluster takes part."""
-
     standing: Standing
-    """first: its weights are the run's. current: go on. late: apply the averages of the turns
-    from `version` to `turn`, one after the other. behind: pull the state and join again."""
-    turn: Count
-    """The next turn to be committed: so many have been."""
-    from_turn: Count
-    """The first turn that waits for this cluster."""
+    """first: its weights are the run's. current: go on. late: apply the averages of the outer steps
+    from `version` to `outer_step`, one after the other. behind: pull the state and join again."""
+    outer_step: Count
+    """The next outer step to be committed: so many have been."""
+    from_step: Count
+    """The first outer step that waits for this cluster."""
     settings: dict[str, str | int | float]
     lost: Intervals
-    """Of `holding`, the samples that others have been dealt meanwhile: not to be trained on."""
+    """Of `holding`, the samples that others have been leased meanwhile: not to be trained on."""
     why: str = ""
     """For `behind`: why."""
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """A sign of life."""
 
     id: Id
@@ -104,7 +107,7 @@ class Beat(Message):
     phase: Annotated[str, StringConstraints(max_length=64)] = ""
     sent_bytes: Count = 0
     received_bytes: Count = 0
-    pace: Count = 0
+    sync_every: Count = 0
     """Inner steps that this cluster would have in a round, for its link; 0: it asks for none."""
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     exposed_s: Finite = 0.0
@@ -112,56 +115,52 @@ class Beat(Message):
     hidden_s: Finite = 0.0
     """Seconds in which outer steps went on beside inner ones; in this attempt."""
     ends: bool = False
-    """Nothing of this cluster is left that is in no average, nor will be: no turn waits for it."""
+    """Nothing of this cluster is left that is in no average, nor will be: no round waits for it."""
 
 
-class OpenTurn(Answer):
-    """A turn that waits for contributions."""
+class OpenRound(Answer):
+    """An outer step that waits for contributions."""
 
-    turn: Count
+    outer_step: Count
     due_in_s: float | None
     """It is closed then without the missing; None where nothing is decided yet."""
     contributed: list[str]
     waits_for: list[str]
 
 
-class BeatAnswer(Answer):
-    """What a cluster should know now."""
-
-    turn: Count
-    open: list[OpenTurn]
+class HeartbeatAnswer(Answer):
+    outer_step: Count
+    open: list[OpenRound]
     members: list[str]
     """The living, by name."""
-    order: Literal["", "pull", "reset"] = ""
+    command: Literal["", "pull", "reset"] = ""
     """pull: your outer parameters are not the run's, pull the state. reset: go back to your outer
     parameters (your local steps have been refused)."""
-    order_reason: str = ""
+    command_reason: str = ""
     ended: Count | None = None
-    """All end with so many turns applied; None: one of them may still contribute."""
-    donate: bool = False
+    """All end with so many outer steps applied; None: one of them may still contribute."""
+    send_state: bool = False
     """A cluster needs the state, and this one is asked for it."""
-    pace: Count = 0
+    sync_every: Count = 0
     """The largest of the living clusters' paces; 0: nobody asks for one."""
 
 
-class Claim(Message):
+class LeaseRequest(Message):
     """A request for samples to train on."""
 
     id: Id
     number: Positive
-    """Counts this cluster's claims up: a claim that is repeated with the same number gives the
+    """Counts this cluster's leases up: a claim that is repeated with the same number gives the
     same samples."""
     samples: Annotated[int, Field(gt=0, le=2**40)]
 
 
-class ClaimAnswer(Answer):
-    """Samples that are this cluster's alone."""
-
+class LeaseAnswer(Answer):
     samples: Intervals
 
 
 class Contribution(Message):
-    """What one cluster adds to a turn, once all its bytes have been sent."""
+    """What one cluster adds to an outer step, once all its bytes have been sent."""
 
     id: Id
     tokens: Positive
@@ -174,16 +173,12 @@ class Contribution(Message):
 
 
 class ContributionAnswer(Answer):
-    """What became of a contribution."""
-
     is_measured: bool = True
-    """False: the rendezvous is still looking at its numbers; say again that it is complete."""
+    """False: the hub is still looking at its numbers; say again that it is complete."""
 
 
-class TurnAnswer(Answer):
-    """How a turn stands."""
-
-    turn: Count
+class RoundAnswer(Answer):
+    outer_step: Count
     state: Literal["future", "collecting", "averaging", "committed"]
     due_in_s: float | None = None
     contributed: list[str] = []
@@ -195,13 +190,20 @@ class TurnAnswer(Answer):
     digest: str = ""
     size_bytes: Count = 0
     """Committed: bytes of the average; 0 where all contributions were refused, so that there is
-    none and the turn changes nothing."""
+    none and the outer step changes nothing."""
     is_kept: bool = False
     """Its average can be downloaded."""
 
 
+class Received(Answer):
+    """The chunks of a file that the hub has, by number, with their hashes."""
+
+    size_bytes: int
+    chunks: dict[str, str]
+
+
 class HeldAnswer(Answer):
-    """Whether all clusters that live have the average of a turn."""
+    """Whether all clusters that live have the average of an outer step."""
 
     is_everywhere: bool
 
@@ -210,26 +212,30 @@ class Applied(Message):
     """A cluster has applied an average."""
 
     id: Id
-    turn: Count
+    outer_step: Count
     outer_params: Sha256
     """Digest of the fragment's outer parameters thereafter."""
 
 
 class StateFile(Message):
-    """One file of a state."""
-
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\.safetensors$")]
     size_bytes: Positive
     digest: Sha256
 
 
 class StateOffer(Message):
-    """A donor is about to upload its outer parameters and outer state."""
+    """A state source is about to upload its outer parameters and outer state."""
 
     id: Id
     version: Count
     outer_params: Annotated[list[Sha256], Field(max_length=4096)]
     files: Annotated[list[StateFile], Field(min_length=1, max_length=4096)]
+
+
+class StateNumber(Answer):
+    """The answer to `StateOffer`."""
+
+    state: int
 
 
 class StateAnswer(Answer):
@@ -238,7 +244,7 @@ class StateAnswer(Answer):
     state: Count | None
     """Its number; None: not there yet."""
     version: Count = 0
-    donor: str = ""
+    source: str = ""
     """Who gives it, or is asked for it; empty where nobody can."""
     outer_params: list[str] = []
     files: list[StateFile] = []
@@ -259,20 +265,143 @@ class OnlyId(Message):
 
 
 class ErrorBody(Answer):
-    """Why a request was refused."""
-
     kind: str
     what: str
     fix: str = ""
 
 
+# Commands. Rank 0 broadcasts them between two inner steps; all ranks do them in their order.
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A contribution that no average has answered yet.
+
+    Args:
+        outer_step: to which outer step.
+        tokens: its weight: what the pseudo-gradient was trained on, at least 1.
+        inner_steps: in it.
+        samples: trained on since the last contribution to any fragment, and those of earlier
+            contributions that are in no average.
+        steps: inner steps of this cluster when it was made.
+    """
+
+    outer_step: int
+    tokens: int
+    inner_steps: int
+    samples: tuple[tuple[int, int], ...]
+    steps: int
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Pending:
+        """What `dataclasses.asdict` gave, through JSON."""
+        samples = tuple((int(start), int(stop)) for start, stop in record["samples"])
+        return cls(**{**record, "samples": samples})
+
+
+@dataclass(frozen=True, slots=True)
+class Contribute:
+    """Make this cluster's contribution to an outer step."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Apply the average of an outer step. One comes after the other; none is left out.
+
+    Args:
+        path: the average; rank 0's client removes it later. None: the outer step changes nothing,
+            since all contributions were refused.
+        weights: the tokens of each cluster that took part.
+        refused: clusters whose contribution was refused, and why.
+        sent_bytes, send_s: of this cluster's contribution.
+        step: the number that the last inner step has at least, from then on.
+    """
+
+    outer_step: int
+    path: Path | None
+    weights: Mapping[str, int]
+    refused: Mapping[str, str]
+    size_bytes: int
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    send_s: float = 0.0
+    receive_s: float = 0.0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Take over another cluster's outer state.
+
+    Args:
+        version: outer steps applied to it.
+        paths: a file for each fragment.
+        outer_params: of each fragment the digest of its outer parameters.
+        source: the cluster that gave it.
+        step: as in `Apply`.
+    """
+
+    version: int
+    paths: tuple[Path, ...]
+    outer_params: tuple[str, ...]
+    source: str
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendState:
+    """Write the outer state for a cluster that needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Go back to the outer parameters: the steps since were refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Samples that are this cluster's alone."""
+
+    samples: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Samples of an earlier lease that others have by now: do not train on them."""
+
+    samples: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UseReserve:
+    """Go on with so many samples that nobody leases, as long as the hub is away."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """All clusters have nothing left to average: after so many outer steps they hold the same.
+
+    Comes again and again, once this cluster has reported `ends`.
+    """
+
+    version: int
+
+
+Command = Contribute | Apply | Adopt | SendState | Reset | Lease | Revoke | UseReserve | End
+
+
+# Files.
+
+
 def num_chunks(size_bytes: int) -> int:
-    """How many chunks a file of this size has."""
     return -(-size_bytes // CHUNK_BYTES)
 
 
 def chunk_size(size_bytes: int, index: int) -> int:
-    """Bytes of one chunk."""
     return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
 
 
@@ -285,7 +414,6 @@ def digest_of(chunks: Iterable[str]) -> str:
 
 
 def hash_chunks(path: Path) -> list[str]:
-    """The sha256 of each chunk of a file."""
     hashes = []
     with path.open("rb") as stream:
         while data := stream.read(CHUNK_BYTES):

@@ -33,6 +33,8 @@ from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
 from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
 from isles.run.checkpoints import CheckpointInfo
+from isles.outer.trainer.build import join_clusters, make_exchange
+from isles.outer.trainer.step import Exchange
 from isles.run.env import cache_home
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
@@ -48,7 +50,6 @@ from isles.train.model import (
     whole_model,
 )
 from isles.train.optimizer import make_optimizers
-from isles.train.outer.build import Between, join_clusters, make_between
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder, make_trackers
@@ -104,9 +105,9 @@ def build(
         if validation is not None:
             num_samples = config.training.eval_samples
             reference.score(validation, num_samples, run_dir.reference("validation"))
-    between = make_between(config, engine, world, run_dir, resume_from)
-    progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, between)
-    samples = None if between is None else between.begin(progress, recorder)
+    exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
+    progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
+    samples = None if exchange is None else exchange.begin(progress)
     meter = StepMeter(world, flops)
     now = meter.clock.now  # the watchdog compares when a save has moved
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, disks, attempt, now)
@@ -141,8 +142,20 @@ def build(
         samples_per_epoch=training.samples_per_epoch,
         base=base,
     )
-    if between is not None:
-        parts.outer = join_clusters(parts, between, lambda: signals.stop_code)
+    if exchange is not None:
+        parts.outer = join_clusters(
+            exchange,
+            config,
+            world,
+            run_dir,
+            recorder=recorder,
+            meter=meter,
+            forget_ahead=parts.loader.forget,
+            requested=lambda: signals.stop_code,
+            total_steps=total_steps,
+            data_content=parts.data_content,
+            base=base,
+        )
     return parts
 
 
@@ -202,7 +215,7 @@ def _take_over(
     world: World,
     disks: Disks,
     recorder: Recorder,
-    between: Between | None,
+    exchange: Exchange | None,
 ) -> Progress:
     # The state of a checkpoint, or that of a run's beginning.
     seed = config.seed + 1_000_003 * (world.rank + 1)  # of dropout: another on every rank
@@ -210,7 +223,7 @@ def _take_over(
     if checkpoint is None:
         return Progress.fresh()
     state = engine.state_dict()
-    outer = {} if between is None else between.tensors()
+    outer = {} if exchange is None else exchange.loaded_tensors()
     progress = Progress.from_manifest(checkpoint.manifest)
     saved_world_size = int(checkpoint.manifest["world_size"])
 

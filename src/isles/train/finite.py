@@ -6,7 +6,7 @@ import logging
 import math
 
 from isles.errors import TrainingError
-from isles.outer.spans import joined
+from isles.outer.samples import joined
 from isles.train.parts import Parts
 
 log = logging.getLogger(__name__)

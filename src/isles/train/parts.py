@@ -19,9 +19,11 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.outer.trainer.outer import Outer
 from isles.run.checkpoints import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
+from isles.train.metrics import evaluate
 from isles.train.metrics import StepMeter, evaluate
 from isles.train.outer.loop import Outer
 from isles.train.progress import Progress
@@ -140,16 +142,16 @@ class Parts:
         """Save a checkpoint of this step. All ranks must call this."""
         paused = self.meter.pause("saving")
         if self.outer is not None:
-            self.outer.turns.finish_move()
+            self.outer.exchange.finish_move()
         self.checkpoints.save(
             self.engine.state_dict(),
             self._manifest(),
             replicas=self.engine.replicas,
-            own={} if self.outer is None else self.outer.turns.tensors(),
+            own={} if self.outer is None else self.outer.exchange.tensors(),
             wait=wait,
         )
         if self.outer is not None:
-            self.outer.turns.saved()
+            self.outer.exchange.saved()
         self.agreement.saved()
         self.meter.resume(paused)
 
@@ -171,7 +173,7 @@ class Parts:
             "rows": list(self.loader.split.rows),
             "micro_batch_sizes": list(self.loader.split.micro_batch_sizes),
             "balance": self.balancer.record(),
-            "outer": None if self.outer is None else self.outer.turns.manifest(),
+            "outer": None if self.outer is None else self.outer.exchange.manifest(),
             "seed": self.config.seed,
             "data": self.data_content,
             "samples_per_epoch": self.samples_per_epoch,

@@ -1,4 +1,4 @@
-"""Requests to the rendezvous: tried again with patience, under a deadline, errors in words."""
+"""Requests to the hub: tried again until a deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from types import TracebackType
 from typing import TypeVar
 
 import aiohttp
@@ -34,13 +33,13 @@ WHO_IS_THERE = frozenset({"token", "certificate", "http", "protocol"})
 _TRY_AGAIN = frozenset({408, 429, 500, 502, 503, 504, 507})
 
 
-class RendezvousRefusal(CommunicationError):
-    """The rendezvous has understood, and says no.
+class HubRefusal(CommunicationError):
+    """The hub has understood, and says no.
 
     Args:
         kind: one word for programs: late, behind, refused, other_run, name_taken …
         what: what is wrong.
-        where: the rendezvous.
+        where: the hub.
         fix: what to do.
     """
 
@@ -51,20 +50,8 @@ class RendezvousRefusal(CommunicationError):
         self.kind = kind
 
 
-class RejoinError(Exception):
-    """The hub does not know this cluster any more, or there is a new join line: join anew."""
-
-
-class NotLetInError(Exception):
-    """The hub says no, and will go on doing so."""
-
-    def __init__(self, refusal: RendezvousRefusal) -> None:
-        super().__init__(refusal.what)
-        self.refusal = refusal
-
-
 class _TryAgain(Exception):
-    """An attempt has failed in a way that another may not."""
+    pass
 
 
 class RateLimit:
@@ -90,7 +77,10 @@ class RateLimit:
 
 
 class Channel:
-    """All connections of one cluster to its rendezvous.
+    """All connections of one cluster to its hub.
+
+    A request is tried until it works or its deadline is over. Then, or where the hub is another, it
+    raises `CommunicationError`; where the hub says no, `HubRefusal`.
 
     Args:
         line: where it is, and how to know it.
@@ -108,9 +98,9 @@ class Channel:
         self.received_bytes = 0
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Channel:
+    async def open(self) -> None:
         connector = aiohttp.TCPConnector(
-            # One more, so that beats pass while files travel on all others.
+            # One more, so that heartbeats pass while files travel on all others.
             limit=self.connections + 2,
             ssl=aiohttp.Fingerprint(self.line.fingerprint),
             keepalive_timeout=30.0,
@@ -122,19 +112,12 @@ class Channel:
             headers={"Authorization": f"Bearer {self.line.token}"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
         )
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
     async def get(self, path: str, kind: type[A], deadline_s: float, wait_s: float = 0.0) -> A:
-        """Ask. See `_until`."""
 
         async def attempt() -> A:
             query = {"wait": f"{wait_s:g}"} if wait_s else {}
@@ -146,7 +129,6 @@ class Channel:
     async def post(
         self, path: str, body: Message, kind: type[A], deadline_s: float, attempt_s: float = 0.0
     ) -> A:
-        """Say. See `_until`."""
 
         async def attempt() -> A:
             async with asyncio.timeout(attempt_s or _ATTEMPT_S):
@@ -158,7 +140,6 @@ class Channel:
         return await self._until(attempt, deadline_s, f"POST {path}")
 
     async def put(self, path: str, data: bytes, sha256: str, deadline_s: float) -> None:
-        """Send a chunk, at the pace that is set. See `_until`."""
 
         async def attempt() -> None:
             async with asyncio.timeout(_STALL_S) as timer:
@@ -181,7 +162,6 @@ class Channel:
             yield part
 
     async def fetch(self, path: str, start: int, size: int, deadline_s: float) -> bytes:
-        """Fetch a range of a file, at the pace that is set. See `_until`."""
         session = self._session
         assert session is not None
         loop = asyncio.get_running_loop()
@@ -223,13 +203,13 @@ class Channel:
             error = ErrorBody(kind="http", what=f"HTTP status {status}: {body[:200]!r}")
         if status in _TRY_AGAIN:
             raise _TryAgain(error.what)
-        raise RendezvousRefusal(error.kind, error.what, where=str(self.line), fix=error.fix)
+        raise HubRefusal(error.kind, error.what, where=str(self.line), fix=error.fix)
 
     def _parse(self, body: bytes, kind: type[A]) -> A:
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
-            raise RendezvousRefusal(
+            raise HubRefusal(
                 "protocol",
                 f"the rendezvous gives an answer that is no {kind.__name__}: {body[:200]!r}",
                 where=str(self.line),
@@ -237,12 +217,6 @@ class Channel:
             ) from error
 
     async def _until(self, attempt: Callable[[], Awaitable[R]], deadline_s: float, what: str) -> R:
-        """Try until it works, or the deadline is over.
-
-        Raises:
-            RendezvousRefusal: the rendezvous says no.
-            CommunicationError: it has not answered in time, or is another.
-        """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         pause_s = _FIRST_PAUSE_S
@@ -251,7 +225,7 @@ class Channel:
                 async with asyncio.timeout_at(end):
                     return await attempt()
             except aiohttp.ServerFingerprintMismatch as error:
-                raise RendezvousRefusal(
+                raise HubRefusal(
                     "certificate",
                     f"the server there shows a certificate with sha256 {error.got.hex()[:16]}…, "
                     f"the join line names {error.expected.hex()[:16]}…",
@@ -276,13 +250,13 @@ class Channel:
 
 
 def _put_off(timer: asyncio.Timeout, when: float) -> None:
-    """There is progress: the attempt has more time, unless it is over already."""
+    # There is progress: the attempt has more time, unless it is over already.
     if not timer.expired() and timer.when() is not None:
         timer.reschedule(when)
 
 
 def _make_socket(info: tuple[int, int, int, str, tuple[object, ...]]) -> socket.socket:
-    """A socket that notices within half a minute when the other end is gone without a word."""
+    # Notices within half a minute when the other end is gone without a word.
     family, kind, protocol, _, _ = info
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

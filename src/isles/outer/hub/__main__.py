@@ -1,4 +1,4 @@
-"""Runs a rendezvous: `python -m isles.outer.hub STATE_DIR --run NAME --listen HOST:PORT`."""
+"""Runs a hub: `python -m isles.outer.hub STATE_DIR --run NAME --listen HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    os.umask(0o077)  # nobody else reads what the rendezvous keeps
+    os.umask(0o077)  # nobody else reads what the hub keeps
     try:
         asyncio.run(_serve(options))
     except UserError as error:
@@ -103,12 +103,14 @@ def _settings(path: Path | None) -> Settings:
     try:
         return Settings.model_validate_json(text)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
-            for fault in error.errors(include_url=False)
+        failures = [
+            f"{'.'.join(str(part) for part in failure['loc'])}: {failure['msg']}"
+            for failure in error.errors(include_url=False)
         ]
         known = ", ".join(Settings.model_fields)
-        raise ConfigError("; ".join(faults), where=str(path), fix=f"the keys are {known}") from None
+        raise ConfigError(
+            "; ".join(failures), where=str(path), fix=f"the keys are {known}"
+        ) from None
 
 
 def _text(path: Path, what: str) -> str:

@@ -1,4 +1,4 @@
-"""The rendezvous without its network: every request is one method, one transaction."""
+"""The hub without its network: every request is one method, one transaction."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from isles.outer.hub.averaging import Average, Job
+from isles.outer.hub.files import Average, Job
 from isles.outer.hub.journal import JOURNAL, Journal
 from isles.outer.hub.members import Membership
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import Settings, divergence
+from isles.outer.hub.rounds import Rounds
+from isles.outer.hub.rules import Refusal, Settings, divergence
 from isles.outer.hub.samples import Samples
 from isles.outer.hub.states import States
-from isles.outer.hub.turns import Turns
 from isles.outer.messages import (
     PROTOCOL,
     Applied,
-    Beat,
-    BeatAnswer,
-    Claim,
-    ClaimAnswer,
     Contribution,
     ContributionAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
     Join,
     JoinAnswer,
+    LeaseAnswer,
+    LeaseRequest,
+    RoundAnswer,
     Standing,
     StateAnswer,
     StateOffer,
-    TurnAnswer,
 )
 
 _MOST_PINNED = 16
@@ -41,7 +40,7 @@ _FIX = "let these be the same on all clusters"
 
 
 class Core:
-    """All that the rendezvous knows and decides. One thread at a time.
+    """All that the hub knows and decides. One thread at a time.
 
     Args:
         folder: its state directory.
@@ -55,7 +54,7 @@ class Core:
         self.journal = Journal(folder / JOURNAL)
         self.samples = Samples(self.journal)
         self.membership = Membership(self.journal, settings, self.samples, clock)
-        self.turns = Turns(
+        self.rounds = Rounds(
             self.journal, settings, self.samples, self.membership, folder / "turns", clock
         )
         self.states = States(self.journal, settings, self.membership, folder / "states", clock)
@@ -66,25 +65,24 @@ class Core:
         self.sizes: list[int] = []
         """Of each fragment the bytes of a contribution to it."""
         self._learn()
-        self.journal.note("", "started", f"turn {self.turns.next} is next")
-        self._oldest = self.turns.next - settings.keep_averages
+        self.journal.note("", "started", f"turn {self.rounds.next} is next")
+        self._oldest = self.rounds.next - settings.keep_averages
         self._sweep()
 
     def _learn(self) -> None:
-        """What the first cluster has settled, kept at hand for other threads."""
         known = self.journal.get("identity")
         if known is not None:
             identity, self.pieces = json.loads(known)
             self.codec = identity["codec"]
             self.sizes = json.loads(self.journal.get("sizes") or "[]")
-            self.turns.parts.learn(identity, self.pieces)
+            self.rounds.learn(identity, len(self.pieces))
 
-    def seed(self, kept: Sequence[tuple[TurnAnswer, str]]) -> None:
-        """Begin where a hub that is gone has ended: with turns that a cluster has the averages of.
+    def seed(self, kept: Sequence[tuple[RoundAnswer, str]]) -> None:
+        """Begin where a hub that is gone has ended: with the averages that a cluster has kept.
 
         Args:
-            kept: what that hub answered of each turn, without a gap, and the digest of the outer
-                parameters that its average has led to, where it is known.
+            kept: that hub's answers for each outer step, without a gap, and the digest of the
+                outer parameters that its average has led to, where it is known.
         """
         with self.journal.transaction():
             for answer, outer_params in kept:
@@ -92,7 +90,7 @@ class Core:
                     name: self.membership.stand_in(name)
                     for name in (*answer.weights, *answer.refused)
                 }
-                self.turns.take_over(answer, outer_params, numbers)
+                self.rounds.take_over(answer, outer_params, numbers)
 
     # Joining.
 
@@ -118,9 +116,9 @@ class Core:
         self.membership.check(join)
         with self.journal.transaction():
             if known is None:
-                self._settle_first(join, sizes)
+                self._begin_run(join, sizes)
             elif changes:
-                self._settle_anew(join, known, changes)
+                self._change_settings(join, known, changes)
             if known is None:
                 answer = self._let_in(join, "first", "")
             else:
@@ -129,28 +127,28 @@ class Core:
         return answer
 
     def _let_in(self, join: Join, standing: Standing, why: str) -> JoinAnswer:
-        journal, turns = self.journal, self.turns
-        number, was_living = self.membership.settle(join)
+        journal, rounds = self.journal, self.rounds
+        number, was_living = self.membership.admit(join)
         before = self.membership.get(number)
         self.membership.holds(number, join.has)
         lost = self.samples.take_up(number, join.holding)
-        following = turns.next
+        following = rounds.next
         is_behind = standing == "behind"
-        from_turn = before["from_turn"]
+        from_step = before["from_turn"]
         if not was_living or before["is_behind"]:
-            from_turn = following + int(turns.has_begun(following))
-        order = "pull" if is_behind else ""
-        values = (int(is_behind), from_turn, join.version, order, why, number)
+            from_step = following + int(rounds.has_begun(following))
+        command = "pull" if is_behind else ""
+        values = (int(is_behind), from_step, join.version, command, why, number)
         journal.run(
             "UPDATE members SET is_behind = ?, from_turn = ?, version = ?, orders = ?, "
             "order_reason = ? WHERE number = ?",
             *values,
         )
-        journal.note(join.name, "joined", f"{standing}, from turn {from_turn} on; {why}")
+        journal.note(join.name, "joined", f"{standing}, from turn {from_step} on; {why}")
         return JoinAnswer(
             standing=standing,
-            turn=following,
-            from_turn=from_turn,
+            outer_step=following,
+            from_step=from_step,
             settings=self.settings.model_dump(),
             lost=lost,
             why=why,
@@ -159,11 +157,6 @@ class Core:
     # What must be equal.
 
     def _changes(self, join: Join, known: str) -> dict[str, tuple[str, str]]:
-        """What this cluster would change, each with its value there and here.
-
-        Raises:
-            Refusal: it must not.
-        """
         identity, pieces = json.loads(known)
         mine = identity_of(join)
         found = {
@@ -188,7 +181,7 @@ class Core:
             )
         return found
 
-    def _settle_first(self, join: Join, sizes: Sequence[int]) -> None:
+    def _begin_run(self, join: Join, sizes: Sequence[int]) -> None:
         if len(join.outer_params) != len(join.pieces):
             raise Refusal(
                 422,
@@ -200,11 +193,11 @@ class Core:
         self.journal.put("sizes", json.dumps(list(sizes)))
         self.journal.put("identity", json.dumps([identity_of(join), join.pieces]))
 
-    def _settle_anew(self, join: Join, known: str, changes: Mapping[str, tuple[str, str]]) -> None:
-        """Nobody else takes part: a run that goes on with other settings has these from now on.
-
-        Whoever is away joins anew when he comes back, and is compared then.
-        """
+    def _change_settings(
+        self, join: Join, known: str, changes: Mapping[str, tuple[str, str]]
+    ) -> None:
+        # Nobody else takes part: a run that goes on with other settings has these from now on.
+        # Members that are away join anew when they come back, and are compared then.
         _, pieces = json.loads(known)
         self.journal.put("identity", json.dumps([identity_of(join), pieces]))
         texts = [f"{key} {there} -> {here}" for key, (there, here) in changes.items()]
@@ -216,7 +209,7 @@ class Core:
     # Where it stands.
 
     def _standing(self, join: Join) -> tuple[Standing, str]:
-        following = self.turns.next
+        following = self.rounds.next
         if join.version > following:
             raise Refusal(
                 409,
@@ -227,7 +220,7 @@ class Core:
                 "rendezvous with an empty folder, and let the most advanced cluster join first",
             )
         for fragment, outer_params in enumerate(join.outer_params):
-            right = self.turns.outer_params(fragment, join.version)
+            right = self.rounds.outer_params(fragment, join.version)
             if right and outer_params != right:
                 return "behind", (
                     f"its outer parameters of fragment {fragment} after {join.version} turns are "
@@ -235,75 +228,72 @@ class Core:
                 )
         if join.version == following:
             return "current", ""
-        if self.turns.is_kept_since(max(join.version, min(join.has, following))):
+        if self.rounds.is_kept_since(max(join.version, min(join.has, following))):
             return "late", ""
         return "behind", f"the average of turn {join.version} is not kept any more"
 
     # Members.
 
-    def beat(self, beat: Beat) -> BeatAnswer:
-        """A cluster lives."""
-        member = self.membership.find(beat.id)
+    def heartbeat(self, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        member = self.membership.find(heartbeat.id)
         number = member["number"]
-        self.membership.hear(number, beat)
-        self.membership.reached(number, min(beat.version, self.turns.next))
-        self.membership.holds(number, beat.has)
+        self.membership.note_heartbeat(number, heartbeat)
+        self.membership.reached(number, min(heartbeat.version, self.rounds.next))
+        self.membership.holds(number, heartbeat.has)
         member = self._back(member) if member["state"] == "dropped" else self.membership.get(number)
         # Only here, where it has just said how far it is: what is known of it may be old, above all
-        # to a rendezvous that goes on from a copy, and all clusters would wait for one another.
-        has = max(member["version"], min(beat.has, self.turns.next))
-        if not member["is_behind"] and not self.turns.is_kept_since(has):
+        # to a hub that goes on from a copy, and all clusters would wait for one another.
+        has = max(member["version"], min(heartbeat.has, self.rounds.next))
+        if not member["is_behind"] and not self.rounds.is_kept_since(has):
             self._fell_behind(member)
             member = self.membership.get(number)
-        return BeatAnswer(
-            turn=self.turns.next,
-            open=self.turns.open_turns(),
+        return HeartbeatAnswer(
+            outer_step=self.rounds.next,
+            open=self.rounds.open_rounds(),
             members=[row["name"] for row in self.membership.living()],
-            pace=self.membership.pace,
-            order=member["orders"],
-            order_reason=member["order_reason"],
-            ended=self._end(number) if beat.ends else None,
-            donate=self.states.is_donor(number),
+            sync_every=self.membership.sync_every,
+            command=member["orders"],
+            command_reason=member["order_reason"],
+            ended=self._end(number) if heartbeat.ends else None,
+            send_state=self.states.is_source(number),
         )
 
     def _back(self, member: sqlite3.Row) -> sqlite3.Row:
-        """A dropped member is heard again: it keeps its steps, and is waited for again."""
-        following = self.turns.next
+        # It keeps its steps, and is waited for again.
+        following = self.rounds.next
         with self.journal.transaction():
             self.journal.run(
                 "UPDATE members SET state = 'living', from_turn = ? WHERE number = ?",
-                following + int(self.turns.has_begun(following)),
+                following + int(self.rounds.has_begun(following)),
                 member["number"],
             )
             self.journal.note(member["name"], "back", f"heard again before turn {following}")
         return self.membership.get(member["number"])
 
     def _end(self, number: int) -> int | None:
-        following = self.turns.next
+        following = self.rounds.next
         with self.journal.transaction():
             return self.membership.end(
-                number, following, is_settled=not self.turns.has_begun(following)
+                number, following, is_decided=not self.rounds.has_begun(following)
             )
 
     def _fell_behind(self, member: sqlite3.Row) -> None:
         with self.journal.transaction():
-            self._order_pull(
+            self._command_pull(
                 member, f"the average of turn {member['version']} is not kept any more"
             )
 
-    def _order_pull(self, member: sqlite3.Row, why: str) -> None:
+    def _command_pull(self, member: sqlite3.Row, why: str) -> None:
         self.journal.run("UPDATE members SET is_behind = 1 WHERE number = ?", member["number"])
-        self.membership.order(member["number"], "pull", why)
+        self.membership.command(member["number"], "pull", why)
         self.journal.note(member["name"], "behind", why)
 
-    def obeyed(self, member_id: str) -> None:
-        """A cluster has gone back to its outer parameters, as it was told."""
+    def reset_done(self, member_id: str) -> None:
         member = self.membership.find(member_id)
         if member["orders"] == "reset":
-            self.membership.order(member["number"], "")
+            self.membership.command(member["number"], "")
 
     def leave(self, member_id: str, *, has_finished: bool = False) -> None:
-        """A cluster ends: nobody waits for it."""
         member = self.membership.find(member_id)
         with self.journal.transaction():
             if has_finished:
@@ -319,58 +309,55 @@ class Core:
         return bool(members) and all(m["state"] == "left" and m["has_finished"] for m in members)
 
     def is_left_alone(self) -> bool:
-        """Whether some clusters have finished, and of the others none is heard."""
+        """Whether some clusters have finished, and of the others none is heard of."""
         members = self.membership.latest()
         is_any_done = any(m["has_finished"] for m in members)
         return is_any_done and all(m["state"] != "living" for m in members)
 
-    def claim(self, claim: Claim) -> ClaimAnswer:
-        """A cluster needs samples."""
-        member = self.heard(claim.id)
-        return ClaimAnswer(
-            samples=self.samples.lease(member["number"], claim.number, claim.samples)
+    def lease(self, lease: LeaseRequest) -> LeaseAnswer:
+        member = self.caller(lease.id)
+        return LeaseAnswer(
+            samples=self.samples.lease(member["number"], lease.number, lease.samples)
         )
 
-    def held(self, member_id: str, turn: int) -> bool:
-        """A cluster has the average of a turn; whether all that live and are not behind have it."""
-        member = self.heard(member_id)
-        self.membership.holds(member["number"], turn + 1)
-        return self.membership.all_hold(turn + 1)
+    def held(self, member_id: str, outer_step: int) -> bool:
+        """A cluster has an average; whether all that live and are not behind have it."""
+        member = self.caller(member_id)
+        self.membership.holds(member["number"], outer_step + 1)
+        return self.membership.all_hold(outer_step + 1)
 
-    def heard(self, member_id: str) -> sqlite3.Row:
-        """Who asks; whatever it asks is a sign of life."""
+    def caller(self, member_id: str) -> sqlite3.Row:
+        """The member that asks; a request of any kind is a sign of life."""
         member = self.membership.find(member_id)
         self.membership.touch(member["number"])
         return self._back(member) if member["state"] == "dropped" else member
 
-    # Turns.
+    # Outer steps.
 
-    def check_part(self, member_id: str, turn: int) -> tuple[int, int, Path]:
+    def check_part(self, member_id: str, outer_step: int) -> tuple[int, int, Path]:
         """Whether a chunk of a contribution may come.
 
         Returns:
             The member's number, the contribution's fragment, and its file.
         """
-        member = self.heard(member_id)
+        member = self.caller(member_id)
         number = member["number"]
-        if self.turns.is_counted(turn, number):
-            raise Refusal(409, "counted", f"the contribution to turn {turn} is counted already")
-        self.turns.check(member, turn)
-        return number, turn % len(self.pieces), self.turns.part_path(turn, number)
+        if self.rounds.is_counted(outer_step, number):
+            raise Refusal(
+                409, "counted", f"the contribution to turn {outer_step} is counted already"
+            )
+        self.rounds.check(member, outer_step)
+        return number, outer_step % len(self.pieces), self.rounds.part_path(outer_step, number)
 
-    def counted(self, member_id: str, turn: int) -> ContributionAnswer | None:
-        """What was said of a contribution that is complete already."""
-        part = self.turns.parts.get(turn, self.heard(member_id)["number"])
-        if part is None or part["state"] != "complete":
-            return None
-        return ContributionAnswer()
+    def counted(self, member_id: str, outer_step: int) -> ContributionAnswer | None:
+        number = self.caller(member_id)["number"]
+        return ContributionAnswer() if self.rounds.is_counted(outer_step, number) else None
 
     def complete(
-        self, turn: int, contribution: Contribution, norm: float, fault: str = ""
+        self, outer_step: int, contribution: Contribution, norm: float, failure: str = ""
     ) -> ContributionAnswer:
-        """A contribution is whole, on the disk, and measured. See `Turns.complete`."""
-        member = self.heard(contribution.id)
-        self.turns.complete(member, turn, contribution, norm, fault)
+        member = self.caller(contribution.id)
+        self.rounds.complete(member, outer_step, contribution, norm, failure)
         return ContributionAnswer()
 
     def drop_silent(self) -> bool:
@@ -382,69 +369,65 @@ class Core:
             self.membership.part(row, f"not heard for {silent_s:.0f} s")
         return bool(silent)
 
-    def close_turn(self) -> Job | None:
-        """Close the next turn if it is time; what is to be averaged then."""
-        return self.turns.close(len(self.pieces)) if self.pieces else None
+    def close_round(self) -> Job | None:
+        """Close the next outer step if it is time; what is to be averaged then."""
+        return self.rounds.close() if self.pieces else None
 
-    def commit(self, turn: int, average: Average) -> None:
-        """The average of a turn is on the disk; an empty one changes nothing."""
-        self.turns.commit(turn, average)
+    def commit(self, outer_step: int, average: Average) -> None:
+        self.rounds.commit(outer_step, average)
         self._collect_garbage()
 
-    def answer(self, turn: int) -> TurnAnswer:
-        """How a turn stands."""
-        return self.turns.answer(turn)
+    def answer(self, outer_step: int) -> RoundAnswer:
+        return self.rounds.answer(outer_step)
 
     def applied(self, applied: Applied) -> None:
         """A cluster has applied an average; whoever has other weights than most pulls the state."""
-        member = self.heard(applied.id)
-        turn = applied.turn
-        if self.turns.state(turn) != "committed":
-            raise Refusal(409, "early", f"turn {turn} is not committed")
+        member = self.caller(applied.id)
+        outer_step = applied.outer_step
+        if self.rounds.state(outer_step) != "committed":
+            raise Refusal(409, "early", f"turn {outer_step} is not committed")
         with self.journal.transaction():
             self.journal.run(
                 "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)",
-                turn,
+                outer_step,
                 member["number"],
                 applied.outer_params,
             )
-            self.membership.reached(member["number"], turn + 1)
-            if turn < self._oldest and self.turns.has_outer_params(turn):
+            self.membership.reached(member["number"], outer_step + 1)
+            if outer_step < self._oldest and self.rounds.has_outer_params(outer_step):
                 return  # what the others have reported is forgotten, and what was right is known
-            rows = self.journal.rows("SELECT * FROM applied WHERE turn = ?", turn)
+            rows = self.journal.rows("SELECT * FROM applied WHERE turn = ?", outer_step)
             right, wrong = divergence({row["member"]: row["outer_params"] for row in rows})
-            self.journal.run("UPDATE turns SET outer_params = ? WHERE turn = ?", right, turn)
-            reason = f"its outer parameters after turn {turn} are not those of most"
+            self.journal.run("UPDATE turns SET outer_params = ? WHERE turn = ?", right, outer_step)
+            reason = f"its outer parameters after turn {outer_step} are not those of most"
             for row in rows:
                 other = self.membership.get(row["member"])
-                is_told = other["order_reason"] == reason
-                if row["member"] in wrong and not is_told:
+                is_commanded = other["order_reason"] == reason
+                if row["member"] in wrong and not is_commanded:
                     self.journal.note(other["name"], "diverged", reason)
-                    self._order_pull(other, reason)
-                elif row["member"] not in wrong and is_told:
+                    self._command_pull(other, reason)
+                elif row["member"] not in wrong and is_commanded:
                     self.journal.run(
                         "UPDATE members SET is_behind = 0 WHERE number = ?", row["member"]
                     )
-                    self.membership.order(row["member"], "")
+                    self.membership.command(row["member"], "")
 
     # State transfer.
 
     def want_state(self, member_id: str) -> StateAnswer:
-        """A cluster is behind."""
-        return self.states.want(self.heard(member_id)["number"], self.turns.is_kept_since)
+        return self.states.want(self.caller(member_id)["number"], self.rounds.is_kept_since)
 
     def offer_state(self, offer: StateOffer) -> int:
-        """A donor is about to upload; the state's number."""
-        member = self.heard(offer.id)
-        if member["is_behind"] or offer.version > self.turns.next:
+        member = self.caller(offer.id)
+        if member["is_behind"] or offer.version > self.rounds.next:
             raise Refusal(409, "behind", f"the state of {member['name']} is not the run's")
         for fragment, outer_params in enumerate(offer.outer_params):
-            right = self.turns.outer_params(fragment, offer.version)
+            right = self.rounds.outer_params(fragment, offer.version)
             if right and outer_params != right:
                 raise Refusal(
                     409, "diverged", f"the outer parameters of {member['name']} are not the run's"
                 )
-        if not self.turns.is_kept_since(offer.version):
+        if not self.rounds.is_kept_since(offer.version):
             raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
         state = self.states.offer(member["number"], offer, self.pieces)
         self._sweep()
@@ -453,8 +436,7 @@ class Core:
     # Housekeeping.
 
     def _collect_garbage(self) -> None:
-        """Forget averages that nobody needs, and whoever is too far behind for those left."""
-        following = self.turns.next
+        following = self.rounds.next
         oldest = following - self.settings.keep_averages
         pinned = self.states.oldest_version()
         if pinned is not None:
@@ -465,18 +447,17 @@ class Core:
         with self.journal.transaction():
             self.journal.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
             self.journal.run("DELETE FROM applied WHERE turn < ?", oldest)  # see `applied`
-            self.states.forget_useless(self.turns.is_kept_since)
+            self.states.forget_useless(self.rounds.is_kept_since)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the files of what the journal knows to be over."""
-        following = self.turns.next
+        following = self.rounds.next
         for folder in (self.folder / "turns").glob("[0-9]*"):
-            turn = int(folder.name)
-            if turn >= following:
+            outer_step = int(folder.name)
+            if outer_step >= following:
                 continue
-            row = self.journal.row("SELECT kept FROM turns WHERE turn = ?", turn)
-            if row is None or not (row["kept"] or turn >= self._oldest):
+            row = self.journal.row("SELECT kept FROM turns WHERE turn = ?", outer_step)
+            if row is None or not (row["kept"] or outer_step >= self._oldest):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             for part in folder.glob("*.part*"):
@@ -488,5 +469,4 @@ class Core:
 
 
 def identity_of(join: Join) -> dict[str, str]:
-    """What must be equal on all clusters."""
     return {**join.identity, "codec": join.codec}

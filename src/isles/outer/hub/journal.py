@@ -1,4 +1,4 @@
-"""The rendezvous's memory: one sqlite file that survives kill -9 at any instant."""
+"""The hub's memory: one sqlite file that survives kill -9 at any instant."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ class Journal:
         self._depth = 0
 
     def _open(self, path: Path) -> None:
-        """Make the tables, and look whether all of the file can be read."""
         is_new = not self.number("SELECT COUNT(*) FROM sqlite_master")
         if not is_new and (found := self.number("PRAGMA user_version")) != _VERSION:
             raise ConfigError(
@@ -90,9 +89,9 @@ class Journal:
             )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        faults = [row[0] for row in self.rows("PRAGMA quick_check(1)") if row[0] != "ok"]
-        if faults:
-            raise damaged(path, faults[0])
+        failures = [row[0] for row in self.rows("PRAGMA quick_check(1)") if row[0] != "ok"]
+        if failures:
+            raise damaged(path, failures[0])
         self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
 
     @contextmanager
@@ -113,11 +112,9 @@ class Journal:
             self._depth -= 1
 
     def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        """What a query gives."""
         return self._db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> sqlite3.Row | None:
-        """The first row that a query gives."""
         found: sqlite3.Row | None = self._db.execute(sql, values).fetchone()
         return found
 
@@ -131,25 +128,22 @@ class Journal:
         return self._db.execute(sql, values).rowcount
 
     def get(self, key: str) -> str | None:
-        """A value that belongs to no table."""
         found = self.row("SELECT value FROM meta WHERE key = ?", key)
         return None if found is None else str(found["value"])
 
     def put(self, key: str, value: str) -> None:
-        """Keep a value that belongs to no table."""
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def note(self, member: str, kind: str, what: str) -> None:
         """Append to the log of events."""
-        said = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
+        text = "".join(c if c.isprintable() else "?" for c in what[:_LONGEST])
         sql = "INSERT INTO events (at, member, kind, what) VALUES (?, ?, ?, ?)"
-        self.run(sql, time.time(), member, kind, said)
+        self.run(sql, time.time(), member, kind, text)
         last = self.number("SELECT MAX(number) FROM events")
         if last % _KEPT == 0:  # whoever has the token must not fill the disk with them
             self.run("DELETE FROM events WHERE number < ?", last - _KEPT)
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
 

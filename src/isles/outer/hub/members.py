@@ -1,4 +1,4 @@
-"""The members: who may join, who lives, who is told what."""
+"""The members: who may join, who lives, and which command each is given."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import sqlite3
 from collections.abc import Callable, Sequence
 
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import Settings
+from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.hub.samples import Samples
-from isles.outer.messages import Beat, Join
+from isles.outer.messages import Heartbeat, Join
 
 _LONGEST_ROUND = 100_000
 """Inner steps that a cluster may ask for in a round."""
 _GONE = 20
-"""A member that is not heard for so many times `dead_after` has gone: its samples are dealt to
+"""A member that is not heard for so many times `dead_after` has gone: its samples are leased to
 others, and it joins anew when it comes back. Until then it may go on with them."""
 
 
@@ -30,16 +29,15 @@ class Membership:
         self._clock = clock
         now = clock()
         # After a restart everybody has the whole time again to be heard.
-        self._heard = {row["number"]: now for row in db.rows("SELECT number FROM members")}
+        self._last_seen = {row["number"]: now for row in db.rows("SELECT number FROM members")}
         self._moved: dict[int, tuple[int, float]] = {}
         self._come: set[int] = set()
         """Members that were heard since this process began."""
         self._gather_until = 0.0
-        self.beats: dict[int, Beat] = {}
+        self.heartbeats: dict[int, Heartbeat] = {}
         self._has: dict[int, int] = {}
 
     def living(self) -> list[sqlite3.Row]:
-        """Members that are heard of."""
         return self._db.rows("SELECT * FROM members WHERE state = 'living' ORDER BY number")
 
     def away(self) -> list[sqlite3.Row]:
@@ -55,7 +53,7 @@ class Membership:
 
     @property
     def least(self) -> int:
-        """Contributions that a turn has at least: no more than there are clusters that go on."""
+        """Contributions that a round has at least: no more than there are clusters that go on."""
         finished = [bool(row["has_finished"]) for row in self.latest()]
         least = self._settings.min_clusters
         if len(self._come) < self._settings.gather and self._clock() < self._gather_until:
@@ -63,7 +61,6 @@ class Membership:
         return max(1, min(least, finished.count(False))) if any(finished) else least
 
     def get(self, number: int) -> sqlite3.Row:
-        """One member."""
         row = self._db.row("SELECT * FROM members WHERE number = ?", number)
         assert row is not None, f"no member {number}"
         return row
@@ -84,9 +81,8 @@ class Membership:
             )
         return row
 
-    def heard_s(self, number: int) -> float:
-        """Seconds since a member was heard last."""
-        return self._clock() - self._heard.get(number, self._clock())
+    def last_seen_s(self, number: int) -> float:
+        return self._clock() - self._last_seen.get(number, self._clock())
 
     def check(self, join: Join) -> None:
         """Whether a cluster may join.
@@ -104,7 +100,7 @@ class Membership:
                 409,
                 "name_taken",
                 f"another cluster called {join.name!r} takes part; it was heard "
-                f"{self.heard_s(rival['number']):.1f} s ago",
+                f"{self.last_seen_s(rival['number']):.1f} s ago",
                 "give this cluster another name, or stop the other and wait "
                 f"{self._settings.dead_after_s:g} s",
             )
@@ -119,8 +115,8 @@ class Membership:
                 "stop one of them first",
             )
 
-    def settle(self, join: Join) -> tuple[int, bool]:
-        """Write a cluster down that may join; its number, and whether it lived before."""
+    def admit(self, join: Join) -> tuple[int, bool]:
+        """Record a cluster that may join; its number, and whether it lived before."""
         for former in self._db.rows(
             "SELECT * FROM members WHERE name = ? AND id != ? AND state = 'dropped'",
             join.name,
@@ -137,7 +133,7 @@ class Membership:
             number = self._db.number("SELECT number FROM members WHERE id = ?", join.id)
         else:
             number = int(row["number"])
-            # Its claims are numbered from the start again.
+            # Its leases are numbered from the start again.
             self._db.run(
                 "UPDATE members SET state = 'living', name = ?, claim = 0, claimed = '[]', "
                 "has_finished = 0 WHERE number = ?",
@@ -145,12 +141,12 @@ class Membership:
                 number,
             )
             self._db.run("DELETE FROM ended WHERE member = ?", number)
-        self._hear(number)
+        self._see(number)
         self._moved.pop(number, None)
         return number, row is not None and row["state"] == "living"
 
     def stand_in(self, name: str) -> int:
-        """The number of a name in turns that another hub has decided."""
+        """The number for a name in rounds that another hub has decided."""
         row = self._db.row("SELECT number FROM members WHERE name = ?", name)
         if row is None:
             sql = "INSERT INTO members (id, name, state) VALUES (?, ?, 'left')"
@@ -159,25 +155,22 @@ class Membership:
         assert row is not None
         return int(row["number"])
 
-    def hear(self, number: int, beat: Beat) -> None:
-        """A sign of life."""
+    def note_heartbeat(self, number: int, heartbeat: Heartbeat) -> None:
         now = self._clock()
-        self._hear(number)
-        self.beats[number] = beat
-        if number not in self._moved or self._moved[number][0] != beat.step:
-            self._moved[number] = (beat.step, now)
+        self._see(number)
+        self.heartbeats[number] = heartbeat
+        if number not in self._moved or self._moved[number][0] != heartbeat.step:
+            self._moved[number] = (heartbeat.step, now)
 
     def reached(self, number: int, version: int) -> None:
-        """A member has applied so many turns; what it said later may come earlier."""
-        if version > self.get(number)["version"]:  # most beats say nothing new: no write
+        """Note that a member has applied so many rounds; older reports may arrive later."""
+        if version > self.get(number)["version"]:  # most heartbeats say nothing new: no write
             self._db.run("UPDATE members SET version = ? WHERE number = ?", version, number)
 
     def holds(self, number: int, has: int) -> None:
-        """A member has the averages of so many turns."""
         self._has[number] = max(self._has.get(number, 0), has)
 
     def all_hold(self, has: int) -> bool:
-        """Whether all members that live, and are not behind, have the averages of so many turns."""
         return all(
             max(row["version"], self._has.get(row["number"], 0)) >= has
             for row in self.living()
@@ -185,44 +178,43 @@ class Membership:
         )
 
     @property
-    def pace(self) -> int:
+    def sync_every(self) -> int:
         """Inner steps in a round such that no living member's link is too slow for it."""
         living = {row["number"] for row in self.living()}
-        paces = [beat.pace for n, beat in self.beats.items() if n in living]
-        return min(max(paces, default=0), _LONGEST_ROUND)
+        wanted = [heartbeat.sync_every for n, heartbeat in self.heartbeats.items() if n in living]
+        return min(max(wanted, default=0), _LONGEST_ROUND)
 
     def touch(self, number: int) -> None:
-        """Something came from a member: as good as a beat."""
-        self._hear(number)
+        self._see(number)
 
-    def _hear(self, number: int) -> None:
+    def _see(self, number: int) -> None:
         now = self._clock()
-        self._heard[number] = now
+        self._last_seen[number] = now
         if not self._come:
             self._gather_until = now + self._settings.gather_s
         self._come.add(number)
 
     def forgive(self, seconds: float) -> None:
-        """The rendezvous itself stood still for so long: nobody was silent then."""
+        """Subtract a time in which this process itself stood still from all silences."""
         now = self._clock()
-        self._heard = {number: min(now, at + seconds) for number, at in self._heard.items()}
+        self._last_seen = {number: min(now, at + seconds) for number, at in self._last_seen.items()}
         self._moved = {n: (s, min(now, at + seconds)) for n, (s, at) in self._moved.items()}
 
     def silent(self) -> list[tuple[sqlite3.Row, float]]:
         """Living members that have not been heard for too long, and for how long."""
         return [
-            (row, self.heard_s(row["number"]))
+            (row, self.last_seen_s(row["number"]))
             for row in self.living()
-            if self.heard_s(row["number"]) > self._settings.dead_after_s
+            if self.last_seen_s(row["number"]) > self._settings.dead_after_s
         ]
 
     def gone(self) -> list[tuple[sqlite3.Row, float]]:
         """Members that are away with samples, and not heard for very long; and for how long."""
         rows = self._db.rows("SELECT * FROM members WHERE state IN ('dropped', 'left')")
         return [
-            (row, self.heard_s(row["number"]))
+            (row, self.last_seen_s(row["number"]))
             for row in rows
-            if self.heard_s(row["number"]) > _GONE * self._settings.dead_after_s
+            if self.last_seen_s(row["number"]) > _GONE * self._settings.dead_after_s
             and (row["state"] == "dropped" or self._samples.has_any(row["number"]))
         ]
 
@@ -234,12 +226,12 @@ class Membership:
             self._db.note(row["name"], "dropped", why)
 
     def pause(self, row: sqlite3.Row) -> None:
-        """A member ends, and means to come back: it keeps its samples for a while."""
+        """A member stops and means to come back: it keeps its samples for a while."""
         self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
         self._db.note(row["name"], "left", "it pauses")
 
     def part(self, row: sqlite3.Row, why: str) -> None:
-        """A member takes part no more, unless it joins anew: its samples are dealt to others."""
+        """A member takes part no more: its samples go back. It may join anew."""
         with self._db.transaction():
             self._db.run("UPDATE members SET state = 'left' WHERE number = ?", row["number"])
             freed = self._samples.give_back(row["number"])
@@ -251,47 +243,44 @@ class Membership:
         return 0.0 if moved is None else self._clock() - moved[1]
 
     def stalled(self, number: int) -> bool:
-        """Whether a member lives, but has done no inner step for too long."""
         return self.still_s(number) > self._settings.stalled_after_s
 
-    def expected(self, turn: int) -> frozenset[int]:
-        """Members that a turn waits for."""
+    def expected(self, outer_step: int) -> frozenset[int]:
         return frozenset(
             row["number"]
             for row in self.living()
             if not (row["is_behind"] or row["has_finished"] or self.stalled(row["number"]))
-            and row["from_turn"] <= turn
+            and row["from_turn"] <= outer_step
         )
 
-    def end(self, number: int, turns: int, *, is_settled: bool) -> int | None:
-        """A member has nothing left that is in no average; with how many turns all end, if so.
+    def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
+        """A member has nothing left that is in no average; after how many rounds all end, if so.
 
         All end at once: who joins thereafter changes nothing for them. A member that is not heard
         may come back, and is waited for until it counts as gone.
 
         Args:
             number: the member.
-            turns: so many are decided.
-            is_settled: nobody has contributed to the next one.
+            rounds: so many are decided.
+            is_decided: nobody has contributed to the next one.
         """
         if not self.get(number)["has_finished"]:  # asked again and again: no write
             self._db.run("UPDATE members SET has_finished = 1 WHERE number = ?", number)
         rows = [*self.living(), *self.away()]
-        if is_settled and all(row["has_finished"] and not row["is_behind"] for row in rows):
+        if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
             for row in rows:
-                self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], turns)
+                self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], rounds)
         ended = self._db.row("SELECT turns FROM ended WHERE member = ?", number)
         return None if ended is None else int(ended["turns"])
 
-    def order(self, number: int, order: str, reason: str = "") -> None:
-        """Have a member told something with its beats, until it joins again or has done it."""
+    def command(self, number: int, command: str, reason: str = "") -> None:
+        """Set the order that a member's heartbeats are answered with until it joins again."""
         self._db.run(
             "UPDATE members SET orders = ?, order_reason = ? WHERE number = ?",
-            order,
+            command,
             reason,
             number,
         )
 
     def names(self, numbers: Sequence[int] | frozenset[int]) -> list[str]:
-        """Names of members, in order."""
         return sorted(self.get(number)["name"] for number in numbers)

@@ -1,11 +1,10 @@
-"""The rules of a run: when a turn is closed, which contributions are outliers, who has diverged."""
+"""The rules of a run: its settings, which contributions are outliers, who has diverged."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +13,24 @@ _ENOUGH_NORMS = 4
 
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Refusal(Exception):
+    """A request that is refused: with an HTTP status, a kind for programs, and words for people.
+
+    Args:
+        status: 404, 409, 413, 422, 507 …
+        kind: one word that the client acts on.
+        what: what is wrong, with the value.
+        fix: what to do about it.
+    """
+
+    def __init__(self, status: int, kind: str, what: str, fix: str = "") -> None:
+        super().__init__(what)
+        self.status = status
+        self.kind = kind
+        self.what = what
+        self.fix = fix
 
 
 class Settings(BaseModel):
@@ -25,9 +42,9 @@ class Settings(BaseModel):
     """all: every living cluster. time_boxed: `time_box_s` after the first contribution without
     the missing. quorum: `grace_s` after the `quorum`-th contribution."""
     min_clusters: Annotated[int, Field(ge=1)] = 1
-    """A turn has at least so many contributions."""
+    """An outer step has at least so many contributions."""
     gather: Annotated[int, Field(ge=1)] = 1
-    """So many clusters begin together: before that, no turn is decided for `gather_s` after the
+    """So many clusters begin together: before that, no round is closed for `gather_s` after the
     first has come, nor again after a restart."""
     gather_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
     max_clusters: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -37,63 +54,15 @@ class Settings(BaseModel):
     dead_after_s: Seconds = 10.0
     """A cluster not heard for so long is dropped."""
     stalled_after_s: Seconds = 900.0
-    """A turn no longer waits for a cluster that lives, but has done no inner step for so long."""
+    """A round no longer waits for a cluster that lives, but has done no inner step for so long."""
     outlier: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
     """A contribution is refused whose norm is so many times the median of those before it."""
     keep_averages: Annotated[int, Field(ge=1)] = 8
     """So many averages stay on the disk for clusters that missed them."""
-    open_turns: Annotated[int, Field(ge=1)] = 8
-    """Contributions are taken for so many turns from the next one to be committed on."""
-    donor_s: Seconds = 60.0
-    """Another donor is asked where one has sent nothing of its state for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnView:
-    """A turn that collects, as the rule sees it. Members are numbers."""
-
-    expected: frozenset[int]
-    """Who lives and is up to date."""
-    complete: frozenset[int]
-    refused: frozenset[int]
-    first_at: float | None
-    """When the first contribution was complete (the clock's time)."""
-    quorum_at: float | None
-    """When so many were complete as make a quorum."""
-    least: int
-    """A turn has so many contributions at least."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the rule says now."""
-
-    is_closed: bool
-    """Also where all who are waited for were refused: the turn then changes nothing."""
-    due_at: float | None
-    """When it will be closed without the missing; None: not settled by time, or not yet."""
-    waits_for: frozenset[int]
-
-
-def judge_turn(settings: Settings, view: TurnView, now: float) -> Decision:
-    """Whether a turn is closed now."""
-    answered = view.complete | view.refused
-    missing = view.expected - answered
-    due_at = _due_at(settings, view)
-    if not answered or len(answered) < view.least:
-        return Decision(False, due_at, missing)
-    is_due = due_at is not None and now >= due_at
-    return Decision(not missing or is_due, due_at, missing)
-
-
-def _due_at(settings: Settings, view: TurnView) -> float | None:
-    match settings.wait:
-        case "all":
-            return None
-        case "time_boxed":
-            return None if view.first_at is None else view.first_at + settings.time_box_s
-        case "quorum":
-            return None if view.quorum_at is None else view.quorum_at + settings.grace_s
+    open_rounds: Annotated[int, Field(ge=1)] = 8
+    """Contributions are taken for so many outer steps from the next one to be committed on."""
+    source_s: Seconds = 60.0
+    """Another state source is asked where one has sent nothing of its state for so long."""
 
 
 def outliers(
@@ -105,7 +74,7 @@ def outliers(
 
     A norm may be larger in proportion where its cluster trained on more tokens; fewer tokens
     never count against it. Where all are far above, none is at fault: what has changed is common.
-    Before there is a history, each is compared with the others of the turn, if there are several.
+    Before there is a history, each is compared with the others of the round, if there are several.
 
     Args:
         factor: how far is too far.
@@ -131,7 +100,7 @@ def outliers(
 
 
 def divergence(reports: Mapping[int, str]) -> tuple[str, list[int]]:
-    """What most hold after a turn, and who holds something else.
+    """What most hold after an outer step, and who holds something else.
 
     Where as many hold one thing as another, the member that joined first is right: its number is
     the lowest.

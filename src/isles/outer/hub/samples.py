@@ -11,11 +11,11 @@ import sqlite3
 from collections.abc import Sequence
 
 from isles.outer.hub.journal import Journal
-from isles.outer.hub.requests import Refusal
-from isles.outer.spans import RESERVE, Interval, dealt, joined, reserve_of, without
+from isles.outer.hub.rules import Refusal
+from isles.outer.samples import RESERVE, Interval, joined, leased, reserve_of, without
 
 _MOST_LEASED = 2**27
-"""Samples that one cluster has at a time at most: so many tokens can weigh in one turn."""
+"""Samples that one cluster has at a time at most: so many tokens can weigh in one outer step."""
 
 
 class Samples:
@@ -80,7 +80,7 @@ class Samples:
         Returns:
             What it holds without a right to: another's by now, or averaged already.
         """
-        spans, lost, own = joined(dealt(holding)), list[Interval](), set[int]()
+        spans, lost, own = joined(leased(holding)), list[Interval](), set[int]()
         with self._db.transaction():
             for span in spans:
                 rows = self._touched(span)
@@ -101,7 +101,6 @@ class Samples:
         return joined(lost)
 
     def has_any(self, member: int) -> bool:
-        """Whether a member has blocks."""
         return self._db.row("SELECT 1 FROM blocks WHERE member = ? LIMIT 1", member) is not None
 
     def give_back(self, member: int) -> int:
@@ -117,7 +116,7 @@ class Samples:
         Raises:
             Refusal: some were never leased.
         """
-        mine = joined(dealt(spans))
+        mine = joined(leased(spans))
         rows = [row for span in mine for row in self._touched(span)]
         found = self._db.row("SELECT id FROM members WHERE number = ?", member)
         assert found is not None
@@ -137,7 +136,7 @@ class Samples:
 
     def average(self, member: int, spans: Sequence[Interval]) -> None:
         """What a member has learnt of these is in an average, for good."""
-        for span in joined(dealt(spans)):
+        for span in joined(leased(spans)):
             for row in self._touched(span):
                 if row["member"] in (None, member):
                     read = min(span[1], row["stop"]) - row["start"]
@@ -145,7 +144,6 @@ class Samples:
                     self._db.run(sql, read, row["start"])
 
     def counts(self) -> dict[str, int]:
-        """How many samples are averaged, leased, and given back."""
         found = self._db.rows(
             "SELECT 'averaged' AS state, SUM(read) AS n FROM blocks UNION ALL "
             "SELECT 'leased', SUM(stop - start - read) FROM blocks WHERE member IS NOT NULL "

@@ -44,7 +44,7 @@ class Server:
         self._unknown: set[object] = set()
 
     async def start(self, host: str, port: int, run: str, announce: str = "") -> JoinLine:
-        """Listen, and begin to close turns.
+        """Listen, and begin to close outer steps.
 
         Args:
             host: the address to listen at.
@@ -117,7 +117,6 @@ class Server:
         return int(listening.getsockname()[1])
 
     def _keep_line(self, line: JoinLine) -> None:
-        """Write the join line; say so where clusters have one with another address."""
         path = self.folder / "join"
         with suppress(ConfigError):
             before = JoinLine.read(path)
@@ -143,7 +142,7 @@ def _dialled(announce: str, host: str, port: int) -> tuple[str, int]:
 
 
 def _raise_limit() -> None:
-    """Have as many file handles as may be: each connection and each file that comes needs some."""
+    # Each connection and each file that comes needs some file handles.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _HANDLES if hard == resource.RLIM_INFINITY else min(_HANDLES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -152,7 +151,7 @@ def _raise_limit() -> None:
 
 
 def _quiet_logger() -> logging.Logger:
-    """For aiohttp: garbage of unknown senders is no news; our own faults are logged at the door."""
+    # For aiohttp: garbage of unknown senders is no news; our own failures are logged in routes.py.
     logger = logging.getLogger("isles.rendezvous.http")
     logger.propagate = False
     if not logger.handlers:

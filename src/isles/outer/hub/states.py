@@ -8,8 +8,7 @@ from pathlib import Path
 
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.members import Membership
-from isles.outer.hub.requests import Refusal
-from isles.outer.hub.rules import Settings
+from isles.outer.hub.rules import Refusal, Settings
 from isles.outer.messages import StateAnswer, StateOffer
 
 _WANTED_S = 300.0
@@ -19,7 +18,7 @@ _SLACK_BYTES = 4 * 2**20
 
 
 class States:
-    """States that donors have uploaded, and the search for a donor."""
+    """States that donors have uploaded, and the search for a state source."""
 
     def __init__(
         self,
@@ -35,12 +34,11 @@ class States:
         self._folder = folder
         self._clock = clock
         self._wanted_at = -_WANTED_S
-        self._donor: int | None = None
+        self._source: int | None = None
         self._progress_at = 0.0
         self._tried: set[int] = set()
 
     def path(self, state: int, index: int) -> Path:
-        """Where a file of a state lies."""
         return self._folder / f"{state}" / f"{index}"
 
     @property
@@ -54,19 +52,16 @@ class States:
         return int(row["v"]) if self.is_wanted and row and row["v"] is not None else None
 
     def touch(self) -> None:
-        """Somebody fetches of a state now."""
         self._wanted_at = self._clock()
 
     def progress(self) -> None:
-        """The donor sends now."""
         self._progress_at = self._clock()
 
     def want(self, member: int, is_usable: Callable[[int], bool]) -> StateAnswer:
         """A member needs a state: the newest one that is usable, or who is asked for one.
 
         Args:
-            member: its number.
-            is_usable: whether the averages of all turns since a version are kept.
+            is_usable: whether the averages of all outer steps since a version are kept.
 
         Raises:
             Refusal: nobody can give one, and nobody will come who could.
@@ -80,7 +75,7 @@ class States:
         self._choose(member, is_usable)
         others = [row for row in self._membership.latest() if row["number"] != member]
         have_gone = [row["has_finished"] and row["state"] == "left" for row in others]
-        if self._donor is None and others and all(have_gone):
+        if self._source is None and others and all(have_gone):
             raise Refusal(
                 409,
                 "over",
@@ -88,38 +83,37 @@ class States:
                 "here last are not kept",
                 "their model is the run's; with a larger max_steps on all clusters it goes on",
             )
-        donor = "" if self._donor is None else self._membership.get(self._donor)["name"]
-        return StateAnswer(state=None, donor=donor)
+        source = "" if self._source is None else self._membership.get(self._source)["name"]
+        return StateAnswer(state=None, source=source)
 
     def _choose(self, but: int, is_usable: Callable[[int], bool]) -> None:
-        """Settle on a donor: the most advanced member; another one where it sends nothing."""
+        # The most advanced member; another one where it sends nothing.
         able = {
             row["number"]: row["version"]
             for row in self._membership.living()
             if not row["is_behind"] and row["number"] != but and is_usable(row["version"])
         }
-        is_idle = self._clock() - self._progress_at > self._settings.donor_s
-        if self._donor in able and not is_idle:
+        is_idle = self._clock() - self._progress_at > self._settings.source_s
+        if self._source in able and not is_idle:
             return
-        if self._donor is not None and is_idle:
-            self._tried.add(self._donor)
-            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._donor)
+        if self._source is not None and is_idle:
+            self._tried.add(self._source)
+            self._db.run("DELETE FROM states WHERE member = ? AND is_complete = 0", self._source)
         fresh = {number: v for number, v in able.items() if number not in self._tried}
         if not fresh:
             self._tried.clear()
             fresh = able
-        self._donor = min(fresh, key=lambda number: (-fresh[number], number), default=None)
+        self._source = min(fresh, key=lambda number: (-fresh[number], number), default=None)
         self._progress_at = self._clock()
 
-    def is_donor(self, member: int) -> bool:
-        """Whether a member shall upload its state now."""
-        return self._donor == member and self.is_wanted
+    def is_source(self, member: int) -> bool:
+        return self._source == member and self.is_wanted
 
     def offer(self, member: int, offer: StateOffer, pieces: Sequence[Sequence[int]]) -> int:
-        """A donor begins to upload, or goes on; the state's number.
+        """A state source begins to upload, or goes on; the state's number.
 
         Args:
-            member: the donor's number.
+            member: the state source's number.
             offer: what it says.
             pieces: of each fragment its pieces.
 
@@ -140,7 +134,7 @@ class States:
             raise Refusal(422, "malformed", "two files of the state have the same name")
         text = offer.model_dump_json(exclude={"id"})
         row = self._db.row("SELECT number FROM states WHERE member = ? AND offer = ?", member, text)
-        if row is None and not self.is_donor(member):
+        if row is None and not self.is_source(member):
             what = "no state is asked of this cluster now"
             raise Refusal(409, "not_wanted", what)
         self.progress()
@@ -158,13 +152,12 @@ class States:
             return self._db.number("SELECT MAX(number) FROM states")
 
     def complete(self, state: int) -> None:
-        """All files of a state are there."""
         row = self._row(state)
         with self._db.transaction():
             self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
             name = self._membership.get(row["member"])["name"]
             self._db.note(name, "state", f"gave the state after turn {row['version'] - 1}")
-        self._donor = None
+        self._source = None
         self._tried.clear()
 
     def answer(self, state: int) -> StateAnswer:
@@ -174,23 +167,21 @@ class States:
         return StateAnswer(
             state=state,
             version=offer.version,
-            donor=self._membership.get(row["member"])["name"],
+            source=self._membership.get(row["member"])["name"],
             outer_params=offer.outer_params,
             files=offer.files,
         )
 
     def files(self, state: int) -> StateOffer:
-        """The offer of a state, without the donor's id."""
+        """The offer of a state, without the state source's id."""
         return StateOffer.model_validate_json(
             '{"id":"' + "0" * 32 + '",' + str(self._row(state)["offer"]).removeprefix("{")
         )
 
     def owner(self, state: int) -> int:
-        """Whose state it is."""
         return int(self._row(state)["member"])
 
     def is_complete(self, state: int) -> bool:
-        """Whether it can be downloaded."""
         return bool(self._row(state)["is_complete"])
 
     def _row(self, state: int) -> sqlite3.Row:

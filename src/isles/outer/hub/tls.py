@@ -1,8 +1,7 @@
-"""The rendezvous's own secrets: token, key and certificate, made once, kept with mode 0600."""
+"""The hub's own secrets: token, key and certificate, made once, kept with mode 0600."""
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import hashlib
 import os
@@ -16,13 +15,13 @@ from isles.errors import ConfigError, MissingDependencyError
 from isles.run.join_line import SECRET_BYTES, encode
 from isles.run.records import write_secret
 
-_VALID = datetime.timedelta(days=3650)
+_VALID_DAYS = 3650
 _OPENSSL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """What lets clusters know this rendezvous, and it them."""
+    """Token and certificate of a hub."""
 
     token_file: Path
     certificate: Path
@@ -30,12 +29,10 @@ class ServerIdentity:
 
     @property
     def token(self) -> str:
-        """What every request must carry."""
         return self.token_file.read_text().strip()
 
     @property
     def fingerprint(self) -> bytes:
-        """sha256 of the certificate."""
         der = ssl.PEM_cert_to_DER_cert(self.certificate.read_text())
         return hashlib.sha256(der).digest()
 
@@ -60,41 +57,11 @@ def make_identity(folder: Path) -> ServerIdentity:
 
 
 def _make_certificate(folder: Path) -> tuple[str, str]:
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError:
-        return _certificate_by_openssl(folder)
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "isles rendezvous")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + _VALID)
-        .sign(key, hashes.SHA256())
-    )
-    return (
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ).decode(),
-        certificate.public_bytes(serialization.Encoding.PEM).decode(),
-    )
-
-
-def _certificate_by_openssl(folder: Path) -> tuple[str, str]:
     key = folder / "key.new"
     certificate = folder / "certificate.new"
     write_secret(key, "")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-sha256", "-days", str(_VALID.days), "-subj", "/CN=isles rendezvous"]
+    command += ["-nodes", "-sha256", "-days", str(_VALID_DAYS), "-subj", "/CN=isles rendezvous"]
     try:
         subprocess.run(
             [*command, "-keyout", str(key), "-out", str(certificate)],
@@ -105,15 +72,16 @@ def _certificate_by_openssl(folder: Path) -> tuple[str, str]:
         return key.read_text(), certificate.read_text()
     except FileNotFoundError as error:
         raise MissingDependencyError(
-            "a certificate is made by the package cryptography or by openssl, and neither is here",
-            fix="pip install cryptography",
+            "the rendezvous makes its certificate with openssl, which is not here",
+            where=str(folder),
+            fix="install openssl (`apt install openssl`, `dnf install openssl`)",
         ) from error
     except (subprocess.SubprocessError, OSError) as error:
-        said = getattr(error, "stderr", b"") or b""
+        text = getattr(error, "stderr", b"") or b""
         raise ConfigError(
-            f"openssl makes no certificate: {error} {said.decode(errors='replace')[-300:]}",
+            f"openssl makes no certificate: {error} {text.decode(errors='replace')[-300:]}",
             where=str(folder),
-            fix="pip install cryptography",
+            fix="run `openssl version`, and see whether that folder can be written",
         ) from error
     finally:
         key.unlink(missing_ok=True)
@@ -121,7 +89,7 @@ def _certificate_by_openssl(folder: Path) -> tuple[str, str]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Make sure that no other rendezvous uses a state directory, for as long as this process lives.
+    """Make sure that no other hub uses a state directory, for as long as this process lives.
 
     Returns:
         A file handle that holds the lock.
@@ -134,10 +102,10 @@ def lock_folder(folder: Path) -> int:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        said = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        text = os.pread(handle, 32, 0).decode(errors="replace").strip()
         os.close(handle)
         raise ConfigError(
-            f"another rendezvous (process {said}) uses this state directory",
+            f"another rendezvous (process {text}) uses this state directory",
             where=str(folder),
             fix="stop that one, or give this one a folder of its own",
         ) from None

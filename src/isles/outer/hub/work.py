@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from isles.outer.hub.averaging import Averager, Job, average, norm_of, part_bytes
 from isles.outer.hub.core import Core
-from isles.outer.hub.files import Incoming
+from isles.outer.hub.files import Averager, Incoming, Job, average, norm_of, part_bytes
 from isles.outer.hub.journal import JOURNAL, damaged
 from isles.outer.hub.rules import Settings
 from isles.outer.messages import Join
@@ -68,7 +67,6 @@ class Work:
         self._measuring: dict[tuple[Path, str], asyncio.Task[tuple[float, str]]] = {}
 
     def begin(self) -> None:
-        """Begin to close turns."""
         self.ticking = asyncio.create_task(self._tick())
         self._warming = asyncio.create_task(self.averager())  # takes seconds; soon it is needed
 
@@ -108,7 +106,7 @@ class Work:
     # Threads.
 
     async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something of `core` in the one thread that may, and wake up who waits for news."""
+        """Call a method of `core` in the journal's thread, and wake up whoever waits for news."""
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._journal_thread, partial(call, *args, **kwargs))
         self._wake()
@@ -119,12 +117,11 @@ class Work:
         self.changed = asyncio.Event()
 
     async def look(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `ask`, for what changes nothing."""
+        """As `ask`, for methods that change nothing."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._journal_thread, partial(call, *args, **kwargs))
 
     async def in_file_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something that reads or writes files."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._file_threads, partial(call, *args, **kwargs))
 
@@ -135,20 +132,19 @@ class Work:
     # Numbers.
 
     async def averager(self) -> Averager:
-        """The codecs."""
         async with self._loading:
             if self._averager is None:
                 self._averager = await self._count(load_averager)
             return self._averager
 
-    async def measure(self, turn: int, path: Path, digest: str) -> tuple[float, str] | None:
+    async def measure(self, outer_step: int, path: Path, digest: str) -> tuple[float, str] | None:
         """The norm of a contribution, or why it must not be averaged; None: not known yet.
 
         However often it is asked for, the file is read once.
         """
         key = (path, digest)
         if key not in self._measuring:
-            self._measuring[key] = asyncio.create_task(self._measure(turn, path))
+            self._measuring[key] = asyncio.create_task(self._measure(outer_step, path))
         task = self._measuring[key]
         done, _ = await asyncio.wait({task}, timeout=_MEASURE_S)
         if not done:
@@ -156,13 +152,13 @@ class Work:
         self._measuring.pop(key, None)
         return task.result()
 
-    async def _measure(self, turn: int, path: Path) -> tuple[float, str]:
+    async def _measure(self, outer_step: int, path: Path) -> tuple[float, str]:
         averager = await self.averager()
-        pieces = self.core.pieces[turn % len(self.core.pieces)]
+        pieces = self.core.pieces[outer_step % len(self.core.pieces)]
         try:
             return await self._count(norm_of, averager, self.core.codec, pieces, path), ""
         except FileNotFoundError:
-            return 0.0, ""  # the turn was decided meanwhile: `Core.complete` knows
+            return 0.0, ""  # the outer step was decided meanwhile: `Core.complete` knows
         except ValueError as error:
             return 0.0, str(error)
 
@@ -189,19 +185,13 @@ class Work:
             return self._incoming[path]
 
     async def forget(self, path: Path, *, discard: bool = False) -> None:
-        """Close a file that has come."""
         incoming = self._incoming.pop(path, None)
         if incoming is not None:
             await self.in_file_thread(incoming.discard if discard else incoming.close)
 
-    # Turns.
+    # Outer steps.
 
     async def _tick(self) -> None:
-        """Every moment: who is silent, and whether the next turn is to be closed.
-
-        Raises:
-            UserError: the memory cannot be believed any more.
-        """
         averaging: asyncio.Task[None] | None = None
         while True:
             started, pause_s = time.monotonic(), _TICK_S
@@ -209,7 +199,7 @@ class Work:
                 if await self.look(self.core.drop_silent):
                     self._wake()
                 if averaging is None or averaging.done():
-                    job = await self.look(self.core.close_turn)
+                    job = await self.look(self.core.close_round)
                     averaging = None if job is None else asyncio.create_task(self._try_average(job))
             except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
                 pause_s = _RETRY_S
@@ -224,11 +214,13 @@ class Work:
         try:
             await self._average(job)
         except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-            log.error("turn %d cannot be averaged now: %s; tried again", job.turn, error)
+            log.error("turn %d cannot be averaged now: %s; tried again", job.outer_step, error)
             await asyncio.sleep(_RETRY_S)
         except Exception as error:
-            log.exception("turn %d cannot be averaged now", job.turn)
-            why = f"turn {job.turn} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
+            log.exception("turn %d cannot be averaged now", job.outer_step)
+            why = (
+                f"turn {job.outer_step} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
+            )
             await self.ask(self.core.journal.note, "", "fault", why)
             await asyncio.sleep(_RETRY_S)
 
@@ -240,12 +232,12 @@ class Work:
         averaged = time.monotonic()
         for path, _ in job.parts:
             await self.forget(path)
-        await self.ask(self.core.commit, job.turn, result)
+        await self.ask(self.core.commit, job.outer_step, result)
         for path in [path for path in self._incoming if not path.exists()]:
             await self.forget(path)
         log.info(
             "turn=%d committed fragment=%d clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
-            job.turn,
+            job.outer_step,
             job.fragment,
             len(job.parts),
             result.size_bytes,

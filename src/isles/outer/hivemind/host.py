@@ -1,4 +1,4 @@
-"""One cluster among its peers: finds them, agrees on who hosts the hub, and leads there."""
+"""One cluster among its peers: finds them, agrees on who hosts the hub, and hosts it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isles.errors import CommunicationError
-from isles.outer.client.events import Event, HivemindSettings, Note
-from isles.outer.client.spool import Spool
-from isles.outer.client.turns import Turns
-from isles.outer.hivemind.keys import Keys
-from isles.outer.hivemind.peers import Body, PeerError, Peers, Reader, Tunnel, Writer
+from isles.outer.client.transfer import Report, Spool, Transfers
+from isles.outer.hivemind import HivemindSettings
+from isles.outer.hivemind.dht import Body, Keys, PeerError, Peers, Reader, Tunnel, Writer
 from isles.outer.hub.files import chunk_list
 from isles.outer.hub.rules import Settings
 from isles.outer.hub.server import Server
-from isles.outer.messages import TurnAnswer, hash_chunks
+from isles.outer.messages import RoundAnswer, hash_chunks
 from isles.run.records import read_record, write_record, write_secret
 
 log = logging.getLogger(__name__)
 
 _ASK_S, _LOOK_S = 2.0, 0.2
 _FIND_EVERY_S, _FIND_OFTEN_S = 20.0, 2.0
-_SETTLE_S = 3.0
+_LISTEN_S = 3.0
 _RETRY_S = 5.0
 _BYE_S = 1.0
 _EMPTY_S = 5.0
@@ -39,26 +37,24 @@ class Hello:
     """What a cluster says of itself, again and again.
 
     Args:
-        name: of the cluster.
         term: counts hosts up; that of the host it follows.
         host: the peer that it follows; itself where it hosts; empty: nobody.
-        turn: turns that it has applied, or can apply with the averages that it has.
+        has: outer steps that it has applied, or can apply with the averages that it has.
     """
 
     name: str
     term: int = 0
     host: str = ""
-    turn: int = 0
+    has: int = 0
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
-        """What `asdict` gave, among other things."""
-        term, turn = int(body["term"]), int(body["turn"])
-        return cls(name=str(body["name"]), term=term, host=str(body["host"]), turn=turn)
+        term, has = int(body["term"]), int(body["has"])
+        return cls(name=str(body["name"]), term=term, host=str(body["host"]), has=has)
 
 
 def choose(
-    me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, is_settled: bool
+    me: str, own: Hello, others: Mapping[str, Hello], *, at_least: int, has_listened: bool
 ) -> str:
     """The peer to follow; this one itself: host; empty: nobody yet. Decided without clocks.
 
@@ -71,30 +67,28 @@ def choose(
         own: what it says.
         others: what was heard not long ago, by peer.
         at_least: so many clusters, this one too, must be heard before one begins to host.
-        is_settled: this cluster has listened long enough to have heard of a host.
+        has_listened: this cluster has listened long enough to have heard of a host.
     """
     everybody = {me: own, **others}
     hosts = {peer for peer, hello in everybody.items() if hello.host == peer}
     if hosts:
-        first = max(hosts, key=lambda peer: (everybody[peer].turn, everybody[peer].term, peer))
+        first = max(hosts, key=lambda peer: (everybody[peer].has, everybody[peer].term, peer))
         return own.host if own.host in hosts and own.host != me else first
-    if not is_settled or len(everybody) < at_least:
+    if not has_listened or len(everybody) < at_least:
         return ""
-    first = max(everybody, key=lambda peer: (everybody[peer].turn, peer))
+    first = max(everybody, key=lambda peer: (everybody[peer].has, peer))
     return me if first == me else ""
 
 
 class Host:
     """An ordinary hub that listens on this machine's loopback only.
 
-    It begins without a journal: with the turns whose averages this cluster has kept, and with what
-    the clusters say that they hold.
+    It begins without a journal: with the averages that this cluster has kept, and with what the
+    clusters report that they hold.
 
     Args:
         folder: for its state; what was there is removed.
-        keys: of the run.
         rules: of the run; see `Settings`.
-        run: name of the run.
     """
 
     def __init__(
@@ -106,14 +100,16 @@ class Host:
         self.is_open = False
         """Whether others may come: this cluster has joined, so that its weights are the run's."""
 
-    async def start(self, kept: Sequence[tuple[TurnAnswer, str, Path]]) -> None:
-        """Begin a run, or go on with one; `kept` as in `Spool.kept_turns`."""
+    async def start(self, kept: Sequence[tuple[RoundAnswer, str, Path]]) -> None:
+        """Begin a run, or go on with one; `kept` as in `Spool.kept_rounds`."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._keys.write_identity(self._folder)
         self._server = Server(self._folder, self._settings)
         core = self._server.work.core
         for answer, _, path in kept:
-            await asyncio.to_thread(_copy_average, path, core.turns.average_path(answer.turn))
+            await asyncio.to_thread(
+                _copy_average, path, core.rounds.average_path(answer.outer_step)
+            )
         await self._server.work.ask(core.seed, [(answer, digest) for answer, digest, _ in kept])
         self.port = (await self._server.start("127.0.0.1", 0, self._run)).port
 
@@ -142,10 +138,9 @@ class Node:
 
     Args:
         settings: addresses, and the rules of the run.
-        name: of the cluster.
         folder: for what it keeps.
-        spool, turns: how far this cluster is.
-        emit: tells rank 0.
+        spool, transfers: how far this cluster is.
+        report: takes lines for the log.
     """
 
     def __init__(
@@ -154,24 +149,24 @@ class Node:
         name: str,
         folder: Path,
         spool: Spool,
-        turns: Turns,
-        emit: Callable[[Event], None],
+        transfers: Transfers,
+        report: Report,
     ) -> None:
         self._settings, self._name, self._folder = settings, name, folder
-        self._spool, self._turns, self._emit = spool, turns, emit
+        self._spool, self._transfers, self._report = spool, transfers, report
         secret = settings.secret_file
         self._keys = Keys.read(settings.run, None if secret is None else Path(secret))
         folder.mkdir(mode=0o700, exist_ok=True)
         self._dead_after_s = float(settings.rules.get("dead_after_s", 10.0))
         self._at_least = int(settings.rules.get("min_clusters", 1))
         self._known: dict[str, list[str]] = read_record(folder / "peers.json") or {}
-        self._heard: dict[str, tuple[float, Hello]] = {}
+        self._last_seen: dict[str, tuple[float, Hello]] = {}
         self._host: Host | None = None
         self._following = ""
         self._term = 0
         self._must_host = False
-        self._said = ""
-        self._tunnel = Tunnel(self._lead)
+        self._reported = ""
+        self._tunnel = Tunnel(self._connect)
         self._task: asyncio.Task[None] | None = None
         self.peers = Peers(settings, self._keys, folder, [])
 
@@ -179,14 +174,13 @@ class Node:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def open_door(self) -> Path:
+    async def listen(self) -> Path:
         """Begin to listen on the loopback; the join line that leads there."""
         path = self._folder / "line"
         write_secret(path, self._keys.line(await self._tunnel.open()).secret_text())
         return path
 
     def begin(self) -> None:
-        """Take part among the peers, unless that is under way."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
@@ -215,18 +209,17 @@ class Node:
 
     # The way to the hub.
 
-    async def _lead(self) -> tuple[Reader, Writer] | None:
+    async def _connect(self) -> tuple[Reader, Writer] | None:
         if self._host is not None:
             return await asyncio.open_connection("127.0.0.1", self._host.port)
         if not self._following:
             return None
         async with asyncio.timeout(_ASK_S):
-            told = {"term": self._term}
-            _, reader, writer = await self.peers.open(self._following, "tunnel", told)
+            given = {"term": self._term}
+            _, reader, writer = await self.peers.open(self._following, "tunnel", given)
         return reader, writer
 
     async def _let_in(self, peer: str, body: Body, reader: Reader, writer: Writer) -> None:
-        """A connection of another cluster to the hub here."""
         host = self._host
         if host is not None and host.is_open and body.get("term") == self._term:
             near = await asyncio.open_connection("127.0.0.1", host.port)
@@ -240,7 +233,7 @@ class Node:
             self._host.is_open = True
 
     def knows_more(self) -> None:
-        """The hub knows of fewer turns than were applied here: it must be here instead."""
+        """The hub knows of fewer outer steps than were applied here: it must be here instead."""
         self._must_host = True
 
     def explain(self, why: str) -> str:
@@ -249,7 +242,7 @@ class Node:
         Args:
             why: as the tunnel's other side sees it.
         """
-        return why if self._host is not None or self._following else self._said or why
+        return why if self._host is not None or self._following else self._reported or why
 
     # Finding the others.
 
@@ -259,16 +252,14 @@ class Node:
             name=self._name,
             term=self._term,
             host=self.peers.id if is_host else self._following,
-            turn=self._spool.has(self._turns.version),
+            has=self._spool.has(self._transfers.version),
         )
 
     def _others(self) -> dict[str, Hello]:
-        """Who was heard not long ago."""
         since = self._now - self._dead_after_s
-        return {peer: hello for peer, (at, hello) in self._heard.items() if at >= since}
+        return {peer: hello for peer, (at, hello) in self._last_seen.items() if at >= since}
 
     async def _run(self) -> None:
-        """Take part among the peers, for ever."""
         await self._start()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._find())
@@ -286,21 +277,20 @@ class Node:
                 await self.peers.start()
                 break
             except CommunicationError as error:
-                self._tell(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
+                self._inform(f"{error.what}; tried again every {_RETRY_S:g} s; {error.fix}", True)
                 await asyncio.sleep(_RETRY_S)
         is_first = not self._settings.initial_peers and not self._known
-        self._settled_at = self._now + (0.0 if is_first else _SETTLE_S)
+        self._listened_at = self._now + (0.0 if is_first else _LISTEN_S)
         lines = " ".join(self.peers.addresses)
         (self._folder / "initial_peers").write_text(f"{lines}\n")
-        self._tell(f"hivemind: other clusters reach this one by --initial_peers {lines}")
+        self._inform(f"hivemind: other clusters reach this one by --initial_peers {lines}")
 
-    def _tell(self, text: str, is_warning: bool = False) -> None:
-        if text != self._said:
-            self._said = text
-            self._emit(Note(text=text, is_warning=is_warning))
+    def _inform(self, text: str, is_warning: bool = False) -> None:
+        if text != self._reported:
+            self._reported = text
+            self._report(text, warns=is_warning)
 
     async def _find(self) -> None:
-        """Look for clusters in the DHT, often as long as there are few."""
         while True:
             try:
                 found = await self.peers.find()
@@ -316,14 +306,13 @@ class Node:
         asked_at = self._now
         with suppress(PeerError, KeyError):
             answer, _ = await self.peers.ask(peer, "hello", self._introduction(), _ASK_S)
-            self._heard[peer] = (asked_at, Hello.parse(answer))
+            self._last_seen[peer] = (asked_at, Hello.parse(answer))
             self._meet(peer, answer)
 
     def _introduction(self) -> Body:
         return {**asdict(self._hello()), "addresses": self.peers.addresses}
 
     def _meet(self, peer: str, body: Body) -> None:
-        """Remember where a cluster is, also for when this process is started again."""
         addresses = [str(address) for address in body["addresses"]]
         if self._known.get(peer) != addresses:
             self._known[peer] = addresses
@@ -335,56 +324,54 @@ class Node:
         await self.peers.accept(writer, peer, self._introduction())
 
     async def _let_go(self, peer: str, body: Body, _: Reader, writer: Writer) -> None:
-        """A cluster ends: nobody waits until it counts as dead."""
-        self._heard.pop(peer, None)
+        # It has ended: nobody waits until it counts as dead.
+        self._last_seen.pop(peer, None)
         self._known.pop(peer, None)
         await self.peers.accept(writer, peer)
 
     # Who hosts.
 
     async def _decide(self) -> None:
-        """Again and again: hear the others, and follow whoever hosts, or host."""
         tick_s = min(1.0, self._dead_after_s / 8)
         while True:
             started = self._now
             await asyncio.gather(*(self._ask(peer) for peer in [*self._known]))
-            await self._settle()
+            await self._follow()
             await asyncio.sleep(max(0.05, tick_s - (self._now - started)))
 
-    async def _settle(self) -> None:
+    async def _follow(self) -> None:
         others, me = self._others(), self.peers.id
         own = self._hello()
         if self._host is not None:
             own = replace(own, host=me)
-        is_settled = self._now >= self._settled_at
-        chosen = choose(me, own, others, at_least=self._at_least, is_settled=is_settled)
+        has_listened = self._now >= self._listened_at
+        chosen = choose(me, own, others, at_least=self._at_least, has_listened=has_listened)
         if chosen == me or (self._must_host and self._host is None):
             if self._host is None:
                 await self._begin_to_host(others)
         elif self._host is not None:
-            self._tell(f"hivemind: {others[chosen].name} hosts the rendezvous, too, and is ahead")
+            self._inform(f"hivemind: {others[chosen].name} hosts the rendezvous, too, and is ahead")
             host, self._host = self._host, None
             await host.stop(0.0)
             self._switch("", self._term)
         elif not chosen:
             if self._following:
                 self._switch("", self._term)
-            self._tell_alone(others)
+            self._inform_alone(others)
         elif (chosen, others[chosen].term) != (self._following, self._term):
             self._switch(chosen, others[chosen].term)
-            self._tell(f"hivemind: {others[chosen].name} hosts the rendezvous")
+            self._inform(f"hivemind: {others[chosen].name} hosts the rendezvous")
 
-    def _tell_alone(self, others: dict[str, Hello]) -> None:
+    def _inform_alone(self, others: dict[str, Hello]) -> None:
         names = ", ".join(sorted(hello.name for hello in others.values()))
         names = names or f"no other of run {self._settings.run} with this secret"
         if len(others) + 1 < self._at_least:
             text = f"this cluster waits for {self._at_least - len(others) - 1} more: min_clusters"
-            self._tell(f"hivemind: {text} is {self._at_least}, reached is {names}", True)
+            self._inform(f"hivemind: {text} is {self._at_least}, reached is {names}", True)
         else:
-            self._tell(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
+            self._inform(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
 
     def _switch(self, peer: str, term: int) -> None:
-        """From here on another cluster hosts the hub, or none."""
         self._following, self._term = peer, term
         self._tunnel.cut()
 
@@ -392,7 +379,7 @@ class Node:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
         folder = self._folder / f"rendezvous-{term}"
         host = Host(folder, self._keys, self._settings.rules, self._settings.run)
-        await host.start(self._spool.kept_turns(self._turns.version))
+        await host.start(self._spool.kept_rounds(self._transfers.version))
         self._switch("", term)
         self._host, self._must_host = host, False
-        self._tell("hivemind: this cluster hosts the rendezvous")
+        self._inform("hivemind: this cluster hosts the rendezvous")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,14 +21,11 @@ T = TypeVar("T")
 _AT_ONCE = 8 * 2**20
 
 
-class Carrier:
+class RankFiles:
     """The ranks of one cluster, and a CPU group of their own for files. All ranks must make one.
 
     What fails on one rank fails on all of them alike: the exchange itself goes on to its end, so
     that none is left waiting for another.
-
-    Args:
-        world: the ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -37,30 +33,27 @@ class Carrier:
         timeout = timedelta(seconds=world.timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def agree(self, value: T, fault: UserError | None = None) -> list[T]:
+    def agree(self, value: T, failure: UserError | None = None) -> list[T]:
         """Every rank's value, by rank. All ranks must call this.
 
         Raises:
             UserError: a rank has met a fault; the first one's, on all ranks.
         """
         outcomes: list[tuple[T, UserError | None]] = self._world.gather(
-            (value, fault), group=self._group
+            (value, failure), group=self._group
         )
-        for _, failure in outcomes:
-            if failure is not None:
-                raise failure
+        for _, met in outcomes:
+            if met is not None:
+                raise met
         return [each for each, _ in outcomes]
 
-    def gather(self, head: bytes, parts: Sequence[Tensor], path: Path) -> tuple[int, str]:
+    def gather(self, head: bytes, parts: Sequence[Tensor], path: Path) -> None:
         """Write the ranks' shares one after the other into a file on rank 0. All must call this.
 
         Args:
             head: what the file begins with.
             parts: this rank's shares: of all ranks the first, then of all ranks the second, ...
             path: the file; it has its name when it is whole.
-
-        Returns:
-            Its size and SHA-256; the latter on rank 0 only.
 
         Raises:
             TrainingError: rank 0 could not write it; the same error on every rank.
@@ -73,17 +66,14 @@ class Carrier:
                 for block in self._bring(_bytes(part), own[index], rank):
                     file.write(block.numpy().data)
         file.end_writing()
-        self.agree(None, file.fault)
-        return len(head) + sum(map(sum, sizes)), file.sha256 if self._world.is_main else ""
+        self.agree(None, file.failure)
 
-    def spread(self, path: Path, offset: int, goals: Sequence[Tensor], sha256: str | None) -> None:
+    def scatter(self, path: Path, offset: int, goals: Sequence[Tensor]) -> None:
         """Read a file on rank 0 into the ranks' shares. All ranks must call this.
 
         Args:
-            path: the file.
             offset: where the shares begin.
             goals: this rank's shares: of all ranks the first, then of all ranks the second, ...
-            sha256: of the whole file; None: not looked at.
 
         Raises:
             TrainingError: it could not be read, or is not what it should be; the same error on
@@ -94,12 +84,11 @@ class Carrier:
         file.read(torch.empty(offset, dtype=torch.uint8))
         for index, goal in enumerate(goals):
             for rank, own in enumerate(sizes):
-                self._hand_out(file, _bytes(goal), own[index], rank)
-        file.end_reading(sha256)
-        self.agree(None, file.fault)
+                self._send_out(file, _bytes(goal), own[index], rank)
+        file.end_reading()
+        self.agree(None, file.failure)
 
     def _bring(self, mine: Tensor, size: int, rank: int) -> Iterator[Tensor]:
-        """One rank's bytes, block by block, on rank 0; nothing elsewhere."""
         for start in range(0, size, _AT_ONCE):
             count = min(_AT_ONCE, size - start)
             if rank == self._world.rank == 0:
@@ -111,8 +100,7 @@ class Carrier:
             elif rank == self._world.rank:
                 dist.send(mine[start : start + count], dst=0, group=self._group)
 
-    def _hand_out(self, file: _File, mine: Tensor, size: int, rank: int) -> None:
-        """The next bytes of a file into one rank's share."""
+    def _send_out(self, file: _File, mine: Tensor, size: int, rank: int) -> None:
         for start in range(0, size, _AT_ONCE):
             count = min(_AT_ONCE, size - start)
             if rank == self._world.rank == 0:
@@ -131,9 +119,8 @@ class _File:
     def __init__(self, path: Path, world: World, *, writes: bool) -> None:
         self._path, self._host = path, world.host
         self._partial = path.with_name(f".{path.name}.partial")
-        self._digest = hashlib.sha256()
         self._stream: io.FileIO | None = None
-        self.fault: TrainingError | None = None
+        self.failure: TrainingError | None = None
         if not world.is_main:
             return
         try:
@@ -143,16 +130,9 @@ class _File:
         except OSError as error:
             self._fail(error)
 
-    @property
-    def sha256(self) -> str:
-        """Of what was read or written."""
-        return self._digest.hexdigest()
-
     def write(self, view: memoryview) -> None:
-        """Add these bytes."""
         if self._stream is None:
             return
-        self._digest.update(view)
         try:
             while view:  # a disk that is nearly full takes a part
                 view = view[self._stream.write(view) :]
@@ -160,7 +140,6 @@ class _File:
             self._fail(error)
 
     def read(self, block: Tensor) -> None:
-        """Fill a tensor of bytes."""
         if self._stream is None:
             return
         view = block.numpy().data
@@ -169,13 +148,11 @@ class _File:
                 count = self._stream.readinto(view)
                 if not count:
                     raise OSError(None, "it is shorter than it must be")
-                self._digest.update(view[:count])
                 view = view[count:]
         except OSError as error:
             self._fail(error)
 
     def end_writing(self) -> None:
-        """Give it its name."""
         if self._stream is None:
             return
         try:
@@ -184,19 +161,16 @@ class _File:
         except OSError as error:
             self._fail(error)
 
-    def end_reading(self, sha256: str | None) -> None:
-        """It must end here, and have been what was meant."""
+    def end_reading(self) -> None:
         if self._stream is None:
             return
         if self._stream.read(1):
             self._fail(OSError(None, "it is longer than it must be"))
-        elif sha256 is not None and sha256 != self.sha256:
-            self._fail(OSError(None, f"its sha256 is {self.sha256[:16]}..., not {sha256[:16]}..."))
         else:
             self._stream.close()
 
     def _fail(self, error: OSError) -> None:
-        self.fault = TrainingError(
+        self.failure = TrainingError(
             f"{self._path.name}: {error.strerror or error}",
             where=f"{self._path}, rank 0 on {self._host}",
             fix="is the disk full, or was something in that folder changed by hand? nothing was "

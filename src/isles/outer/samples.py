@@ -1,4 +1,4 @@
-"""Which samples a cluster reads that shares them with others, and which no average has yet."""
+"""Sample numbers as intervals (from a number up to, without, another), and those of one cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isles.outer.spans import RESERVE, Interval, dealt, joined, reserve_of, without
+Interval = tuple[int, int]
+
+RESERVE = 2**57
+"""Sample numbers from here on are leased by nobody: each cluster has a range of its own."""
+_RESERVE_EACH = 2**32
+
+
+def reserve_of(member_id: str) -> Interval:
+    """The sample numbers that a cluster may read while no hub deals any."""
+    start = RESERVE + int(member_id[:6], 16) * _RESERVE_EACH
+    return start, start + _RESERVE_EACH
+
+
+def leased(spans: Sequence[Interval]) -> list[Interval]:
+    """Without those of a reserve."""
+    return [span for span in spans if span[0] < RESERVE]
+
+
+def joined(spans: Sequence[Interval]) -> list[Interval]:
+    """The same numbers in as few intervals as can be, in order, each number once."""
+    result: list[Interval] = []
+    for start, stop in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
+        else:
+            result.append((start, stop))
+    return result
+
+
+def without(spans: Sequence[Interval], gone: Sequence[Interval]) -> list[Interval]:
+    """The numbers of some intervals that are not in others."""
+    result: list[Interval] = []
+    cuts = joined(gone)
+    for start, stop in joined(spans):
+        at = start
+        for first, last in cuts:
+            if last <= at or first >= stop:
+                continue
+            if first > at:
+                result.append((at, first))
+            at = last
+        if at < stop:
+            result.append((at, stop))
+    return result
+
 
 Run = tuple[int, int, int]
 """From this place in the cluster's own order, the samples from a number up to another."""
@@ -17,7 +61,7 @@ Run = tuple[int, int, int]
 class OwnSamples:
     """The samples of one cluster in the order in which it reads them; the same on all its ranks.
 
-    `progress.samples` is a place in this order. What is dealt is put at its end; what was lost to
+    `progress.samples` is a place in this order. What is leased is put at its end; what was lost to
     others and is not read yet is taken out.
     """
 
@@ -25,9 +69,9 @@ class OwnSamples:
         self._runs: tuple[Run, ...] = ()  # replaced, never changed: another thread reads it
         self._end = 0
         self.frontier = 0
-        """One past the largest number that was dealt."""
-        self._told = 0
-        self._owed: list[Interval] = []
+        """One past the largest number that was leased."""
+        self._reported = 0
+        self._returned: list[Interval] = []
         self._gone: list[Interval] = []
         self._reserve, _ = reserve_of(member_id)
 
@@ -36,11 +80,9 @@ class OwnSamples:
         return first + count <= self._end
 
     def left(self, cursor: int) -> int:
-        """Samples that may be read from a place on."""
         return self._end - cursor
 
     def numbers(self, first: int, count: int) -> NDArray[np.int64]:
-        """The samples at these places."""
         spans = self.spans(first, first + count)
         found = np.concatenate([np.arange(start, stop) for start, stop in spans])
         assert len(found) == count, f"{len(found)} of {count} samples are dealt"
@@ -55,7 +97,7 @@ class OwnSamples:
                 found.append((start + low - place, start + high - place))
         return found
 
-    def deal(self, spans: Sequence[Interval]) -> None:
+    def add(self, spans: Sequence[Interval]) -> None:
         """These are the cluster's, after all that it has."""
         self._gone = without(self._gone, spans)
         for start, stop in spans:
@@ -64,9 +106,9 @@ class OwnSamples:
             if start < RESERVE:
                 self.frontier = max(self.frontier, stop)
 
-    def deal_reserve(self, count: int) -> None:
-        """So many that nobody else can have, for the time in which no rendezvous deals any."""
-        self.deal([(self._reserve, self._reserve + count)])
+    def add_reserve(self, count: int) -> None:
+        """So many that nobody else can have, for the time in which no hub deals any."""
+        self.add([(self._reserve, self._reserve + count)])
         self._reserve += count
 
     def lose(self, spans: Sequence[Interval], cursor: int) -> None:
@@ -76,52 +118,50 @@ class OwnSamples:
         self._runs = tuple(_before(self._runs, cursor))
         self._end = cursor
         for span in rest:  # one after the other: they stay in their order
-            self.deal(without([span], self._gone))
+            self.add(without([span], self._gone))
 
-    def tell(self, cursor: int) -> list[Interval]:
-        """What was read since the last call, and what `owe` has given back: for a contribution."""
-        found = without([*self.spans(self._told, cursor), *self._owed], self._gone)
-        self._told, self._owed = cursor, []
+    def take_read(self, cursor: int) -> list[Interval]:
+        """Samples for a contribution: read since the last call, or given back."""
+        found = without([*self.spans(self._reported, cursor), *self._returned], self._gone)
+        self._reported, self._returned = cursor, []
         self._runs = tuple(run for run in self._runs if run[0] + run[2] - run[1] > cursor)
         return found
 
-    def owe(self, spans: Sequence[Interval]) -> None:
+    def give_back(self, spans: Sequence[Interval]) -> None:
         """These were in a contribution that is in no average."""
-        self._owed = joined([*self._owed, *spans])
+        self._returned = joined([*self._returned, *spans])
 
     def holding(self, pending: Sequence[Interval]) -> list[Interval]:
-        """All dealt ones that the cluster means to read, or has read and no average has.
+        """All leased ones that the cluster means to read, or has read and no average has.
 
         Args:
             pending: in contributions that are under way.
         """
-        mine = [*self.spans(self._told, self._end), *self._owed, *pending]
-        return without(dealt(mine), self._gone)
+        mine = [*self.spans(self._reported, self._end), *self._returned, *pending]
+        return without(leased(mine), self._gone)
 
     def record(self) -> dict[str, Any]:
-        """For a manifest."""
         return {
             "runs": [list(run) for run in self._runs],
             "end": self._end,
             "frontier": self.frontier,
-            "told": self._told,
-            "owed": [list(span) for span in self._owed],
+            "reported": self._reported,
+            "returned": [list(span) for span in self._returned],
             "gone": [list(span) for span in self._gone],
             "reserve": self._reserve,
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """What a manifest says."""
         self._runs = tuple((int(p), int(a), int(b)) for p, a, b in record["runs"])
-        self._end, self._told = int(record["end"]), int(record["told"])
+        self._end, self._reported = int(record["end"]), int(record["reported"])
         self.frontier = int(record["frontier"])
-        self._owed = [(int(a), int(b)) for a, b in record["owed"]]
+        self._returned = [(int(a), int(b)) for a, b in record["returned"]]
         self._gone = [(int(a), int(b)) for a, b in record["gone"]]
         self._reserve = int(record["reserve"])
 
     def begin_at(self, cursor: int) -> None:
         """A run that had no others so far has read as many samples, in the common order."""
-        self._end = self._told = self.frontier = cursor
+        self._end = self._reported = self.frontier = cursor
 
 
 def _before(runs: Sequence[Run], cursor: int) -> Iterator[Run]:

@@ -11,31 +11,13 @@ from typing import Any
 import pytest
 
 from isles.config.sections.outer import DiLoCoConfig
-from isles.errors import ConfigError
-from isles.outer.client.events import (
-    Behind,
-    Committed,
-    Event,
-    Joined,
-    Refused,
-    RendezvousLost,
-    StateReady,
-    TurnDue,
-)
-from isles.outer.codec.base import parse_codec
+from isles.errors import ConfigError, UserError
+from isles.outer.client.client import Alone
+from isles.outer.codec import parse_codec
 from isles.outer.layout import make_layout
-from isles.outer.pace import LEAST
+from isles.outer.messages import Adopt, Apply, Command, Contribute, Lease, UseReserve
+from isles.outer.trainer.sync import LEAST, Coordinator, SyncState
 from isles.run.paths import RunDir
-from isles.train.outer.alone import Alone
-from isles.train.outer.coordinator import (
-    Adopt,
-    Contribute,
-    Order,
-    OuterCoordinator,
-    SyncState,
-    Take,
-    UseReserve,
-)
 from isles.train.record import Recorder
 
 BATCH = 4
@@ -48,19 +30,19 @@ NEW = SyncState(
 class Told(Alone):
     """A line on which a test speaks."""
 
-    def say(self, *events: Event) -> None:
-        self._events += events
+    def send(self, *commands: Command) -> None:
+        self._commands += commands
 
 
 def coordinator_of(
     folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
-) -> tuple[OuterCoordinator, Told]:
+) -> tuple[Coordinator, Told]:
     line = Told(LAYOUT, "a", folder / "spool", version=0, next_sample=0)
     line.poll()
     recorder = Recorder(RunDir(folder), is_main=False, world_size=1)
     config = DiLoCoConfig(**{"sync_every": 8, "fragments": 2, **settings})
     return (
-        OuterCoordinator(
+        Coordinator(
             config,
             line,
             num_fragments=2,
@@ -73,14 +55,14 @@ def coordinator_of(
     )
 
 
-def orders(coordinator: OuterCoordinator, sync_state: SyncState) -> list[Order]:
+def commands(coordinator: Coordinator, sync_state: SyncState) -> list[Command]:
     coordinator.plan(sync_state)
-    return coordinator.take_orders()
+    return coordinator.take_commands()
 
 
-def committed(turn: int, **fields: Any) -> Committed:
-    known = {"is_in": True, "weights": {"a": 1}, "refused": {}, "size_bytes": 8}
-    return Committed(turn=turn, path=Path("x"), **{**known, **fields})
+def committed(outer_step: int, **fields: Any) -> Apply:
+    known = {"weights": {"a": 1}, "refused": {}, "size_bytes": 8}
+    return Apply(outer_step=outer_step, path=Path("x"), **{**known, **fields})
 
 
 def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
@@ -88,7 +70,7 @@ def test_a_turn_is_due_every_so_many_steps(tmp_path: Path) -> None:
     due = []
     sync_state = NEW
     for step in range(1, 21):
-        if orders(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
+        if commands(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
             due.append(step)
             sync_state = replace(sync_state, version=sync_state.version + 1, contributed_at=step)
     assert due == [4, 8, 12, 16, 20]
@@ -99,48 +81,48 @@ def test_rounds_of_the_warmup_are_shorter(tmp_path: Path) -> None:
     due = []
     sync_state = NEW
     for step in range(1, 23):
-        if orders(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
+        if commands(coordinator, replace(sync_state, steps=step - 1, step=step - 1)):
             due.append(step)
             assert coordinator.step_of(sync_state.version) == step
             sync_state = replace(sync_state, version=sync_state.version + 1, contributed_at=step)
     assert due == [1, 3, 4, 6, 10, 14, 18, 22]
-    assert [coordinator.round_steps(turn) for turn in (0, 3, 4)] == [3, 3, 8]
+    assert [coordinator.sync_every_at(outer_step) for outer_step in (0, 3, 4)] == [3, 3, 8]
 
 
 def test_a_fragment_under_way_is_not_contributed_again(tmp_path: Path) -> None:
     coordinator, _ = coordinator_of(tmp_path)
     sync_state = replace(NEW, sent=(0,), contributed_at=4, steps=7, step=7)
-    assert orders(coordinator, sync_state) == [Contribute(1)]
+    assert commands(coordinator, sync_state) == [Contribute(1)]
     sync_state = replace(sync_state, sent=(0, 1), contributed_at=8, steps=90, step=90)
-    assert orders(coordinator, sync_state) == []
-    assert orders(coordinator, replace(sync_state, version=1, sent=(1,))) == [Contribute(2)]
+    assert commands(coordinator, sync_state) == []
+    assert commands(coordinator, replace(sync_state, version=1, sent=(1,))) == [Contribute(2)]
 
 
 def test_rounds_that_were_missed_are_not_made_up_for_by_empty_ones(tmp_path: Path) -> None:
     coordinator, _ = coordinator_of(tmp_path)
     sync_state = replace(NEW, version=1, contributed_at=40, steps=41, step=41)
-    assert orders(coordinator, sync_state) == []
-    assert orders(coordinator, replace(sync_state, steps=43, step=43)) == [Contribute(1)]
+    assert commands(coordinator, sync_state) == []
+    assert commands(coordinator, replace(sync_state, steps=43, step=43)) == [Contribute(1)]
 
 
 def test_a_turn_that_closes_gets_what_there_is(tmp_path: Path) -> None:
     coordinator, line = coordinator_of(tmp_path)
-    line.say(TurnDue(turn=0, due_in_s=3.0, waits_for=("a",)))
-    assert orders(coordinator, replace(NEW, has_learnt=False)) == []
-    assert orders(coordinator, replace(NEW, steps=1, step=1)) == [Contribute(0)]
-    assert orders(coordinator, replace(NEW, version=1, steps=2, contributed_at=2, step=2)) == []
+    line.state.closing = 0, 3.0
+    assert commands(coordinator, replace(NEW, has_learnt=False)) == []
+    assert commands(coordinator, replace(NEW, steps=1, step=1)) == [Contribute(0)]
+    assert commands(coordinator, replace(NEW, version=1, steps=2, contributed_at=2, step=2)) == []
 
 
 def test_an_average_takes_the_step_to_that_of_the_others(tmp_path: Path) -> None:
     coordinator, line = coordinator_of(tmp_path)
-    line.say(committed(0), committed(1))
+    line.send(committed(0), committed(1))
     due = replace(NEW, steps=3, step=3)
-    (first, second) = orders(coordinator, due)
-    assert isinstance(first, Take) and isinstance(second, Take)
+    (first, second) = commands(coordinator, due)
+    assert isinstance(first, Apply) and isinstance(second, Apply)
     assert (first.step, second.step) == (4, 8), "and no contribution before they are taken in"
-    line.say(committed(99))
-    (last,) = orders(coordinator, due)
-    assert isinstance(last, Take) and last.step == 100, "never beyond the end"
+    line.send(committed(99))
+    (last,) = commands(coordinator, due)
+    assert isinstance(last, Apply) and last.step == 100, "never beyond the end"
 
 
 def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -> None:
@@ -148,80 +130,71 @@ def test_samples_are_claimed_ahead_and_no_more_than_are_needed(tmp_path: Path) -
     coordinator.plan(replace(NEW, samples_left=0))
     coordinator.plan(replace(NEW, samples_left=0))
     coordinator.plan(replace(NEW, samples_left=0))
-    (claimed,) = coordinator.take_orders()
-    assert claimed == line_claim(0, 8 * BATCH)
+    (leased,) = coordinator.take_commands()
+    assert leased == Lease(((0, 8 * BATCH),))
     coordinator.plan(replace(NEW, samples_left=8 * BATCH - 1))
-    assert coordinator.take_orders() == []  # it is asked for now, and heard of in the next step
+    assert coordinator.take_commands() == []  # it is asked for now, and heard of in the next step
     coordinator.plan(replace(NEW, samples_left=8 * BATCH - 1))
-    assert coordinator.take_orders() == [line_claim(8 * BATCH, 16 * BATCH)]
+    assert coordinator.take_commands() == [Lease(((8 * BATCH, 16 * BATCH),))]
     coordinator.plan(replace(NEW, step=97, steps=97, contributed_at=97, samples_left=3 * BATCH))
     assert line.poll() == []
     coordinator.restock(replace(NEW, samples_left=0), is_late=True)
-    assert isinstance(coordinator.take_orders()[-1], UseReserve)
-
-
-def line_claim(start: int, stop: int) -> Event:
-    from isles.outer.client.events import Claimed
-
-    return Claimed(samples=((start, stop),))
+    assert isinstance(coordinator.take_commands()[-1], UseReserve)
 
 
 def test_a_cluster_that_is_behind_contributes_nothing(tmp_path: Path) -> None:
     coordinator, line = coordinator_of(tmp_path)
     due = replace(NEW, steps=3, step=3)
-    line.say(Joined(standing="behind", turn=5, from_turn=5))
-    assert orders(coordinator, due) == [] and coordinator.is_behind
-    line.say(Behind(why="it is new"))
-    assert orders(coordinator, due) == [] and coordinator.is_behind
-    state = StateReady(version=5, paths=(), outer_params=(), donor="b")
-    line.say(committed(0), state)
-    (adopt,) = orders(coordinator, due)
-    assert adopt == Adopt(state, 20) and not coordinator.is_behind
+    line.state.is_behind = True
+    assert commands(coordinator, due) == []
+    state = Adopt(version=5, paths=(), outer_params=(), source="b")
+    line.send(committed(0), state)
+    assert commands(coordinator, due) == [replace(state, step=20)]
+    assert commands(coordinator, due) == []
+    line.state.is_behind = False
+    assert commands(coordinator, due) == [Contribute(0)]
 
 
 def test_a_cluster_has_no_part_in_turns_that_were_decided_before_it_came(tmp_path: Path) -> None:
     coordinator, line = coordinator_of(tmp_path)
-    line.say(
-        Joined(standing="late", turn=2, from_turn=2), TurnDue(turn=1, due_in_s=1.0, waits_for=())
-    )
+    line.state.decided, line.state.closing = 2, (1, 1.0)
     due = replace(NEW, steps=11, step=11)
-    assert orders(coordinator, due) == []
-    line.say(committed(0))
-    (take,) = orders(coordinator, due)
-    assert isinstance(take, Take) and orders(coordinator, replace(due, version=1)) == []
-    assert orders(coordinator, replace(due, version=2)) == [Contribute(2)]
-    assert orders(coordinator, replace(due, version=1, sent=(1,))) == [Contribute(2)]
+    assert commands(coordinator, due) == []
+    line.send(committed(0))
+    (take,) = commands(coordinator, due)
+    assert isinstance(take, Apply) and commands(coordinator, replace(due, version=1)) == []
+    assert commands(coordinator, replace(due, version=2)) == [Contribute(2)]
+    assert commands(coordinator, replace(due, version=1, sent=(1,))) == [Contribute(2)]
 
 
 def test_who_is_not_let_in_hears_why(tmp_path: Path) -> None:
     now = 100.0
     coordinator, line = coordinator_of(tmp_path, lambda: now, deadline=5.0)
-    line.say(RendezvousLost(why="hub:1 does not answer"))
-    coordinator.listen()
+    line.state.is_joined = False
+    line.state.lost_at, line.state.why = now, "hub:1 does not answer"
     now += 4.0
-    assert coordinator.fault(is_new=True) is None
+    assert coordinator.failure(is_new=True) is None
     now += 2.0
-    late = coordinator.fault(is_new=True)
+    late = coordinator.failure(is_new=True)
     assert late is not None
     assert "has not answered within 5s: hub:1 does not answer" in late.what
-    assert coordinator.fault(is_new=False) is None, "it goes on alone"
-    line.say(Refused(reason="token", what="wrong token", where="hub:1", fix="paste it again"))
-    coordinator.listen()
-    fault = coordinator.fault(is_new=False)
-    assert isinstance(fault, ConfigError) and fault.where == "hub:1"
+    assert coordinator.failure(is_new=False) is None, "it goes on alone"
+    line.state.refusal = UserError("wrong token", where="hub:1", fix="paste it again")
+    failure = coordinator.failure(is_new=False)
+    assert isinstance(failure, ConfigError) and failure.where == "hub:1"
 
 
 def test_auto_follows_the_slowest_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, line = coordinator_of(tmp_path, sync_every="auto", max_sync_overhead=0.1)
-    assert coordinator.round_steps(0) == LEAST and coordinator.step_of(7) == 0
-    coordinator.pace.step_s = 0.5
-    line.say(committed(0, sent_bytes=1000, received_bytes=1000, send_s=1.0, receive_s=1.0))
-    coordinator.listen()
+    assert coordinator.sync_every_at(0) == LEAST and coordinator.step_of(7) == 0
+    coordinator.speed.step_s = 0.5
+    line.send(committed(0, sent_bytes=1000, received_bytes=1000, send_s=1.0, receive_s=1.0))
+    coordinator.poll()
     # 2 fragments of 2000 bytes at 1000 bytes a second: 4 s, a tenth of 80 steps.
-    assert coordinator.round_steps(1) == 80 and coordinator.interval(1) == 40
+    assert coordinator.sync_every_at(1) == 80 and coordinator.interval(1) == 40
     # The other fragment is a third of that, and comes as fast.
-    line.say(committed(1, sent_bytes=400, received_bytes=600, send_s=0.4, receive_s=0.6))
-    coordinator.listen()
-    assert coordinator.round_steps(2) == 60
-    line.pace = 120
-    assert coordinator.round_steps(2) == 120
+    line.send(committed(1, sent_bytes=400, received_bytes=600, send_s=0.4, receive_s=0.6))
+    coordinator.poll()
+    assert coordinator.sync_every_at(2) == 60
+    line.state.sync_every = 120
+    assert coordinator.sync_every_at(2) == 120

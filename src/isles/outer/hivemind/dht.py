@@ -1,9 +1,11 @@
-"""Other clusters over libp2p: hivemind finds them, passes NATs if told to, and carries streams."""
+"""Other clusters over libp2p: a common secret, the DHT that finds them, streams, and a tunnel."""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import hashlib
+import hmac
 import json
 import logging
 import os
@@ -14,15 +16,111 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from isles.errors import CommunicationError
-from isles.outer.client.events import HivemindSettings
-from isles.outer.hivemind.keys import Keys
+from isles.errors import CommunicationError, ConfigError
+from isles.outer.hivemind import HivemindSettings
+from isles.run.join_line import JoinLine, encode
+from isles.run.records import write_secret
 
 log = logging.getLogger(__name__)
+
+
+_LEAST_SECRET = 16
+
+
+class Keys:
+    """What every cluster of a run makes for itself, the same as all others.
+
+    Args:
+        secret: that the clusters share; empty: whoever reaches a cluster may take part.
+    """
+
+    def __init__(self, run: str, secret: bytes) -> None:
+        self._run = run
+        self._key = hashlib.sha256(b"isles hivemind\0" + run.encode() + b"\0" + secret).digest()
+
+    @classmethod
+    def read(cls, run: str, secret_file: Path | None) -> Keys:
+        """With the secret that stands in a file.
+
+        Raises:
+            ConfigError: it cannot be read, or is no secret.
+        """
+        if secret_file is None:
+            return cls(run, b"")
+        where = f"outer.hivemind.secret_file {secret_file}"
+        fix = "put the same long random line there on every cluster (`openssl rand -hex 32`)"
+        try:
+            secret = secret_file.expanduser().read_bytes().strip()
+        except OSError as error:
+            what = f"the secret cannot be read: {error.strerror}"
+            raise ConfigError(what, where=where, fix=fix) from None
+        if len(secret) < _LEAST_SECRET:
+            what = f"the secret has {len(secret)} bytes, less than {_LEAST_SECRET}"
+            raise ConfigError(what, where=where, fix=fix)
+        return cls(run, secret)
+
+    def _derive(self, purpose: str) -> bytes:
+        return hmac.digest(self._key, purpose.encode(), "sha256")
+
+    @property
+    def topic(self) -> str:
+        """Under which the clusters find one another in the DHT; says nothing of the secret."""
+        return f"isles-{self._derive('topic').hex()[:32]}"
+
+    def proof(self, speaker: str, listener: str) -> str:
+        """That a peer knows the secret; worth nothing to any other peer, nor towards one."""
+        return self._derive(f"proof {speaker} {listener}").hex()
+
+    def is_proof(self, given: object, speaker: str, listener: str) -> bool:
+        return isinstance(given, str) and hmac.compare_digest(
+            given.encode(), self.proof(speaker, listener).encode()
+        )
+
+    def write_identity(self, folder: Path) -> None:
+        """Token and certificate of a hub: whoever hosts it shows the same ones."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        key, certificate = self._certificate()
+        write_secret(folder / "token", encode(self._derive("token")))
+        write_secret(
+            folder / "key.pem",
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            ).decode(),
+        )
+        pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+        write_secret(folder / "certificate.pem", pem)
+
+    def line(self, port: int) -> JoinLine:
+        """The join line of this machine's own door."""
+        _, certificate = self._certificate()
+        shown = hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).digest()
+        return JoinLine("127.0.0.1", port, self._run, encode(self._derive("token")), shown)
+
+    def _certificate(self) -> tuple[Ed25519PrivateKey, x509.Certificate]:
+        # Ed25519 signs the same bytes in the same way, so that the certificate is the same, too.
+        key = Ed25519PrivateKey.from_private_bytes(self._derive("certificate"))
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "isles rendezvous")])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(1)
+            .not_valid_before(datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC))
+            .not_valid_after(datetime.datetime(2124, 1, 1, tzinfo=datetime.UTC))
+            .sign(key, None)
+        )
+        return key, certificate
+
 
 Body = dict[str, Any]
 Reader = asyncio.StreamReader
@@ -49,7 +147,6 @@ class Peers:
 
     Args:
         settings: addresses, and what is allowed.
-        keys: of the run.
         folder: for the identity and the sockets.
         known: addresses of peers that were met before.
     """
@@ -79,8 +176,8 @@ class Peers:
         if not key.exists():
             P2P.generate_identity(str(key))
         own = str(PeerID.from_identity(key.read_bytes()))
-        told = [*self._settings.initial_peers, *self._known]
-        initial = [address for address in dict.fromkeys(told) if not address.endswith(f"/{own}")]
+        known = [*self._settings.initial_peers, *self._known]
+        initial = [address for address in dict.fromkeys(known) if not address.endswith(f"/{own}")]
         try:
             await asyncio.wait_for(self._start(key, initial), _START_S)
         # hivemind says what is wrong with many kinds of errors, some of them bare.
@@ -116,7 +213,6 @@ class Peers:
         self.addresses = [str(address) for address in await self._p2p.get_visible_maddrs()]
 
     async def close(self) -> None:
-        """End the daemon."""
         with suppress(AttributeError):  # not started, or only half
             await self._p2p.shutdown()
         with suppress(AttributeError):
@@ -149,8 +245,8 @@ class Peers:
             raise PeerError(f"{peer[-8:]} is not reached: {error}") from error
         try:
             head = {**body, "kind": kind, "proof": self._keys.proof(self.id, peer)}
-            await say(writer, head)
-            answer = await hear(reader)
+            await send(writer, head)
+            answer = await receive(reader)
             if not self._keys.is_proof(answer.get("proof"), peer, self.id):
                 why = answer.get("refused", "it does not know the secret of this run")
                 raise PeerError(f"{peer[-8:]}: {why}")
@@ -178,18 +274,17 @@ class Peers:
 
     async def accept(self, writer: Writer, peer: str, body: Body | None = None) -> None:
         """Say yes, and something more, to a peer that has opened a stream."""
-        await say(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
+        await send(writer, {**(body or {}), "proof": self._keys.proof(self.id, peer)})
 
     async def _answer(self, info: Any, reader: Reader, writer: Writer) -> None:
-        """A stream comes in; whatever happens in it is its own."""
         peer = str(info.peer_id)
         try:
             async with asyncio.timeout(_HEAD_S):
-                head = await hear(reader)
+                head = await receive(reader)
             handler = self._handlers.get(str(head.get("kind")))
             if not self._keys.is_proof(head.get("proof"), peer, self.id):
                 log.warning("refused: %s does not know the secret of this run", peer)
-                await say(writer, {"refused": "another secret or run than there"})
+                await send(writer, {"refused": "another secret or run than there"})
             elif handler is not None:
                 await handler(peer, head, reader, writer)
         except (OSError, asyncio.IncompleteReadError, ValueError, KeyError, TypeError) as error:
@@ -217,14 +312,13 @@ def _explained(error: Exception, initial: Sequence[str]) -> CommunicationError:
     )
 
 
-async def say(writer: Writer, body: Body) -> None:
-    """Send a head."""
+async def send(writer: Writer, body: Body) -> None:
     data = json.dumps(body).encode()
     writer.write(len(data).to_bytes(4, "big") + data)
     await writer.drain()
 
 
-async def hear(reader: Reader) -> Body:
+async def receive(reader: Reader) -> Body:
     """Receive a head.
 
     Raises:
@@ -243,21 +337,20 @@ class Tunnel:
     """Listens on the loopback only, and passes on what comes.
 
     Args:
-        lead: a way to the rendezvous, or None where nobody hosts it.
+        connect: a way to the hub, or None where nobody hosts it.
     """
 
-    def __init__(self, lead: Callable[[], Awaitable[Streams | None]]) -> None:
-        self._lead = lead
+    def __init__(self, connect: Callable[[], Awaitable[Streams | None]]) -> None:
+        self._connect = connect
         self._ways: set[asyncio.Task[None]] = set()
 
     async def open(self) -> int:
-        """Begin to listen; the port."""
         self._server = await asyncio.start_server(self._come_in, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def _come_in(self, reader: Reader, writer: Writer) -> None:
         try:
-            far = await self._lead()
+            far = await self._connect()
             if far is not None:
                 await self.join(reader, writer, *far)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
@@ -283,7 +376,6 @@ class Tunnel:
             far_writer.close()
 
     def cut(self) -> None:
-        """End all ways: they lead where the rendezvous was."""
         for way in self._ways:
             way.cancel()
 

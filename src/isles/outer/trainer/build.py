@@ -1,0 +1,223 @@
+"""Makes the outer steps of a cluster: from the run file, its engine and its run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+
+from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
+from isles.config.sections.run import RunConfig
+from isles.dist.world import raise_first
+from isles.dist.world import World
+from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
+from isles.outer.client.client import Alone, Hub, HubClient, join_of
+from isles.outer.cluster import Cluster, Weights
+from isles.outer.codec import parse_codec
+from isles.outer.diloco import OuterSettings
+from isles.outer.hivemind import HivemindSettings
+from isles.outer.layout import make_layout
+from isles.outer.messages import SAMPLE_TOKENS
+from isles.outer.trainer.outer import Meter, Outer
+from isles.outer.trainer.step import Exchange
+from isles.outer.trainer.sync import Coordinator, Recorder
+from isles.run.checkpoints import CheckpointInfo
+from isles.run.paths import RunDir
+from isles.run.records import read_record, write_record
+
+log = logging.getLogger(__name__)
+
+
+def make_exchange(
+    config: RunConfig,
+    engine: Weights,
+    world: World,
+    run_dir: RunDir,
+    recorder: Recorder,
+    resume_from: CheckpointInfo | None,
+) -> Exchange | None:
+    """Room for the outer state; None where there are no outer steps. All ranks must call this.
+
+    Raises:
+        UserError: the strategy, or the checkpoint, does not go together with them.
+    """
+    outer = config.diloco
+    if outer is None:
+        return None
+    layout = make_layout(
+        engine.trained_shapes(), parse_codec(outer.codec_text), num_fragments=outer.fragments
+    )
+    settings = OuterSettings(outer.lr, outer.momentum, outer.max_norm)
+    cluster = Cluster(engine, world, layout, settings)
+    manifest = None if resume_from is None else resume_from.manifest.get("outer")
+    if manifest is not None:
+        if manifest["layout"] != layout.digest:
+            raise TrainingError(
+                "the checkpoint's outer state is of other weights, fragments or codec",
+                where="outer",
+                fix="go on with the section outer and the adapter that the run began with",
+            )
+        cluster.expect([int(sent["outer_step"]) % outer.fragments for sent in manifest["sent"]])
+
+    def member_id() -> str:
+        # Who this cluster is, for the whole run; made at its first start.
+        path = run_dir.outer / "member.json"
+        record = read_record(path)
+        if record is None:
+            run_dir.outer.mkdir(mode=0o700, exist_ok=True)
+            record = {"id": secrets.token_hex(16)}
+            write_record(path, record)
+        return str(record["id"])
+
+    name, own_id = config.clusters[0].name, world.main_first(member_id)
+    return Exchange(outer, name, own_id, cluster, layout, recorder, manifest)
+
+
+def join_clusters(
+    exchange: Exchange,
+    config: RunConfig,
+    world: World,
+    run_dir: RunDir,
+    *,
+    recorder: Recorder,
+    meter: Meter,
+    forget_ahead: Callable[[], None],
+    requested: Callable[[], int],
+    total_steps: int | None,
+    data_content: str,
+    base: dict[str, str] | None,
+) -> Outer:
+    """Join the other clusters. All ranks must call this.
+
+    Args:
+        exchange: after `begin`.
+        config: the run file.
+        forget_ahead: drops samples that were read in advance.
+        requested: what this rank wants at the end of a step: an exit code, or 0.
+        data_content: digest of the samples.
+        base: fingerprint of frozen weights, if there are any.
+
+    Raises:
+        UserError: this cluster is not let in, or does not reach the hub.
+    """
+    outer_params = exchange.outer_params()
+    batch = config.training.global_batch_size
+    coordinator = None
+    failure: UserError | None = None
+    if world.is_main:
+        try:
+            identity = _identity(config, exchange.config, total_steps, data_content, base)
+            exchange.hub = _open_hub(exchange, config, run_dir, outer_params, identity, recorder)
+            coordinator = Coordinator(
+                exchange.config,
+                exchange.hub,
+                num_fragments=exchange.num_fragments,
+                batch=batch,
+                total_steps=total_steps,
+                recorder=recorder,
+            )
+        except UserError as error:
+            failure = error
+    raise_first(world.gather(failure))
+    outer = Outer(
+        exchange,
+        coordinator,
+        world=world,
+        batch=batch,
+        forget_ahead=forget_ahead,
+        meter=meter,
+        recorder=recorder,
+        total_steps=total_steps,
+        requested=requested,
+    )
+    outer.begin(is_new=exchange.loaded is None)
+    return outer
+
+
+def _open_hub(
+    exchange: Exchange,
+    config: RunConfig,
+    run_dir: RunDir,
+    outer_params: list[str],
+    identity: dict[str, str],
+    recorder: Recorder,
+) -> Hub:
+    outer, spool = exchange.config, run_dir.outer / "spool"
+    hivemind = None
+    if outer.engine == "hivemind":
+        if importlib.util.find_spec("hivemind") is None:
+            raise MissingDependencyError(
+                "engine hivemind needs the package hivemind, which is not installed",
+                where=f"outer.engine, {sys.executable}",
+                fix="pip install 'isles[hivemind]'",
+            )
+        run = config.name.removesuffix(f"-{exchange.name}")
+        given = (outer.hivemind or HivemindConfig()).model_dump()
+        hivemind = HivemindSettings(run=run, rules=outer.rendezvous_settings, **given)
+    elif not run_dir.join_line.exists():
+        if outer.rendezvous is not None or outer.min_clusters > 1:
+            raise ConfigError(
+                "this cluster does not know how to reach the others: it has no join line",
+                where=str(run_dir.join_line),
+                fix="`isles rendezvous` writes the line, and `isles join` puts it here",
+            )
+        log.warning("outer: there is no %s: this cluster averages alone", run_dir.join_line)
+        version, frontier = exchange.version, exchange.samples.frontier
+        return Alone(exchange.layout, exchange.name, spool, version=version, next_sample=frontier)
+    join = join_of(
+        exchange.layout,
+        name=exchange.name,
+        member_id=exchange.member_id,
+        outer_params=outer_params,
+        identity=identity,
+        version=exchange.version,
+        holding=exchange.holding,
+    )
+    return HubClient(
+        join,
+        join_file=run_dir.join_line,
+        spool=spool,
+        note=recorder.note,
+        max_bytes_per_s=outer.max_bytes_per_s,
+        hivemind=hivemind,
+    )
+
+
+def _identity(
+    config: RunConfig,
+    outer: DiLoCoConfig,
+    total_steps: int | None,
+    data_content: str,
+    base: dict[str, str] | None,
+) -> dict[str, str]:
+    # What must be equal on all clusters, by the names that users know.
+    training, seq_length = config.training, config.data.seq_length
+    found = {
+        "adapter.type": config.adapter.type,
+        "data": data_content[:16],
+        "data.seq_length": str(seq_length),
+        "seed": str(config.seed),
+        "steps of the run": str(total_steps),
+        "training.method": training.method,
+        "outer.sync_every": str(outer.sync_every),
+        "outer.fragments": str(outer.fragments),
+        "outer.lr": repr(outer.lr),
+        "outer.momentum": repr(outer.momentum),
+        "outer.max_norm": repr(outer.max_norm),
+        "outer.delay": str(outer.delay),
+        "outer.alpha": repr(outer.alpha),
+        "outer.engine": outer.engine,
+        # A pair of dpo has two answers.
+        SAMPLE_TOKENS: str(seq_length * (2 if training.method == "dpo" else 1)),
+    }
+    if outer.warmup_rounds:
+        found["outer.warmup_rounds"] = str(outer.warmup_rounds)
+        found["outer.warmup_sync_every"] = str(outer.warmup_sync_every)
+    if base is not None:
+        text = json.dumps(base, sort_keys=True)
+        found["the frozen weights"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found

@@ -1,0 +1,336 @@
+"""What the training loop calls after each inner step; here the ranks wait for other clusters.
+
+Rank 0's commands come with the agreement that each inner step has already; while the ranks wait
+they are broadcast.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from isles.dist.world import World
+from isles.facts.units import format_duration
+from isles.outer.messages import (
+    Adopt,
+    Apply,
+    Command,
+    Contribute,
+    End,
+    Lease,
+    Reset,
+    Revoke,
+    SendState,
+    UseReserve,
+)
+from isles.outer.trainer.step import Exchange
+from isles.outer.trainer.sync import Coordinator, Recorder
+
+_LOOK_S = 1.0
+_AWAY_S = 2.0
+_LAST_WAIT_S = 600.0
+_STATE_S = 3600.0
+
+
+class Meter(Protocol):
+    """Times of the inner steps; see `isles.train.metrics`."""
+
+    def pause(self, phase: str) -> float: ...
+
+    def resume(self, paused_at: float) -> None: ...
+
+
+class Outer:
+    """The outer steps of this cluster.
+
+    All ranks must call every method but `plan`, after the same step.
+
+    Args:
+        exchange: contributions and averages.
+        coordinator: on rank 0; None elsewhere.
+        batch: samples in an inner step.
+        forget_ahead: drops samples that were read in advance.
+        requested: what this rank wants at the end of the step: an exit code, or 0.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        coordinator: Coordinator | None,
+        *,
+        world: World,
+        batch: int,
+        forget_ahead: Callable[[], None],
+        meter: Meter,
+        recorder: Recorder,
+        total_steps: int | None,
+        requested: Callable[[], int],
+    ) -> None:
+        self.exchange, self._coordinator = exchange, coordinator
+        self._config, self._progress, self._world = exchange.config, exchange.progress, world
+        self._batch, self._forget_ahead = batch, forget_ahead
+        self._meter, self._recorder = meter, recorder
+        self._total_steps, self._requested = total_steps, requested
+        self._waited: set[int] = set()
+        self._paused_s = 0.0
+        self._is_ending = False
+        self._stop = 0
+        self._last: int | None = None
+
+    def begin(self, *, is_new: bool) -> None:
+        """Join the other clusters; what was sent before a restart is sent once more.
+
+        Raises:
+            UserError: this cluster is not let in, or a new one does not reach the hub.
+        """
+        exchange, coordinator = self.exchange, self._coordinator
+        self._recorder.phase("joining", "the other clusters")
+        exchange.send_again()
+        began, version = time.monotonic(), exchange.version
+        is_done = False
+        while not is_done:
+            commands, failure = list[Command](), None
+            if coordinator is not None:
+                coordinator.poll(_LOOK_S)
+                if exchange.version > version:  # those since a checkpoint come one by one
+                    began, version = time.monotonic(), exchange.version
+                hub = coordinator.hub.state
+                late_s = _STATE_S if hub.is_behind else self._config.deadline
+                is_late = time.monotonic() - began > late_s
+                coordinator.restock(exchange.sync_state(), is_late=is_late and not is_new)
+                commands = coordinator.take_commands()
+                failure = coordinator.failure(is_new=is_new)
+                is_in = hub.is_joined and not hub.is_behind and not self._lacks(hub.decided)
+                is_done = not commands and self._has_samples and (is_in or is_late)
+            commands, is_done, failure = self._world.broadcast((commands, is_done, failure))
+            if failure is not None:
+                raise failure
+            for command in commands:
+                self._do(command)
+
+    def plan(self) -> bool:
+        """Whether anything is to be done after the step that begins; rank 0 decides."""
+        if self._coordinator is None:
+            return False
+        self.exchange.hand_in()
+        self._coordinator.speed.step_done(self._paused_s)
+        self._paused_s = 0.0
+        return self._coordinator.plan(self.exchange.sync_state())
+
+    def after_inner_step(self, *, has_commands: bool) -> None:
+        """Do what was decided, and wait for an average whose time it is."""
+        began = time.perf_counter()
+        exchange = self.exchange
+        exchange.steps += 1
+        if has_commands:
+            paused = self._meter.pause("outer step")
+            self._do_commands()
+            self._meter.resume(paused)
+        exchange.finish_move(only_overdue=True)
+        for outer_step in sorted(exchange.sent):
+            if outer_step not in exchange.sent:
+                continue  # while one is waited for, another may be applied
+            # None is decided before those before it: it would be waited for in vain as well.
+            if outer_step in self._waited or not exchange.is_overdue(outer_step):
+                break
+            if not self._await(outer_step, self._config.deadline, "inner steps go on"):
+                break
+        if not self._has_samples:
+            self._restock()
+        exchange.record.state(exchange.sync_state(), self._coordinator)
+        self._paused_s += time.perf_counter() - began
+
+    def finish(self) -> int:
+        """After the last inner step: let all clusters end with the same weights.
+
+        Returns:
+            What a rank wanted while the others were waited for, an exit code or NOW: this cluster
+            has not ended, and is to go on from a checkpoint; 0: it has ended.
+        """
+        exchange = self.exchange
+        self._is_ending, self._stop = True, 0
+        if self._end_together():
+            self._stop = 0
+        self._is_ending = not self._stop
+        exchange.record.state(exchange.sync_state(), self._coordinator, is_last=self._is_ending)
+        return self._stop
+
+    def close(self, *, leaves: bool) -> None:
+        """The cluster ends, or pauses.
+
+        Args:
+            leaves: tell the others, so that nobody waits for it.
+        """
+        self.exchange.close()
+        if self._coordinator is not None:
+            # One that has come after the last outer step makes no inner step of its own.
+            is_over = self._is_ending or self._progress.step == self._total_steps
+            self._coordinator.hub.close(leaves=leaves, has_finished=is_over and not self._stop)
+
+    def _end_together(self) -> bool:
+        # Average until nothing is left that others lack; False: an outer step was not decided.
+        exchange, coordinator = self.exchange, self._coordinator
+        decided = self._world.broadcast(0 if coordinator is None else coordinator.hub.state.decided)
+        if self._lacks(decided):
+            self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
+            if self._lacks(decided):
+                return False
+        for _ in range(
+            4 * exchange.num_fragments + len(exchange.sent)
+        ):  # some are refused, or late
+            if coordinator is not None:
+                coordinator.poll()
+            self._do_commands()
+            exchange.finish_move()
+            for outer_step in sorted(exchange.sent):
+                if not self._await(
+                    outer_step, _LAST_WAIT_S, "this cluster ends with its own weights"
+                ):
+                    return False
+            if not exchange.has_learnt:
+                return self._end_with_all()
+            if self._world.broadcast(coordinator is not None and coordinator.hub.state.is_behind):
+                break
+            exchange.contribute(exchange.version)
+        return True
+
+    def _end_with_all(self) -> bool:
+        # Apply what the others still average; False: a stop came first. A cluster that came late,
+        # or whose contribution did, has no part in the last outer steps: it must not end before
+        # they are decided. Where others are not reached it waits no longer than for an average.
+        coordinator, began = self._coordinator, time.monotonic()
+        if coordinator is not None:
+            coordinator.report(self.exchange.sync_state(), ends=True)
+        paused = self._meter.pause("waiting for other clusters")
+        limit_s = min(self._config.deadline, _LAST_WAIT_S)
+        is_late = goes_on = True
+        while is_late and goes_on:
+            is_late = self._wait(self._is_last, limit_s, "to end together")
+            waited_s = time.monotonic() - began
+            is_connected = coordinator is not None and coordinator.hub.state.is_connected
+            goes_on = is_connected and waited_s < _LAST_WAIT_S
+            is_late, goes_on = self._world.broadcast((is_late, goes_on))
+        self._meter.resume(paused)
+        if is_late:
+            self._recorder.note(
+                f"the other clusters have not ended after {format_duration(waited_s)} "
+                f"({self._others()}): this one ends with the weights after "
+                f"{self.exchange.version} turns, and they may end with more"
+            )
+        return is_late or self._is_last()
+
+    def _is_last(self) -> bool:
+        return self._last is not None and self.exchange.version >= self._last
+
+    def _lacks(self, decided: int) -> bool:
+        # Whether averages that were made before this cluster came are still to be applied.
+        return max(self.exchange.version, max(self.exchange.sent, default=-1) + 1) < decided
+
+    def _do_commands(self) -> None:
+        taken = [] if self._coordinator is None else self._coordinator.take_commands()
+        for command in self._world.broadcast(taken):
+            self._do(command)
+
+    def _do(self, command: Command) -> None:
+        exchange = self.exchange
+        match command:
+            case Contribute():
+                exchange.contribute(command.outer_step)
+            case Apply():
+                exchange.apply(command)
+                if self._is_ending:
+                    exchange.finish_move()
+                self._waited.discard(command.outer_step)
+            case Adopt():
+                exchange.adopt(command)
+                self._waited.clear()
+            case Lease():
+                exchange.samples.add(command.samples)
+            case Revoke():
+                exchange.samples.lose(command.samples, self._progress.samples)
+                self._forget_ahead()
+            case UseReserve():
+                exchange.samples.add_reserve(command.count)
+            case SendState():
+                exchange.send_state()
+            case Reset():
+                exchange.go_back()
+                self._waited.clear()
+            case End():
+                self._last = command.version
+            case _:
+                assert_never(command)
+
+    # Waiting.
+
+    def _await(self, outer_step: int, limit_s: float, otherwise: str) -> bool:
+        # Until an average has been applied; False: it has not, within the limit or by a stop.
+        exchange = self.exchange
+        paused = self._meter.pause("waiting for other clusters")
+        self._waited.add(outer_step)
+        exchange.record.waits(outer_step)
+        exchange.encoded(outer_step)
+        if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"turn {outer_step}"):
+            self._recorder.note(
+                f"turn {outer_step} is not decided after {format_duration(limit_s)} "
+                f"({self._others()}); {otherwise}"
+            )
+        exchange.record.waits_no_more(outer_step)
+        self._meter.resume(paused)
+        return exchange.is_done(outer_step)
+
+    def _restock(self) -> None:
+        # Wait for samples; where the hub is away, take those of the reserve.
+        coordinator = self._coordinator
+        paused = self._meter.pause("waiting for samples")
+        limit_s = self._config.deadline
+        if coordinator is not None and not coordinator.hub.state.is_connected:
+            limit_s = 0.0 if coordinator.uses_reserve else _AWAY_S
+        self._wait(lambda: self._has_samples, limit_s, "samples")
+        while not self._has_samples:
+            if coordinator is not None:
+                coordinator.restock(self.exchange.sync_state(), is_late=True)
+            self._do_commands()
+        self._meter.resume(paused)
+
+    def _wait(self, is_done: Callable[[], bool], limit_s: float, what: str) -> bool:
+        # Do commands until something is so; True: the limit is over, by rank 0's clock.
+        coordinator, exchange = self._coordinator, self.exchange
+        end = time.monotonic() + limit_s
+        looks, is_over = 0, False
+        while not is_done():
+            if looks == 1:
+                self._recorder.phase("waiting for clusters", what)
+                if coordinator is not None:
+                    coordinator.report(exchange.sync_state())
+            looks += 1
+            commands, is_late = list[Command](), False
+            if coordinator is not None:
+                coordinator.poll(max(0.01, min(_LOOK_S, end - time.monotonic())))
+                coordinator.restock(exchange.sync_state(), is_late=False)
+                commands = coordinator.take_commands()
+                is_vain = coordinator.hub.state.refusal is not None  # nothing will come
+                is_late = not commands and (is_vain or time.monotonic() >= end)
+            found = self._world.gather((commands, is_late, self._requested()))
+            commands, is_over, _ = found[0]
+            for command in commands:
+                self._do(command)
+            self._stop = max(requested for _, _, requested in found)
+            if is_over or self._stop:
+                break
+        if looks > 1:
+            self._recorder.phase("training")
+        return is_over and not is_done()
+
+    def _others(self) -> str:
+        if self._coordinator is None or not self._coordinator.hub.state.is_connected:
+            return "the others are not reached"
+        return f"taking part: {', '.join(self._coordinator.hub.state.members) or 'nobody'}"
+
+    @property
+    def _has_samples(self) -> bool:
+        # For the next step, if there is one.
+        if self._total_steps is not None and self._progress.step >= self._total_steps:
+            return True
+        return self.exchange.samples.left(self._progress.samples) >= self._batch

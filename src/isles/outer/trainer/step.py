@@ -1,0 +1,394 @@
+"""The outer step of all ranks: contribute, apply an average; give, take over and save the state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from isles.config.sections.outer import DiLoCoConfig
+from isles.errors import TrainingError
+from isles.outer.client.client import Hub
+from isles.outer.cluster import Applied, Cluster
+from isles.outer.diloco import Mode
+from isles.outer.layout import Layout
+from isles.outer.messages import Adopt, Apply, Pending
+from isles.outer.samples import Interval, OwnSamples
+from isles.outer.trainer.record import OuterRecord, Progress
+from isles.outer.trainer.sync import Recorder, SyncState
+
+log = logging.getLogger(__name__)
+
+_NOWHERE = Path("nowhere")
+"""Stands on other ranks than 0 for a file that rank 0 has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    # An average that is on its way into the weights while inner steps go on.
+    apply: Apply
+    pending: Pending
+    applied: Future[Applied]
+
+
+class Exchange:
+    """Contributions and averages, the same on all ranks of the cluster; rank 0 has the hub.
+
+    All ranks must call every method but `hand_in` and `sync_state`, between the same two inner
+    steps; first of all `begin`.
+
+    Args:
+        config: the section of the run file.
+        member_id: of the cluster, for the whole run.
+        cluster: outer parameters and outer optimizer.
+        manifest: what the checkpoint says of outer steps; None: nothing, or there is none.
+    """
+
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        name: str,
+        member_id: str,
+        cluster: Cluster,
+        layout: Layout,
+        recorder: Recorder,
+        manifest: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.name, self.member_id = config, name, member_id
+        self.layout, self.num_fragments = layout, len(layout.fragments)
+        self.loaded = manifest
+        self.hub: Hub | None = None
+        """Rank 0 only; none before the cluster joins."""
+        self.version = 0
+        """Outer steps that have been applied."""
+        self.steps = 0
+        """Inner steps of this cluster, over all its attempts."""
+        self.sent: dict[int, Pending] = {}
+        """By outer step: contributions that no average has answered yet."""
+        self.samples = OwnSamples(member_id)
+        self._cluster, self._recorder = cluster, recorder
+        self._saved = self._contributed_at = 0
+        # Of each fragment: trained tokens and inner steps at its last contribution, and those of
+        # contributions since that are in no average.
+        self._tokens_at = [0] * self.num_fragments
+        self._steps_at = [0] * self.num_fragments
+        self._returned = [(0, 0)] * self.num_fragments
+        self._encodings: dict[int, Future[float]] = {}
+        self._move: _Move | None = None
+        self._is_own_past = True
+        """Whether a contribution in this cluster's name may be of an attempt before this one."""
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="outer")
+
+    # State.
+
+    def loaded_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint that has outer state is loaded into, in place."""
+        return {} if self.loaded is None else self._cluster.state_dict()
+
+    def begin(self, progress: Progress) -> OwnSamples:
+        """Go on as the checkpoint says, or begin before the first outer step.
+
+        Returns:
+            Which samples this cluster reads.
+        """
+        self.progress = progress
+        self.record = OuterRecord(self._recorder, progress, self.num_fragments)
+        if self.loaded is None:
+            self._tokens_at = [progress.target_tokens] * self.num_fragments
+            self.samples.begin_at(progress.samples)
+            self._cluster.begin()
+            return self.samples
+        manifest = self.loaded
+        self.version = self._saved = int(manifest["version"])
+        self.steps = int(manifest["steps"])
+        self._contributed_at = int(manifest["contributed_at"])
+        self._tokens_at = [int(number) for number in manifest["tokens_at"]]
+        self._steps_at = [int(number) for number in manifest["steps_at"]]
+        self._returned = [(int(tokens), int(steps)) for tokens, steps in manifest["returned"]]
+        sent = [Pending.from_record(record) for record in manifest["sent"]]
+        self.sent = {each.outer_step: each for each in sent}
+        self.samples.restore(manifest["samples"])
+        return self.samples
+
+    def manifest(self) -> dict[str, Any]:
+        """What a checkpoint says of the outer steps beside their tensors."""
+        return {
+            "layout": self.layout.digest,
+            "version": self.version,
+            "steps": self.steps,
+            "contributed_at": self._contributed_at,
+            # Copies: a checkpoint is written while steps go on.
+            "tokens_at": list(self._tokens_at),
+            "steps_at": list(self._steps_at),
+            "returned": [list(each) for each in self._returned],
+            "sent": [asdict(self.sent[outer_step]) for outer_step in sorted(self.sent)],
+            "samples": self.samples.record(),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's part of the outer state, for a checkpoint."""
+        return self._cluster.state_dict()
+
+    def saved(self) -> None:
+        """A checkpoint of now is under way, and the one before it is whole."""
+        if self.hub is not None:
+            self.hub.keep_since(self._saved)
+        self._saved = self.version
+
+    @property
+    def holding(self) -> list[Interval]:
+        """Samples of this cluster that no average has."""
+        return self.samples.holding([span for sent in self.sent.values() for span in sent.samples])
+
+    # Contributing.
+
+    def contribute(self, outer_step: int) -> None:
+        """Make a contribution; the steps that it holds end here."""
+        began = time.perf_counter()
+        self.finish_move()
+        fragment = outer_step % self.num_fragments
+        samples = self.samples.take_read(self.progress.samples)
+        self.sent[outer_step] = self._pending(outer_step, samples)
+        self._mark(fragment)
+        self._contributed_at = self.steps
+        self._is_own_past = False
+        self.record.begin(outer_step)
+        self._cluster.snapshot(fragment)
+        self._encode(outer_step)
+        if self.config.delay == 0:
+            self.encoded(outer_step)
+        self._exposed(outer_step, began)
+
+    def _pending(self, outer_step: int, samples: Sequence[Interval]) -> Pending:
+        fragment = outer_step % self.num_fragments
+        _, returned_steps = self._returned[fragment]
+        return Pending(
+            outer_step=outer_step,
+            tokens=max(1, self._learnt_tokens(fragment)),
+            inner_steps=self.steps - self._steps_at[fragment] + returned_steps,
+            samples=tuple(samples),
+            steps=self.steps,
+        )
+
+    def _mark(self, fragment: int) -> None:
+        self._tokens_at[fragment] = self.progress.target_tokens
+        self._steps_at[fragment] = self.steps
+        self._returned[fragment] = (0, 0)
+
+    def _encode(self, outer_step: int) -> None:
+        # In a thread; its own group of ranks lets it run beside inner steps.
+        path = _NOWHERE if self.hub is None else self.hub.contribution_path(outer_step)
+        fragment = outer_step % self.num_fragments
+        self._encodings[outer_step] = self._worker.submit(self._cluster.encode, fragment, path)
+
+    def encoded(self, outer_step: int) -> None:
+        """Wait for the encoding of a contribution, and send it."""
+        if outer_step in self._encodings:
+            self._encodings[outer_step].result()
+        self.hand_in()
+        self._encodings.pop(outer_step, None)
+
+    def send_again(self) -> None:
+        """Send what was under way when the checkpoint was saved; its bytes are the same."""
+        for outer_step in sorted(self.sent):
+            self._encode(outer_step)
+            self.encoded(outer_step)
+
+    def hand_in(self) -> None:
+        """Send what is encoded; rank 0 only."""
+        if self.hub is None:
+            return
+        for outer_step, encoding in list(self._encodings.items()):
+            if not encoding.done() or encoding.exception() is not None:
+                continue  # an exception is raised on all ranks, when they need it
+            del self._encodings[outer_step]
+            self.hub.contribute(self.sent[outer_step])
+
+    # Applying.
+
+    def apply(self, apply: Apply) -> None:
+        """Apply an average; under overlap later, while inner steps go on."""
+        began = time.perf_counter()
+        self.finish_move()
+        outer_step = apply.outer_step
+        assert outer_step == self.version, f"{outer_step} after {self.version} outer steps"
+        fragment = outer_step % self.num_fragments
+        pending = self._end_pending(outer_step)
+        is_named = self.name in apply.weights
+        mode: Mode = "late"
+        if pending is not None and is_named:
+            mode = "on_time" if pending.steps == self.steps else "overlap"
+        elif pending is not None:
+            self._give_back(pending)
+        elif is_named and self._is_own_past:
+            # Made by an earlier attempt, after the checkpoint that this one goes on from: what has
+            # been learnt since is in the average.
+            self._cluster.snapshot(fragment)
+            pending = self._pending(outer_step, ())
+            self._mark(fragment)
+            mode = "on_time"
+        elif not self._learnt_tokens(fragment) and fragment not in self._cluster.pending:
+            mode = "idle"
+        if apply.path is None:
+            self._cluster.drop(fragment)
+            self._applied(apply, pending, Applied(self._cluster.digest(fragment), 0.0), mode)
+            return
+        alpha = self.config.alpha if self.config.delay else 0.0
+        is_warmup = self.config.is_warmup(outer_step, self.num_fragments)
+        if mode == "overlap" and pending is not None and self._is_early(pending):
+            going = self._worker.submit(
+                self._cluster.advance, fragment, apply.path, mode, alpha=alpha, is_warmup=is_warmup
+            )
+            self._move = _Move(apply, pending, going)
+            return
+        applied = self._cluster.apply(fragment, apply.path, mode, alpha=alpha, is_warmup=is_warmup)
+        self._exposed(outer_step, began)
+        self._applied(apply, pending, applied, mode)
+
+    def _end_pending(self, outer_step: int) -> Pending | None:
+        encoding = self._encodings.pop(outer_step, None)
+        if encoding is not None:
+            encoding.result()
+            if self.hub is not None:
+                self.hub.contribution_path(outer_step).unlink(missing_ok=True)
+        return self.sent.pop(outer_step, None)
+
+    def _is_early(self, pending: Pending) -> bool:
+        return self.steps - pending.steps < self.config.delay
+
+    def finish_move(self, *, only_overdue: bool = False) -> None:
+        """Give the weights what an average has led to meanwhile.
+
+        Args:
+            only_overdue: not before so many inner steps as the run file says.
+        """
+        move = self._move
+        if move is None or (only_overdue and self._is_early(move.pending)):
+            return
+        self._move = None
+        began, outer_step = time.perf_counter(), move.apply.outer_step
+        applied = move.applied.result()
+        self._cluster.give(outer_step % self.num_fragments)
+        self._exposed(outer_step, began)
+        self._applied(move.apply, move.pending, applied, "overlap")
+
+    def _applied(self, apply: Apply, pending: Pending | None, applied: Applied, mode: Mode) -> None:
+        self.version = apply.outer_step + 1
+        if self.hub is not None:
+            self.hub.applied(apply.outer_step, applied.digest)
+        self.progress.skip_to(apply.step)
+        self.record.applied(apply, pending, applied, mode)
+
+    def _give_back(self, pending: Pending) -> None:
+        # A contribution is in no average: what it brought belongs into the next one.
+        fragment = pending.outer_step % self.num_fragments
+        tokens, steps = self._returned[fragment]
+        self._returned[fragment] = (tokens + pending.tokens, steps + pending.inner_steps)
+        self.samples.give_back(pending.samples)
+
+    # State of another cluster.
+
+    def send_state(self) -> None:
+        """Give the outer state to a cluster that needs it."""
+        self.finish_move()
+        paths = self.hub.state_paths() if self.hub is not None else []
+        for fragment in range(self.num_fragments):
+            path = paths[fragment] if paths else _NOWHERE
+            self._cluster.export_state(fragment, path, version=self.version)
+        outer_params = self.outer_params()
+        if self.hub is not None:
+            self.hub.give_state(self.version, paths, outer_params)
+        log.info("outer state given version=%d", self.version)
+
+    def adopt(self, adopt: Adopt) -> None:
+        """Take over another cluster's outer state, and keep what was learnt since.
+
+        Raises:
+            TrainingError: it is not what it should be.
+        """
+        self.finish_move()
+        for outer_step in sorted(self.sent):
+            pending = self._end_pending(outer_step)
+            assert pending is not None
+            self._give_back(pending)
+        keeps_steps = self.has_learnt
+        for fragment in range(self.num_fragments):
+            path = adopt.paths[fragment]
+            self._cluster.import_state(fragment, path, keeps_steps=keeps_steps)
+        self.version, self._is_own_past = adopt.version, False
+        outer_params = self.outer_params()
+        if outer_params != list(adopt.outer_params):
+            raise TrainingError(
+                f"the state that {adopt.source} gave has other outer parameters than it said",
+                where=str(adopt.paths[0].parent),
+                fix="start this cluster again: it takes the state once more",
+            )
+        if self.hub is not None:
+            self.hub.adopted(adopt.version, outer_params)
+        self.progress.skip_to(adopt.step)
+        self._recorder.note(
+            f"the weights of {adopt.source} after {adopt.version} turns are taken over"
+        )
+
+    def go_back(self) -> None:
+        """Drop what was learnt since the last average; its samples are read again."""
+        self.finish_move()
+        for outer_step in sorted(self.sent):
+            pending = self._end_pending(outer_step)
+            assert pending is not None
+            self.samples.give_back(pending.samples)
+        self._cluster.go_back()
+        for fragment in range(self.num_fragments):
+            self._mark(fragment)
+        self.samples.add(self.samples.take_read(self.progress.samples))
+        if self.hub is not None:
+            self.hub.reset_done()
+
+    def outer_params(self) -> list[str]:
+        """The digest of each fragment's outer parameters."""
+        return [self._cluster.digest(fragment) for fragment in range(self.num_fragments)]
+
+    # How it stands.
+
+    def _exposed(self, outer_step: int, began: float) -> None:
+        self.record.exposed(outer_step, time.perf_counter() - began)
+
+    def is_overdue(self, outer_step: int) -> bool:
+        """Whether so many steps were made since the contribution as the average may take."""
+        return not self._is_early(self.sent[outer_step])
+
+    def is_done(self, outer_step: int) -> bool:
+        """Whether an outer step that this cluster has contributed to is in its weights."""
+        is_moving = self._move is not None and self._move.apply.outer_step == outer_step
+        return outer_step not in self.sent and not is_moving
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether there is anything that no contribution has."""
+        return any(self._learnt_tokens(fragment) for fragment in range(self.num_fragments))
+
+    def _learnt_tokens(self, fragment: int) -> int:
+        returned_tokens, _ = self._returned[fragment]
+        return self.progress.target_tokens - self._tokens_at[fragment] + returned_tokens
+
+    def sync_state(self) -> SyncState:
+        """What rank 0's decisions rest on."""
+        return SyncState(
+            version=self.version,
+            steps=self.steps,
+            contributed_at=self._contributed_at,
+            sent=tuple(sorted(self.sent)),
+            has_learnt=self.has_learnt,
+            step=self.progress.step,
+            samples_left=self.samples.left(self.progress.samples),
+        )
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
