@@ -26,12 +26,6 @@ from isles.outer.cluster import Cluster
 from isles.outer.codec import parse_codec
 from isles.outer.diloco import OuterSettings
 from isles.outer.layout import Layout, make_layout
-from isles.outer.pace import Schedule
-from isles.train.metrics import evaluate
-from isles.train.model import count_parameters, whole_model
-from isles.train.optimizer import make_optimizers
-from isles.train.outer.coordinator import schedule_of
-from isles.train.strategy import make_engine, resolve_mesh
 from isles.outer.trainer.sync import Schedule, schedule_of
 from isles.train.metrics import evaluate
 from isles.train.model import count_parameters, whole_model

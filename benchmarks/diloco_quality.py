@@ -46,7 +46,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from diloco_clusters import FRAGMENTS, Bench, Replica, Setting, open_meeting
-from isles.train.data import write_tokenizer
 
 from isles.config.load import load_run_file
 from isles.data.mix import build_datasets

@@ -15,8 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from isles.train.heartbeat import Beats, _serve
-
 from isles.config.sections.run import RunConfig
 from isles.run.env import read_rank_env
 from isles.run.paths import RunDir

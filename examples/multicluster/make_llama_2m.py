@@ -30,7 +30,6 @@ def make(folder: Path) -> None:
     from pydoc_data.topics import topics
 
     import torch
-    from isles.train.logs import silence_libraries
     from transformers.utils import logging as transformers_logging
 
     from isles.config.sections.model import ModelConfig

@@ -15,12 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from isles.balance.measure import ComputeMeter
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve
-from isles.balance.revise import Dealt, Device, History
-from isles.dist.measure import Company
 from isles.balance.measure import ComputeMeter, Lockstep
 from isles.balance.revise import Allocation, Device, History
 from isles.dist.split import even_split

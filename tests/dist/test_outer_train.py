@@ -30,8 +30,8 @@ from isles.outer.diloco import OuterSettings
 from isles.outer.hub.journal import Journal
 from isles.outer.hub.samples import Samples
 from isles.outer.layout import make_layout
-from isles.run.checkpoints import list_checkpoints
 from isles.outer.trainer.step import Exchange
+from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows, write_record

@@ -25,8 +25,6 @@ from isles.data.loader import Loader
 from isles.data.mix import Dataset
 from isles.data.order import SampleOrder
 from isles.data.tokens.store import TokenStore
-from isles.data.builders import Ranges
-from isles.data.tokens.store import TokenStore
 from isles.dist.batch import Batch, cu_seqlens, isolation_inputs
 from isles.dist.split import even_split
 from isles.dist.world import World, join_world, leave_world

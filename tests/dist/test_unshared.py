@@ -298,7 +298,6 @@ def look_around(env: RankEnv, folder: Path) -> list[Any]:
     from isles.config.sections.model import ModelConfig
     from isles.dist.files import find_disks
     from isles.dist.world import join_world, leave_world, on_every_rank
-    from isles.train.hosts import check_model_folder
     from isles.train.data import check_model_folder
 
     def fail() -> None:

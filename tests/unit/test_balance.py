@@ -24,11 +24,6 @@ from isles.balance.measure import (
     rows_that_fit,
     settled,
 )
-from torch import nn
-
-from isles.balance.balancer import Balancer
-from isles.balance.curve import Curve, rank_seconds
-from isles.balance.revise import Dealt, Device, History, choose, judge, pooled, revise
 from isles.balance.revise import (
     Allocation,
     Device,

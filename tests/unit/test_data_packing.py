@@ -22,8 +22,6 @@ from isles.data.mix import Dataset, split_samples
 from isles.data.order import SampleOrder
 from isles.data.samples import Samples, SampleTable
 from isles.data.tokens.store import TokenStore
-from isles.data.builders import Ranges, split_store
-from isles.data.tokens.store import TokenStore
 from isles.dist.batch import IGNORE_INDEX, block_mask
 from isles.dist.split import even_split
 from isles.errors import ConfigErrors, DataError, UserError

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from isles.config.sections.cluster import ClusterConfig
 from isles.errors import UserError
-from isles.launch.base import Job
 from isles.launch.gpus import find_gpus
 from isles.launch.local import Job, LocalLauncher, local_job
 from isles.launch.verbs import normalise_overrides

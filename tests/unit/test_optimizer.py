@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from isles.config.load import load_run_file
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.training import TrainingConfig
-from isles.errors import ConfigError, ConfigErrors
-from isles.models.build import build_empty_model, fill_model
 from isles.errors import ConfigError, ConfigErrors, MissingDependencyError
+from isles.models.build import build_empty_model, fill_model
 from isles.strategies.stepper import Stepper
 from isles.train.optimizer import MuonFp32, _start_momentum, make_optimizers
 from tests.each import each

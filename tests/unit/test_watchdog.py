@@ -16,7 +16,6 @@ from isles.monitor.status import hang_texts
 from isles.run.hang import Standing, find_stall
 from isles.run.paths import Attempt
 from isles.run.records import write_record
-from isles.train.hang import Frozen, Place, StepClock, place_now
 from isles.train.hang import Place, StepClock, place_now
 from tests.deadline import DEADLINE_S
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isles.train.heartbeat import Beats, Heard
 
 from isles.config.load import load_run_file
 from isles.run.env import RankEnv

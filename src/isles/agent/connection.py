@@ -30,7 +30,7 @@ from isles.agent.protocol import (
 )
 from isles.config.resolve import load_resolved
 from isles.errors import CommunicationError, PreflightError, UserError
-from isles.facts.text import printable
+from isles.facts.units import printable
 from isles.launch.manual import node_environ
 from isles.launch.ssh.node import make_place
 from isles.run.nodes import Fleet

@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import Any
 
 from isles.errors import ExitCode, PreflightError, UserError
-from isles.facts.text import printable
+from isles.facts.units import printable
 
 HEARTBEAT_EVERY_S = 1.0
 RECONNECT_AFTER_S = 4.0

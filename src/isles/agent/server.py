@@ -29,7 +29,6 @@ from isles.agent.protocol import (
     proof,
 )
 from isles.errors import ExitCode
-from isles.facts.text import printable
 from isles.facts.units import printable
 from isles.run.nodes import Fleet
 from isles.run.paths import Attempt

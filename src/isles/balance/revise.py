@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isles.balance.curve import Curve, rank_seconds, step_seconds
-from isles.balance.revise import Dealt, History, equal_devices
 from isles.balance.solve import are_alike, fastest_split
 from isles.dist.split import RowSplit, even_split, shared_split
 from isles.run.records import read_record, write_record

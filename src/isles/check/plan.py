@@ -16,9 +16,8 @@ from isles.config.sections.cluster import ClusterConfig
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
 from isles.facts.cost import frozen_bytes, optimizer_bytes, weight_bytes
-from isles.facts.memory import frozen_bytes, optimizer_bytes, weight_bytes
 from isles.facts.models import llama_parameters
-from isles.launch.huggingface import hub_repos
+from isles.launch.huggingface import huggingface_repos
 from isles.launch.ssh.channel import Channel
 from isles.launch.ssh.hosts import Reach
 from isles.run.env import hub_cache
@@ -150,7 +149,7 @@ class RunFacts:
             plan,
             output_dir=config.output_dir,
             run=run,
-            repos=() if config.training.script is not None else tuple(hub_repos(config)),
+            repos=() if config.training.script is not None else tuple(huggingface_repos(config)),
             num_params=self.num_params,
             load_bytes=frozen_bytes(self.num_params, config.training.precision),
             checkpoint_bytes=self.checkpoint_bytes(),

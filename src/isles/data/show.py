@@ -13,7 +13,6 @@ from isles.config.sections.data import DataConfig, SourceConfig
 from isles.data.builders import Ranges, make_table
 from isles.data.samples import SampleCounts
 from isles.data.tokens.store import TokenStore
-from isles.facts.text import printable
 from isles.facts.units import printable
 
 SHOWN_TOKENS = 600

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isles.facts.architectures import BLIND
+from isles.facts.models import BLIND
 
 IGNORE_INDEX = -100
 """A target that is not trained on, as in torch.nn.functional.cross_entropy."""

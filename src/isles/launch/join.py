@@ -22,7 +22,6 @@ from isles.config.resume import unlike
 from isles.config.sections.cluster import ClusterConfig
 from isles.config.yaml import dump_yaml, scan_yaml
 from isles.errors import ConfigError, ConfigErrors, PreflightError
-from isles.facts.text import printable
 from isles.facts.units import printable
 from isles.run.find import numbered_runs
 from isles.run.join_line import JoinLine, ask_rendezvous

@@ -11,8 +11,7 @@ from typing import Literal, assert_never
 
 from isles import __version__
 from isles.config.files import deepspeed_faults, shape_faults
-from isles.config.interop.accelerate import fsdp_json
-from isles.config.interop.deepspeed import deepspeed_json
+from isles.config.interop.export import deepspeed_json, fsdp_json
 from isles.config.load import Loaded
 from isles.config.resolve import resolve
 from isles.config.sections.cluster import (

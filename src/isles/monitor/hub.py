@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from isles.errors import CommunicationError, ExitCode, UserError
-from isles.facts.text import printable
 from isles.facts.units import format_bytes, format_duration, printable
 from isles.launch.hub import Meeting, end_rendezvous, local_line, rendezvous_process
 from isles.monitor.follow import Follower

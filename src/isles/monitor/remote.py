@@ -20,7 +20,7 @@ from isles import __version__
 from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
 from isles.launch.queue.status import refresh_all
-from isles.launch.remote.login import SSH_FAILED, ask_isles, pass_on, remote_isles
+from isles.launch.remote.login import ask_isles, pass_on, remote_isles
 from isles.launch.ssh.shell import SSH_FAILED, on_all, python_fault
 from isles.monitor.follow import Follower
 from isles.monitor.status import RunReport, collect

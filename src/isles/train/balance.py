@@ -14,8 +14,7 @@ from torch import nn
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
-from isles.balance.revise import Allocation, Dealt, Device, History, choose, equal_devices, pooled
-from isles.checkpoint.save import disk_fault
+from isles.balance.revise import Allocation, Device, History, choose, equal_devices, pooled
 from isles.checkpoint.save import disk_fault
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
@@ -26,7 +25,6 @@ from isles.errors import ConfigError, UserError
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.fsdp import find_blocks
-from isles.train.balance import rank_shares, rank_sizes
 from isles.train.probe import (
     CPU_MICRO_BATCH_SIZE,
     choose_micro_batch_size,

@@ -6,42 +6,30 @@ import functools
 import logging
 import subprocess
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from isles.balance.balancer import Balancer
 from isles.checkpoint.load import load_tensors, on_this_disk, restore_rng
 from isles.checkpoint.save import CheckpointManager
-from isles.checkpoint.load import restore_rng
-from isles.checkpoint.save import CheckpointManager
-from isles.checkpoint.load import load_tensors
-from isles.checkpoint.load import Travel
 from isles.config.layout import Strategy
 from isles.config.resolve import Resolved
 from isles.config.sections.run import RunConfig
 from isles.config.sections.training import length_in_steps
 from isles.data.loader import Loader
-from isles.data.mix import Dataset, build_datasets
-from isles.data.tokens.tokenizer import OTHER_TOKENIZER, check_vocabulary
 from isles.dist.files import Disks
 from isles.dist.mesh import Mesh
-from isles.dist.world import World, on_every_rank
-from isles.errors import ConfigError, ConfigErrors, DataError
+from isles.dist.world import World
 from isles.facts.units import format_bytes
 from isles.models.attention import check_attention
-from isles.models.build import fill_model, load_model_config, set_gradient_checkpointing
+from isles.models.build import fill_model, set_gradient_checkpointing
 from isles.run.checkpoints import CheckpointInfo
-from isles.outer.trainer.build import join_clusters, make_exchange
-from isles.outer.trainer.step import Exchange
-from isles.run.env import cache_home
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
 from isles.train.balance import make_balancer, watch_speed
-from isles.train.data import make_data, make_tokenizer
-from isles.train.hosts import check_model_folder
-from isles.train.metrics import Speed, StepMeter
+from isles.train.data import make_data
+from isles.train.metrics import StepMeter
 from isles.train.model import (
     agree_on_base,
     count_parameters,
@@ -64,6 +52,9 @@ from isles.train.strategy import (
     resolve_strategy,
     use_attention,
 )
+
+if TYPE_CHECKING:
+    from isles.outer.trainer.step import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -100,12 +91,13 @@ def build(
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
         reference = Reference(engine, mesh, world, recorder, balancer.even_size)
-        rows = None if total_steps is None else total_steps * config.training.global_batch_size
-        reference.score(training, rows, run_dir.reference("training"))
-        if validation is not None:
-            num_samples = config.training.eval_samples
-            reference.score(validation, num_samples, run_dir.reference("validation"))
-    exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
+        reference.score_all(training, validation, config.training, total_steps, run_dir)
+    exchange = None
+    if config.diloco is not None:
+        # Its web client takes a third of a second to import, which other runs need not wait for.
+        from isles.outer.trainer.build import join_clusters, make_exchange
+
+        exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = None if exchange is None else exchange.begin(progress)
     meter = StepMeter(world, flops)

@@ -11,9 +11,8 @@ from isles.config.files import CHATML
 from isles.config.rules.shape import check_shape
 from isles.config.sections.model import ModelConfig
 from isles.config.sections.run import RunConfig
-from isles.data.mix import build_datasets, documents_for_tokenizer
 from isles.data.chat.template import stop_at_turns, use_template
-from isles.data.mix import Dataset
+from isles.data.mix import Dataset, build_datasets, documents_for_tokenizer
 from isles.data.tokens.encode import TEMPLATED
 from isles.data.tokens.prepare import rank_with_data
 from isles.data.tokens.tokenizer import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,16 +19,16 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
-from isles.outer.trainer.outer import Outer
 from isles.run.checkpoints import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
-from isles.train.metrics import evaluate
 from isles.train.metrics import StepMeter, evaluate
-from isles.train.outer.loop import Outer
 from isles.train.progress import Progress
 from isles.train.record import Recorder
 from isles.train.stop import Agreement
+
+if TYPE_CHECKING:  # it imports a web client
+    from isles.outer.trainer.outer import Outer
 
 
 @dataclass(slots=True)

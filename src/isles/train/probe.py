@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isles.balance.curve import Curve
-from isles.balance.measure import Probe, calibrate, curve_file, keep_curve, read_curve
 from isles.balance.measure import (
     Lockstep,
     Probe,

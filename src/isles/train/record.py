@@ -30,9 +30,8 @@ from isles.run.paths import RunDir
 from isles.run.records import write_record
 from isles.run.restarts import LastStep
 from isles.track.base import Background, RemoteTracker, RunFacts, Tracker, Trackers
-from isles.track.jsonl import JsonlTracker
+from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
-from isles.track.tensorboard import TensorBoardTracker
 from isles.track.wandb import WandbTracker, settle_mode
 
 log = logging.getLogger(__name__)

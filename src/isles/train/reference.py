@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from isles.config.sections.training import TrainingConfig
-from isles.data.mix import Dataset
 from isles.data.loader import numbered_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
+from isles.run.paths import RunDir
 from isles.run.records import write_bytes_atomic
 from isles.strategies.base import Engine
 from isles.train.record import Recorder
@@ -58,6 +58,20 @@ class Reference:
         self._engine, self._mesh, self._world = engine, mesh, world
         self._recorder = recorder
         self._size = micro_batch_size
+
+    def score_all(
+        self,
+        training: Dataset,
+        validation: Dataset | None,
+        config: TrainingConfig,
+        total_steps: int | None,
+        run_dir: RunDir,
+    ) -> None:
+        """Score the samples that a run will read. All ranks must call this."""
+        rows = None if total_steps is None else total_steps * config.global_batch_size
+        self.score(training, rows, run_dir.reference("training"))
+        if validation is not None:
+            self.score(validation, config.eval_samples, run_dir.reference("validation"))
 
     def score(self, dataset: Dataset, num_samples: int | None, path: Path) -> None:
         """Give a dataset the scores of its first samples.

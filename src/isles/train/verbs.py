@@ -22,9 +22,6 @@ from isles.checkpoint.load import load_tensors
 from isles.config.resolve import Resolved, load_resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
-from isles.config.sections.training import Precision
-from isles.data.chat.template import chat_prompt
-from isles.data.mix import build_datasets
 from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_datasets

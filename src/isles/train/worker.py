@@ -32,15 +32,8 @@ from isles.run.restarts import LastStep, read_last_step, read_restart
 from isles.train.build import build
 from isles.train.finish import finish
 from isles.train.hang import watching
-from isles.train.logs import silence_libraries
-from isles.train.loop import train
-from isles.train.outer.step import go_on_ending
-from isles.train.hang import watching
-from isles.train.loop import go_on_ending, train
-from isles.train.parts import Parts
 from isles.train.logs import log_of_rank
-from isles.train.loop import train
-from isles.train.outer.step import go_on_ending
+from isles.train.loop import go_on_ending, train
 from isles.train.record import Recorder, check_outside
 from isles.train.stop import StopBeforeTraining, StopSignals
 

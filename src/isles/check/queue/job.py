@@ -28,7 +28,7 @@ from isles.config.resolve import Resolved, dump_resolved
 from isles.config.sections.cluster import PbsLauncherConfig, SlurmLauncherConfig
 from isles.errors import PreflightError, UserError, cut_more
 from isles.launch.queue.job import last_line
-from isles.launch.queue.pbs import Pbs, PbsJob, last_line, write_dialect
+from isles.launch.queue.pbs import Pbs, PbsJob, write_dialect
 from isles.launch.queue.script import (
     JobText,
     job_script,

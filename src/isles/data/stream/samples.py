@@ -29,9 +29,12 @@ from isles.data.order import ENDLESS, Int64Array, key_from, permute
 from isles.data.samples import Samples, SampleTable
 from isles.data.stream.segments import SegmentRecord, Stream, make_segment, segment_table
 from isles.data.tokens.prepare import count_message, size_of_folders
-from isles.data.tokens.store import TokenStore, disk_errors, remove_stale, temporary_beside
-from isles.data.tokens.store import TokenStore
-from isles.data.tokens.store import disk_faults, remove_stale, temporary_beside
+from isles.data.tokens.store import (
+    TokenStore,
+    disk_errors,
+    remove_stale,
+    temporary_beside,
+)
 from isles.dist.world import Place, World, place_of
 from isles.errors import CommunicationError, DataError, TrainingError, UserError
 from isles.run.records import read_record, write_record

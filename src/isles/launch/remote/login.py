@@ -21,7 +21,6 @@ from isles.config.load import Loaded
 from isles.config.sections.cluster import QueueSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.remote.login import SSH_FAILED, STARTED, remember
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, python_fault
 from isles.run.env import NAMED

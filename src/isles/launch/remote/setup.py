@@ -28,7 +28,6 @@ from isles.config.sections.run import RunConfig
 from isles.config.sections.training import needs_torchao
 from isles.errors import ConfigError, PreflightError
 from isles.facts.units import format_duration
-from isles.launch.remote.setup import wheel_bytes, wheel_name
 from isles.launch.ssh.environment import python_of, quoted, setting_lines, tool_lines
 from isles.launch.ssh.facts import PACKAGES, code_files, fingerprint
 from isles.launch.ssh.hosts import refuse

@@ -22,7 +22,6 @@ from isles.errors import PreflightError, UserError, ids_of
 from isles.launch.ssh.channel import Channel, open_channel
 from isles.launch.ssh.environment import python_of, setting_lines
 from isles.launch.ssh.facts import code_digest
-from isles.launch.ssh.hosts import Reach, choose_addresses
 from isles.launch.ssh.shell import Shell, on_all
 
 Warn = Callable[[str], object]

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from isles.config.sections.outer import DiLoCoConfig, HivemindConfig
 from isles.config.sections.run import RunConfig
-from isles.dist.world import raise_first
-from isles.dist.world import World
+from isles.dist.world import World, raise_first
 from isles.errors import ConfigError, MissingDependencyError, TrainingError, UserError
 from isles.outer.client.client import Alone, Hub, HubClient, join_of
 from isles.outer.cluster import Cluster, Weights
