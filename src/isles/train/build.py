@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from isles.balance.balancer import Balancer
 from isles.checkpoint.load import load_tensors, on_this_disk, restore_rng
 from isles.checkpoint.save import CheckpointManager
 from isles.config.layout import Strategy
@@ -77,16 +78,9 @@ def build(
     )
     recorder.phase("building model")
     base = agree_on_base(config, world, resume_from)
-    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
-    recorder.phase("building model", why)
-    mesh = resolve_mesh(strategy, world)
-    model = _make_model(config, strategy, mesh, world, tokenizer)
-    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
-    balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
-    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
-    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
-    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
-    watch_speed(balancer, engine.model, config, world)
+    strategy, mesh, balancer, engine, flops = _make_engine(
+        config, run_dir, world, recorder, tokenizer, resume_from
+    )
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
@@ -149,6 +143,28 @@ def build(
             base=base,
         )
     return parts
+
+
+def _make_engine(
+    config: RunConfig,
+    run_dir: RunDir,
+    world: World,
+    recorder: Recorder,
+    tokenizer: Any,
+    resume_from: CheckpointInfo | None,
+) -> tuple[Strategy, Mesh, Balancer, Engine, float]:
+    # The model in the hands of its strategy, with the FLOPs that a token takes.
+    strategy, why = resolve_strategy(config, world, lambda: empty_model(config, tokenizer))
+    recorder.phase("building model", why)
+    mesh = resolve_mesh(strategy, world)
+    model = _make_model(config, strategy, mesh, world, tokenizer)
+    flops = flops_per_token(model, config.data.seq_length)  # before the model is cut
+    balancer = make_balancer(model, config, strategy, mesh, world, run_dir, recorder, resume_from)
+    optimizers = functools.partial(make_optimizers, config.training, seed=config.seed)
+    fill = functools.partial(fill_model, config=config.model, seed=config.seed)
+    engine = make_engine(strategy, model, fill, optimizers, mesh, world, config)
+    watch_speed(balancer, engine.model, config, world)
+    return strategy, mesh, balancer, engine, flops
 
 
 def _make_model(
