@@ -94,6 +94,9 @@ def build(
         exchange = make_exchange(config, engine, world, run_dir, recorder, resume_from)
     progress = _take_over(engine, resume_from, config, run_dir, world, disks, recorder, exchange)
     samples = None if exchange is None else exchange.begin(progress)
+    loader = Loader(
+        training, split=balancer.split, dp_rank=mesh.dp_rank, device=world.device, numbering=samples
+    )
     meter = StepMeter(world, flops)
     now = meter.clock.now  # the watchdog compares when a save has moved
     checkpoints = CheckpointManager(run_dir, world, config.checkpoint, disks, attempt, now)
@@ -109,13 +112,7 @@ def build(
         recorder=recorder,
         tokenizer=tokenizer,
         engine=engine,
-        loader=Loader(
-            training,
-            split=balancer.split,
-            dp_rank=mesh.dp_rank,
-            device=world.device,
-            numbering=samples,
-        ),
+        loader=loader,
         validation=validation,
         progress=progress,
         agreement=_make_agreement(config, world, signals, progress),
@@ -136,7 +133,7 @@ def build(
             run_dir,
             recorder=recorder,
             meter=meter,
-            forget_ahead=parts.loader.forget,
+            forget_ahead=loader.forget,
             requested=lambda: signals.stop_code,
             total_steps=total_steps,
             data_content=parts.data_content,
