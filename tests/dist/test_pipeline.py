@@ -33,9 +33,9 @@ from isles.run.records import read_record, read_rows
 from isles.strategies.pipeline.engine import PipelineEngine
 from isles.strategies.pipeline.stages import (
     MicroBatches,
+    assign_layers,
     check_model,
     cut_stage,
-    deal_layers,
     padded_count,
     rank_of_stage,
     stage_indices,
@@ -334,7 +334,7 @@ def test_stages_one_after_the_other_are_the_whole_model(kind: str, dtype: torch.
     tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     x = tokens
     names: set[str] = set()
-    for index, layers in enumerate(deal_layers(4, 3)):
+    for index, layers in enumerate(assign_layers(4, 3)):
         stage = cut_stage(model, layers, is_first=index == 0, is_last=index == 2, dtype=dtype)
         x = stage(x)
         own = {name for name, _ in stage.named_parameters()}
@@ -346,7 +346,7 @@ def test_stages_one_after_the_other_are_the_whole_model(kind: str, dtype: torch.
 
 def test_layers_are_dealt_evenly_and_the_ends_get_fewer() -> None:
     def counts(layers: int, stages: int) -> list[int]:
-        dealt = deal_layers(layers, stages)
+        dealt = assign_layers(layers, stages)
         assert [index for part in dealt for index in part] == list(range(layers))
         return [len(part) for part in dealt]
 

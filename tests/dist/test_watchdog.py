@@ -66,21 +66,21 @@ def until(gang: Gang, condition: Callable[[], Any]) -> Any:
     raise AssertionError(f"not within {DEADLINE_S} s\n{gang.log.read_text()[-4000:]}")
 
 
-def stalls(attempt: Attempt) -> list[dict[str, Any]]:
-    paths = sorted(attempt.stalls.glob("step-*.json"), key=lambda p: p.stat().st_mtime_ns)
+def hangs(attempt: Attempt) -> list[dict[str, Any]]:
+    paths = sorted(attempt.hangs.glob("step-*.json"), key=lambda p: p.stat().st_mtime_ns)
     return [record for path in paths if (record := read_record(path))]
 
 
 def nth_stall(gang: Gang, attempt: Attempt, number: int) -> dict[str, Any]:
-    return until(gang, lambda: (stalls(attempt)[number:] or [None])[0])  # type: ignore[no-any-return]
+    return until(gang, lambda: (hangs(attempt)[number:] or [None])[0])  # type: ignore[no-any-return]
 
 
 def nth_went_on(gang: Gang, attempt: Attempt, number: int) -> None:
-    until(gang, lambda: stalls(attempt)[number]["went_on_after_s"] is not None)
+    until(gang, lambda: hangs(attempt)[number]["went_on_after_s"] is not None)
 
 
 def stacks(attempt: Attempt, stall: dict[str, Any], rank: int) -> str:
-    return (attempt.stalls / f"step-{stall['step']}-rank-{rank}.txt").read_text()
+    return (attempt.hangs / f"step-{stall['step']}-rank-{rank}.txt").read_text()
 
 
 def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
@@ -90,7 +90,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     # A disk that hangs, on one rank.
     (run_dir.path / "rank-2" / "block").touch()
     stall = nth_stall(gang, attempt, 0)
-    assert stall["culprits"] == [2], stall["text"]
+    assert stall["root_causes"] == [2], stall["text"]
     assert "rank 2 on" in stall["text"]
     assert "is behind: in data loading, at dist/test_watchdog.py:" in stall["text"]
     assert "block_while_told()" in stall["text"]
@@ -104,7 +104,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     # Python code without an end, in the model, while the others wait for its gradients.
     (run_dir.path / "rank-1" / "spin").touch()
     stall = nth_stall(gang, attempt, 1)
-    assert stall["culprits"] == [1], stall["text"]
+    assert stall["root_causes"] == [1], stall["text"]
     assert "is behind: in forward and backward, at dist/test_watchdog.py:" in stall["text"]
     assert "spin_while_told()" in stall["text"]
     (run_dir.path / "rank-1" / "spin").unlink()
@@ -114,7 +114,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
     pid = gang.processes[1].pid or 0
     os.kill(pid, signal.SIGSTOP)
     stall = nth_stall(gang, attempt, 2)
-    assert stall["culprits"] == [1], stall["text"]
+    assert stall["root_causes"] == [1], stall["text"]
     assert "rank 1 on" in stall["text"]
     assert "has not been heard of for" in stall["text"]
     os.kill(pid, signal.SIGCONT)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.launch.hub import end_rendezvous
+from isles.launch.hub import end_hub
 from isles.monitor.stop import end_here
 from isles.run.paths import RunDir
 from tests.documents import EXAMPLE_PAGES, PAGES, ROOT, SHELLS, Block, blocks, typed_lines
@@ -46,7 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     for attempts in home.glob("*/runs/*/attempts"):
         end_here(RunDir(attempts.parent), say=lambda _: None)
     for state in home.glob("*/runs/*-rendezvous-*"):
-        end_rendezvous(state)
+        end_hub(state)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from isles.errors import ExitCode
-from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.join_line import JoinLine, ask_hub
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
 from tests.deadline import DEADLINE_S
@@ -75,7 +75,7 @@ def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_p
         for turn, row in found["a"].items():
             assert row["digest"] == found["b"][turn]["digest"]
             assert set(row["weights"]) == {"a", "b"}
-        status = ask_rendezvous(line, "/v1/status", 20)
+        status = ask_hub(line, "/v1/status", 20)
         assert status["is_over"] and status["turn"] == STEPS // 10
         for run_dir in runs.values():
             texts = {p: p.read_bytes() for p in run_dir.path.rglob("*") if p.is_file()}
@@ -88,7 +88,7 @@ def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_p
         rows = turns(RunDir(tmp_path / "runs" / "tiny-c-1"))
         last = STEPS // 10 - 1
         assert rows[last]["digest"] == found["a"][last]["digest"]
-        assert ask_rendezvous(line, "/v1/status", 20)["is_over"]
+        assert ask_hub(line, "/v1/status", 20)["is_over"]
         assert "c        finished" in isles("status", state.name, cwd=tmp_path).out
     finally:
         for command in (first, *clusters.values()):

@@ -309,13 +309,13 @@ def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
     file = write_probe(tmp_path, "wait")
     attempt = own.attempt(1)
     command = Command("train", str(file), "watchdog.max_silence=6s", cwd=tmp_path)
-    command.until(lambda: list(attempt.stalls.glob("silence-1.json")))
-    stall = read_record(attempt.stalls / "silence-1.json") or {}
+    command.until(lambda: list(attempt.hangs.glob("silence-1.json")))
+    stall = read_record(attempt.hangs / "silence-1.json") or {}
     assert stall["text"].startswith("no rank has printed or reported anything for ")
     assert "all ranks are busy; rank 0 on" in stall["text"]
     line = PROBE.splitlines().index("    signal.pause()") + 1
     for rank in range(2):
-        stacks = (attempt.stalls / f"silence-1-rank-{rank}.txt").read_text()
+        stacks = (attempt.hangs / f"silence-1-rank-{rank}.txt").read_text()
         assert stacks.startswith(f"rank {rank} on {os.uname().nodename}, at ")
         assert f'probe.py", line {line} in <module>' in stacks
     assert stall["text"] in attempt.rank_log(0).read_text()
@@ -323,7 +323,7 @@ def test_a_script_that_hangs_is_found_out(tmp_path: Path, own: RunDir) -> None:
     assert status.end() == ExitCode.OK
     assert "no rank has printed or reported anything" in " ".join(status.out.split())
     (attempt.path / "stacks").touch()
-    command.until((attempt.stalls / "asked-1-rank-1.txt").exists)
+    command.until((attempt.hangs / "asked-1-rank-1.txt").exists)
     stop = Command("stop", "own-1", "--now", cwd=tmp_path)
     assert stop.end() == ExitCode.OK, stop.err
     command.end()

@@ -19,12 +19,12 @@ import yaml
 from safetensors.torch import load_file
 
 from isles.errors import ExitCode
-from isles.launch.hub import end_rendezvous, rendezvous_process
+from isles.launch.hub import end_hub, hub_process
 from isles.monitor.stop import end_here, wait_for_end
 from isles.run.find import find_any, find_cluster
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
-from isles.run.remote import SeveralRun
+from isles.run.remote import MultiClusterRun
 from isles.run.stop import kill_now
 from tests.deadline import DEADLINE_S
 from tests.slowdown import slowed
@@ -101,7 +101,7 @@ def averaged(command: Command) -> set[str]:
 @contextmanager
 def unhurried(run: object) -> Iterator[None]:
     """The first cluster takes its time inside a `with`: the run will not be over before its end."""
-    assert isinstance(run, SeveralRun)
+    assert isinstance(run, MultiClusterRun)
     attempt = RunDir(Path(run.clusters[0].path)).last_attempt()
     assert attempt is not None
     pid = int((read_record(attempt.rank_record(0)) or {})["pid"])
@@ -109,11 +109,11 @@ def unhurried(run: object) -> Iterator[None]:
         yield
 
 
-def kill_all(run: SeveralRun, command: Command) -> None:
+def kill_all(run: MultiClusterRun, command: Command) -> None:
     """As a power cut."""
     command.process.kill()
     command.process.wait()
-    process = rendezvous_process(run.state)
+    process = hub_process(run.state)
     assert process is not None
     kill_now(process)
     assert wait_for_end(process, DEADLINE_S)
@@ -129,7 +129,7 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
         command.until(lambda: {"a", "b"} <= averaged(command), "a turn of both")
         run = find_any("t", output_dir)
         with unhurried(run):
-            assert isinstance(run, SeveralRun) and run.name == "t-1"
+            assert isinstance(run, MultiClusterRun) and run.name == "t-1"
             secret = run.join_file.read_text().strip().rpartition("#")[2].partition(".")[0]
             shown: dict[str, Any] = {}
 
@@ -143,13 +143,13 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
             command.process.send_signal(signal.SIGINT)
         assert command.ended() == 130, command.text
         assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
-        assert rendezvous_process(run.state) is None
+        assert hub_process(run.state) is None
 
         command = Command(two, "second.log")
         command.until(lambda: {"a", "b"} <= averaged(command), "turns after a stop")
         assert "going on with t-1" in command.text
         with unhurried(run):
-            process = rendezvous_process(run.state)
+            process = hub_process(run.state)
             assert process is not None
             kill_now(process)
             command.until(lambda: "and is started again" in command.text, "a new hub")
@@ -161,13 +161,13 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
         command.process.kill()
         for cluster in (found := find_any("t", output_dir)).clusters:
             end_here(RunDir(Path(cluster.path)), say=lambda _: None)
-        end_rendezvous(found.state)
+        end_hub(found.state)
     _assert_finished(run, command, secret)
 
 
-def _assert_finished(run: SeveralRun, command: Command, secret: str) -> None:
+def _assert_finished(run: MultiClusterRun, command: Command, secret: str) -> None:
     """Both clusters hold the same, and what is shown is so."""
-    assert "t-1 is finished" in command.text and rendezvous_process(run.state) is None
+    assert "t-1 is finished" in command.text and hub_process(run.state) is None
     assert "a   | " in command.text and "b   | " in command.text
     output_dir = run.path.parent
     runs = [find_cluster("t", output_dir, name) for name in "ab"]
@@ -244,7 +244,7 @@ def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_
     try:
         command.until(lambda: {"a", "b"} <= averaged(command), "a turn of both")
         run = find_any("t", output_dir)
-        assert isinstance(run, SeveralRun) and not run.meets and not run.state.exists()
+        assert isinstance(run, MultiClusterRun) and not run.meets and not run.state.exists()
         with unhurried(run):
             shown = isles("status", "t", here)
             assert "found by hivemind" in shown and "does not reach" not in shown

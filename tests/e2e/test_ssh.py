@@ -224,27 +224,27 @@ def test_a_frozen_rank_is_named_with_its_host(lab: Lab) -> None:
 
     def freeze(rank: int) -> tuple[dict[str, Any], str]:
         """Freeze one rank until a new decision is on the head; the decision and the pid."""
-        host, before = HOSTS[rank], set(attempt.stalls.glob("step-?*.json"))
+        host, before = HOSTS[rank], set(attempt.hangs.glob("step-?*.json"))
         record = RunDir(lab.root(host) / "root/runs/frozen-1").attempt(1).rank_record(rank)
         pid = str((read_record(record) or {})["pid"])
         sh(lab, host, f"kill -STOP {pid}")
 
         def decision() -> dict[str, Any] | None:
-            paths = set(attempt.stalls.glob("step-?*.json")) - before
+            paths = set(attempt.hangs.glob("step-?*.json")) - before
             found = (read_record(path) or {} for path in paths)
-            return next((entry for entry in found if entry.get("culprits") == [rank]), None)
+            return next((entry for entry in found if entry.get("root_causes") == [rank]), None)
 
         return until(decision, f"a decision on rank {rank}"), pid
 
     stall, pid = freeze(2)
     assert "rank 2 on a3 has not been heard of for" in stall["text"]
-    stacks = [attempt.stalls / f"step-{stall['step']}-rank-{rank}.txt" for rank in (0, 1)]
+    stacks = [attempt.hangs / f"step-{stall['step']}-rank-{rank}.txt" for rank in (0, 1)]
     until(lambda: all(path.exists() for path in stacks), "the stacks of a1 and a2")
     assert stacks[1].read_text().startswith("rank 1 on a2, step ")
     status = isles(lab, "status", "frozen-1", *FAR)[1]
     assert "rank 2 on a3 has not been heard of for" in " ".join(status.split())
     sh(lab, "a3", f"kill -CONT {pid}")
-    went_on = attempt.stalls / f"step-{stall['step']}.json"
+    went_on = attempt.hangs / f"step-{stall['step']}.json"
     until(lambda: (read_record(went_on) or {})["went_on_after_s"], "it goes on")
 
     stall, pid = freeze(0)
@@ -298,7 +298,7 @@ def test_a_script_of_your_own_on_three_hosts(lab: Lab) -> None:
 
     def decision() -> Path | None:
         """That on the script's last line; where torch takes long to import, there is one before."""
-        return next((p for p in attempt.stalls.glob("silence-*.json") if is_whole(p)), None)
+        return next((p for p in attempt.hangs.glob("silence-*.json") if is_whole(p)), None)
 
     def is_whole(path: Path) -> bool:
         for rank, host in enumerate(HOSTS):

@@ -21,7 +21,7 @@ from isles.errors import UserError
 from isles.run.checkpoints import list_checkpoints
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
-from isles.track.wandb import settle_mode
+from isles.track.wandb import resolve_mode
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.ranks import Gang, start_training, train_to_end
@@ -116,8 +116,8 @@ def test_without_a_key_it_is_offline_and_says_so_or_refuses(tmp_path: Path) -> N
 import sys
 from pathlib import Path
 from isles.config.sections.output import WandbConfig
-from isles.track.wandb import settle_mode
-print(settle_mode(WandbConfig(), Path(sys.argv[1])))
+from isles.track.wandb import resolve_mode
+print(resolve_mode(WandbConfig(), Path(sys.argv[1])))
 """
     asked = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -130,9 +130,9 @@ print(settle_mode(WandbConfig(), Path(sys.argv[1])))
     )
     assert "'offline'" in asked.stdout and "wandb login" in asked.stdout
     with pytest.raises(UserError, match="no API key") as refused:
-        settle_mode(WandbConfig(mode="online"), tmp_path)
+        resolve_mode(WandbConfig(mode="online"), tmp_path)
     assert "WANDB_API_KEY" in refused.value.fix
-    assert settle_mode(WandbConfig(mode="offline"), tmp_path) == ("offline", "")
+    assert resolve_mode(WandbConfig(mode="offline"), tmp_path) == ("offline", "")
 
 
 @contextmanager

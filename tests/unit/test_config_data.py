@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.files import data_faults
+from isles.config.files import data_issues
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigErrors
 from tests.each import each
@@ -108,11 +108,11 @@ def test_missing_files_are_reported_before_the_start(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     source = f"columns: {{}}\n      split: train\n    - {{type: tokens, path: {tmp_path}/b.jsonl}}"
     overrides = [f"data.sources.0.path={tmp_path}/a.jsonl", "tokenizer.chat_template=chatlm"]
-    faults = data_faults(load(tmp_path, source, *overrides))
+    faults = data_issues(load(tmp_path, source, *overrides))
     assert faults[0].what.startswith("there is no such file")
     assert "did you mean a.jsonl?" in faults[0].fix and faults[0].where.split(":")[1][0] == "8"
     assert "there is no chat template" in faults[1].what and "chatml?" in faults[1].fix
-    assert data_faults(load(tmp_path, "", f"data.sources.0.path={tmp_path}/a.jsonl")) == []
+    assert data_issues(load(tmp_path, "", f"data.sources.0.path={tmp_path}/a.jsonl")) == []
 
 
 def test_a_missing_model_is_reported_before_the_start(tmp_path: Path):
@@ -121,8 +121,8 @@ def test_a_missing_model_is_reported_before_the_start(tmp_path: Path):
     data = f"data.sources.0.path={tmp_path}/a.jsonl"
     for key in ("model", "tokenizer"):
         name = f"{key}.name_or_path"
-        (fault,) = data_faults(load(tmp_path, "", data, f"{name}={tmp_path}/bse"))
+        (fault,) = data_issues(load(tmp_path, "", data, f"{name}={tmp_path}/bse"))
         assert name in fault.where and "there is no such folder" in fault.what
         assert fault.fix == "did you mean base?"
         for there in (str(tmp_path / "base"), "me/model", "gpt2"):
-            assert data_faults(load(tmp_path, "", data, f"{name}={there}")) == []
+            assert data_issues(load(tmp_path, "", data, f"{name}={there}")) == []

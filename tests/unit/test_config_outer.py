@@ -153,10 +153,10 @@ def test_values_are_read_as_they_are_meant(tmp_path: Path) -> None:
     )
     assert (topk.codec_text, topk.max_bytes_per_s) == ("topk:0.01", 20e6)
     assert outer(tmp_path, "codec: bf16").codec_text == "bf16"
-    boxed = outer(tmp_path, "wait: {time_boxed: 2m}, dead_after: 20s").rendezvous_settings
+    boxed = outer(tmp_path, "wait: {time_boxed: 2m}, dead_after: 20s").hub_settings
     assert boxed["wait"] == "time_boxed"
     assert (boxed["time_box_s"], boxed["dead_after_s"]) == (120.0, 20.0)
-    quorum = outer(tmp_path, "wait: {quorum: 3}, min_clusters: 2").rendezvous_settings
+    quorum = outer(tmp_path, "wait: {quorum: 3}, min_clusters: 2").hub_settings
     assert (quorum["wait"], quorum["quorum"], quorum["min_clusters"]) == ("quorum", 3, 2)
 
 
@@ -164,7 +164,7 @@ def test_the_rendezvous_understands_its_settings(tmp_path: Path) -> None:
     from isles.outer.hub.rules import Settings
 
     for text in ("wait: all", "wait: {time_boxed: 2m}", "wait: {quorum: 3, grace: 0s}"):
-        Settings.model_validate(outer(tmp_path, text).rendezvous_settings)
+        Settings.model_validate(outer(tmp_path, text).hub_settings)
 
 
 def test_a_cluster_has_its_own_part(tmp_path: Path) -> None:

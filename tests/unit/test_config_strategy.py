@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from isles.config.files import data_faults, shape_faults
+from isles.config.files import data_issues, shape_issues
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import resolve
 from isles.config.resume import changed_mathematics
@@ -263,14 +263,14 @@ def test_the_shape_is_found_wherever_it_lies(
     for name in (tmp_path / "folder", tmp_path / "folder" / "config.json", "me/mine"):
         bpe = () if name == "me/mine" else ("tokenizer.name_or_path=x",)
         loaded = load(tmp_path, f"model.name_or_path={name}", *bpe)
-        (fault,) = shape_faults(loaded, hub_cache())
+        (fault,) = shape_issues(loaded, hub_cache())
         assert "longer than the model's max_position_embeddings, 8" in fault.what
         assert fault.where == "command line model.name_or_path"
     for name in ("me/other", "nothing", str(tmp_path)):
-        assert shape_faults(load(tmp_path, f"model.name_or_path={name}"), hub_cache()) == []
+        assert shape_issues(load(tmp_path, f"model.name_or_path={name}"), hub_cache()) == []
     (tmp_path / "folder" / "config.json").write_text("[")
     unreadable = load(tmp_path, f"model.name_or_path={tmp_path / 'folder'}")
-    assert shape_faults(unreadable, hub_cache()) == [], "the ranks say what is wrong with it"
+    assert shape_issues(unreadable, hub_cache()) == [], "the ranks say what is wrong with it"
 
 
 def test_missing_data_is_found_before_the_start(
@@ -281,7 +281,7 @@ def test_missing_data_is_found_before_the_start(
     (tmp_path / "folder").mkdir()
     paths = ("notes.txt", "folder", "*.txt", "python-docs", "me/data", "wikitext")
     here = load(tmp_path, "data.sources=[" + ", ".join(f"{{path: '{p}'}}" for p in paths) + "]")
-    assert data_faults(here) == []
+    assert data_issues(here) == []
     for path, what, fix in (
         ("note.txt", "there is no such file", "did you mean notes.txt?"),
         ("folder/x", "there is no such file", "see ls"),
@@ -289,7 +289,7 @@ def test_missing_data_is_found_before_the_start(
         ("*.jsonl", "matches no file", "try it with ls"),
     ):
         overrides = ("model.init=scratch", f"data.sources.0.path='{path}'")
-        (fault,) = data_faults(load(tmp_path, *overrides))
+        (fault,) = data_issues(load(tmp_path, *overrides))
         assert (what in fault.what, fix in fault.fix) == (True, True), str(fault)
         assert fault.where == "command line data.sources.0.path"
 

@@ -17,7 +17,7 @@ from isles.config.interop.deepspeed import (
     deepspeed_settings,
     missing_deepspeed,
     read_deepspeed_file,
-    settled_stage,
+    resolve_stage,
 )
 from isles.config.rules import check_rules
 from isles.config.sections.run import RunConfig
@@ -94,7 +94,7 @@ def test_the_documents_offloading_of_both_loads_with_stage_3(tmp_path: Path) -> 
     config = run_config(path)
     assert deepspeed_file_issues(path, config) == []
     assert isinstance(config.strategy, DeepSpeedStrategyConfig)
-    assert settled_stage(config.strategy) == 3
+    assert resolve_stage(config.strategy) == 3
     assert settings_of(config)["zero_optimization"]["offload_param"] == CPU
 
 

@@ -23,13 +23,13 @@ from isles.config.load import load_run_file
 from isles.config.resolve import dump_resolved, resolve
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
-from isles.launch.hub import end_rendezvous, listen_address, local_line, open_rendezvous
+from isles.launch.hub import end_hub, listen_address, local_line, open_hub
 from isles.launch.join import Site, joining_run, read_join_line
 from isles.launch.join import _warn as warn_of
 from isles.launch.remote.login import copied_file_script, place_there
 from isles.launch.ssh.channel import READY
 from isles.launch.start import start
-from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.join_line import JoinLine, ask_hub
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import RunDir
 from tests.deadline import DEADLINE_S
@@ -68,12 +68,12 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The state directory of a rendezvous that runs."""
     folder = tmp_path_factory.mktemp("meeting")
     state = folder / "state"
-    _, is_new = open_rendezvous(
+    _, is_new = open_hub(
         state, run="tiny", settings={}, listen="127.0.0.1:0", run_file=given(folder)
     )
     assert is_new
     yield state
-    assert end_rendezvous(state) and not end_rendezvous(state)
+    assert end_hub(state) and not end_hub(state)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def unknown(says: bytes) -> Iterator[int]:
 
 
 def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
-    assert ask_rendezvous(line, "/v1/status", 20)["run"] == "tiny"
+    assert ask_hub(line, "/v1/status", 20)["run"] == "tiny"
     assert local_line(state) == line
     for other, kind, what in (
         (replace(line, token=TOKEN), PreflightError, "token"),
@@ -247,26 +247,24 @@ def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
         (replace(line, host="nowhere.invalid"), CommunicationError, "no host nowhere.invalid"),
     ):
         with pytest.raises(kind, match=what) as caught:
-            ask_rendezvous(other, "/v1/status", 20)
+            ask_hub(other, "/v1/status", 20)
         assert line.token not in str(caught.value) and caught.value.fix
     with unknown(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
-        ask_rendezvous(replace(line, port=port), "/v1/status", 20)
+        ask_hub(replace(line, port=port), "/v1/status", 20)
     with pytest.raises(CommunicationError, match="no rendezvous listens"):
-        ask_rendezvous(replace(line, port=port), "/v1/status", 20)
+        ask_hub(replace(line, port=port), "/v1/status", 20)
     with unknown(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
-        ask_rendezvous(replace(line, port=port), "/v1/status", 0.2)
+        ask_hub(replace(line, port=port), "/v1/status", 0.2)
 
 
 def test_a_rendezvous_is_found_again_and_not_changed_under_way(state: Path, tmp_path: Path) -> None:
     line = JoinLine.read(state / "join")
     same = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
-    assert open_rendezvous(state, **same) == (line, False)  # type: ignore[arg-type]
+    assert open_hub(state, **same) == (line, False)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"runs already .* with settings"):
-        open_rendezvous(state, **{**same, "settings": {"min_clusters": 2}})  # type: ignore[arg-type]
+        open_hub(state, **{**same, "settings": {"min_clusters": 2}})  # type: ignore[arg-type]
     with pytest.raises(PreflightError, match=f"cannot listen at 127.0.0.1:{line.port}"):
-        open_rendezvous(
-            tmp_path / "other", run="tiny", settings={}, listen=f"127.0.0.1:{line.port}"
-        )
+        open_hub(tmp_path / "other", run="tiny", settings={}, listen=f"127.0.0.1:{line.port}")
 
 
 def test_where_a_rendezvous_listens() -> None:
@@ -445,6 +443,6 @@ def test_a_stranger_with_a_certificate_of_its_own_gets_no_token(
         thread.start()
         other = replace(line, port=server.getsockname()[1], fingerprint=b"x" * 32)
         with pytest.raises(PreflightError, match="certificate"):
-            ask_rendezvous(other, "/v1/status", 20)
+            ask_hub(other, "/v1/status", 20)
         thread.join(DEADLINE_S)
     assert heard == [b""] or not heard

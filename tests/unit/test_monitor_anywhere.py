@@ -232,7 +232,7 @@ def test_a_clock_that_is_ahead_keeps_no_run_alive(tmp_path: Path) -> None:
     now = time.time()
     state = attempt_state(run_dir, attempt, lambda: now)
     assert state.state == "running"
-    assert state.heard_at is not None and abs(state.heard_at - now) < 5
+    assert state.last_seen_at is not None and abs(state.last_seen_at - now) < 5
     assert attempt_state(run_dir, attempt, lambda: now + FRESH_S + 5).state == "unknown"
 
 
@@ -326,13 +326,13 @@ def test_status_names_every_node(tmp_path: Path) -> None:
     now = time.time()
     node = {"address": "10.0.0.1", "ranks": 1, "host": "x", "pid": 5, "started": 1.0, "why": ""}
     nodes = [
-        {**node, "node": 0, "name": "h0", "first_rank": 0, "state": "there", "heard_at": now},
+        {**node, "node": 0, "name": "h0", "first_rank": 0, "state": "there", "last_seen_at": now},
         {**node, "node": 1, "name": "h1", "first_rank": 1, "state": "lost", "why": "silent"},
     ]
     write_record(attempt.nodes, {"nodes": nodes})
     write_record(attempt.findings, {"findings": [{"level": "warning", "text": "slow link"}]})
-    attempt.stalls.mkdir()
-    write_record(attempt.stalls / "step-120.json", {"text": "rank 3 is behind"})
+    attempt.hangs.mkdir()
+    write_record(attempt.hangs / "step-120.json", {"text": "rank 3 is behind"})
     report = collect(run_dir)
     text = "\n".join(report_lines(report))
     assert "1 of 2" in text

@@ -19,7 +19,7 @@ from isles.cli import main
 from isles.run.nodes import Fleet, FleetNode
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import write_record
-from isles.run.remote import ClusterRun, RemoteRun, SeveralRun, write_remote
+from isles.run.remote import ClusterRun, MultiClusterRun, RemoteRun, write_remote
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_pbs import check_golden
@@ -84,12 +84,12 @@ def on_two_hosts(path: Path) -> None:
     there = {**node, "node": 0, "name": "h0", "first_rank": 0, "state": "there"}
     lost = {**node, "node": 1, "name": "h1", "first_rank": 2, "ranks": 1, "state": "lost"}
     lost |= {"address": "10.0.0.2", "why": "silent"}
-    write_record(attempt.nodes, {"nodes": [{**there, "heard_at": time.time()}, lost]})
+    write_record(attempt.nodes, {"nodes": [{**there, "last_seen_at": time.time()}, lost]})
     found = [{"level": "warning", "text": "slow link", "where": "h1"}]
     write_record(attempt.findings, {"findings": found})
-    attempt.stalls.mkdir()
+    attempt.hangs.mkdir()
     held_up = {"text": "rank 2 is behind", "went_on_after_s": 75.0}
-    write_record(attempt.stalls / "step-120.json", held_up)
+    write_record(attempt.hangs / "step-120.json", held_up)
     attempt.agent_log.write_text("the supervisor\n")
     for number in range(2):
         attempt.node_log(number).write_text(f"agent {number}\n")
@@ -119,7 +119,7 @@ def of_clusters(folder: Path) -> None:
     path.mkdir()
     config = {"outer": {"kind": "diloco"}}
     typed = "isles train t.yaml"
-    SeveralRun(path, tuple(clusters), 1.0, time.time() - 50, config, typed=typed).write()
+    MultiClusterRun(path, tuple(clusters), 1.0, time.time() - 50, config, typed=typed).write()
 
 
 def remembered(folder: Path, name: str, host: str, path: Path) -> None:

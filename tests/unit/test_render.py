@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from isles.config.files import deepspeed_faults
+from isles.config.files import deepspeed_issues
 from isles.config.interop.deepspeed import deepspeed_settings
 from isles.config.load import load_run_file
 from isles.config.sections.strategy import DeepSpeedStrategyConfig
@@ -152,7 +152,7 @@ def test_a_run_with_the_rendered_file_is_the_same_run(
     for given in (strategy[:-1] + ", config_file: FILE}", "{kind: deepspeed, config_file: FILE}"):
         text = given.replace("FILE", str(tmp_path / "ds.json"))
         loaded = load_run_file(path, (f"strategy={text}", *overrides[1:]))
-        assert deepspeed_faults(loaded) == []
+        assert deepspeed_issues(loaded) == []
         assert isinstance(plain.strategy, DeepSpeedStrategyConfig)
         assert isinstance(loaded.config.strategy, DeepSpeedStrategyConfig)
         assert deepspeed_settings(loaded.config, loaded.config.strategy) == deepspeed_settings(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.config.files import data_faults
+from isles.config.files import data_issues
 from isles.config.load import Loaded, load_run_file
 from isles.config.resolve import dump_resolved, load_resolved, resolve
 from isles.config.resume import changed_mathematics
@@ -122,9 +122,9 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_phase1.py").touch()
     loaded = load(tmp_path)
-    (fault,) = data_faults(loaded)
+    (fault,) = data_issues(loaded)
     assert fault.what == f"there is no such script: {tmp_path}/train_phase2.py"
     assert "run.yaml:3 training.script" in fault.where
     assert fault.fix == "did you mean train_phase1.py?"
     (tmp_path / "train_phase2.py").mkdir()
-    assert "is a folder" in data_faults(loaded)[0].what
+    assert "is a folder" in data_issues(loaded)[0].what

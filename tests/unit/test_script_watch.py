@@ -66,10 +66,10 @@ def test_who_is_frozen_or_does_not_answer_comes_first() -> None:
     waits = {"at": "at x.py:1 f()", "waits_in": "all_reduce", "stacks": "", "frozen": ""}
     busy = {**waits, "waits_in": "", "at": "at my.py:9 read()"}
     hosts = ["a", "b", "c"]
-    assert script_hang({0: waits, 1: waits}, hosts, 5).culprits == (2,)
+    assert script_hang({0: waits, 1: waits}, hosts, 5).root_causes == (2,)
     assert "rank 2 on c does not answer" in script_hang({0: waits, 1: waits}, hosts, 5).text
     frozen = script_hang({0: busy, 1: waits, 2: {**busy, "frozen": "it is frozen"}}, hosts, 5)
-    assert frozen.culprits == (2,)
+    assert frozen.root_causes == (2,)
     behind = script_hang({0: waits, 1: busy, 2: waits}, hosts, 5)
     assert behind.text == "rank 1 on b is behind: running, at my.py:9 read()"
 
@@ -137,19 +137,19 @@ def test_hosts_without_a_common_disk_carry_questions_and_stacks(tmp_path: Path) 
     head = HangFiles(RunDir(tmp_path / "head" / "x-1"), there)
     far = HangReports(here)
     far.is_script = True
-    there.stalls.mkdir()
-    write_record(there.stalls / ASKED, {"number": 7})
+    there.hangs.mkdir()
+    write_record(there.hangs / ASKED, {"number": 7})
     head.look({}, 100.0)
     far.ask(head.asked)
-    assert (read_record(here.stalls / ASKED) or {})["number"] == 7
+    assert (read_record(here.hangs / ASKED) or {})["number"] == 7
     far.ask(6)
-    assert (read_record(here.stalls / ASKED) or {})["number"] == 7, "an order that is late"
-    write_record(here.stalls / "rank-1.json", {"number": 7})
-    write_record(here.stalls / "step-3.json", {"text": "step 3 has taken long"})
-    (here.stalls / "evil.sh").write_text("no")
+    assert (read_record(here.hangs / ASKED) or {})["number"] == 7, "an order that is late"
+    write_record(here.hangs / "rank-1.json", {"number": 7})
+    write_record(here.hangs / "step-3.json", {"text": "step 3 has taken long"})
+    (here.hangs / "evil.sh").write_text("no")
     here.rank_log(1).write_text("hello")
     head.look({1: far.report((1,))}, 200.0)
-    names = {path.name for path in there.stalls.iterdir()}
+    names = {path.name for path in there.hangs.iterdir()}
     assert names == {ASKED, "rank-1.json", "step-3.json"}
     assert (there.path / PRINTED).exists(), "that a rank there has printed is a sign of life"
     status = read_record(RunDir(tmp_path / "head" / "x-1").status) or {}
@@ -158,9 +158,9 @@ def test_hosts_without_a_common_disk_carry_questions_and_stacks(tmp_path: Path) 
 
 def test_on_the_head_no_report_undoes_what_its_ranks_have_written(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path / "x-1").attempt(1)
-    attempt.stalls.mkdir(parents=True)
+    attempt.hangs.mkdir(parents=True)
     write_record(attempt.nodes, {"nodes": []})  # only the head has it
-    decision = attempt.stalls / "step-3.json"
+    decision = attempt.hangs / "step-3.json"
     write_record(decision, {"text": "step 3 has taken long", "went_on_after_s": None})
     report = HangReports(attempt).report((0,))
     write_record(decision, {"text": "step 3 has taken long", "went_on_after_s": 9.0})
@@ -191,7 +191,7 @@ def test_a_last_word_while_the_ranks_are_asked_is_seen(tmp_path: Path) -> None:
     env = rank_env(0, 1, tmp_path / "store")
     watch = ScriptWatch(run_dir, attempt, env, config, os.getpid(), Stacks(), notes.append)
     try:
-        second = attempt.stalls / "silence-2-rank-0.txt"
+        second = attempt.hangs / "silence-2-rank-0.txt"
         deadline = time.monotonic() + DEADLINE_S
         while not second.exists():
             assert time.monotonic() < deadline, notes

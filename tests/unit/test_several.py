@@ -15,7 +15,7 @@ from isles.check.checks.network import hub_stand_in
 from isles.config.clusters import named_cluster
 from isles.config.load import Loaded, load_run_file
 from isles.errors import ConfigError, UserError
-from isles.launch.multi_cluster import local_environs, meeting_place, refuse_peers
+from isles.launch.multi_cluster import hub_place, local_environs, refuse_peers
 from isles.monitor.clusters import (
     MultiClusterReport,
     group_by_run,
@@ -33,7 +33,13 @@ from isles.outer.hub.samples import Samples
 from isles.run.find import find_any, find_cluster, run_of
 from isles.run.paths import RunDir
 from isles.run.records import write_record
-from isles.run.remote import ClusterRun, RemoteRun, SeveralRun, read_several, write_remote
+from isles.run.remote import (
+    ClusterRun,
+    MultiClusterRun,
+    RemoteRun,
+    read_multi_cluster,
+    write_remote,
+)
 from tests.runs import bare_run
 from tests.unit.test_begin import add_checkpoint
 from tests.unit.test_launch import four_gpus
@@ -65,12 +71,12 @@ def cluster_run(folder: Path, name: str, state: str = "", **status: Any) -> Clus
     return ClusterRun(name, "local", str(run_dir.path), "", 1)
 
 
-def several(loaded: Loaded, *clusters: ClusterRun, number: int = 1) -> SeveralRun:
+def several(loaded: Loaded, *clusters: ClusterRun, number: int = 1) -> MultiClusterRun:
     """A run that was started before."""
     path = Path(loaded.config.output_dir) / f"{loaded.config.name}-{number}"
     path.mkdir(parents=True)
     config = loaded.config.model_dump(mode="json")
-    run = SeveralRun(path, clusters, 1.0, time.time(), config)
+    run = MultiClusterRun(path, clusters, 1.0, time.time(), config)
     run.write()
     return run
 
@@ -78,7 +84,7 @@ def several(loaded: Loaded, *clusters: ClusterRun, number: int = 1) -> SeveralRu
 def test_a_record_reads_back(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[{name: a}, {name: b}]")
     run = several(loaded, cluster_run(tmp_path, "a"), ClusterRun("b", "slurm"))
-    assert read_several(run.path) == run
+    assert read_multi_cluster(run.path) == run
     assert run.having(ClusterRun("b", "slurm", "/far", "me@login", 3)).cluster("b").attempt == 3
     with pytest.raises(UserError, match="no cluster c") as caught:
         run.cluster("c")
@@ -152,7 +158,7 @@ def test_the_end_says_the_whole_command_that_goes_on(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[{name: a}]")
     run = several(loaded, cluster_run(tmp_path, "a", "stopped", step=5))
     replace(run, typed="isles train run.yaml seed=3").write()
-    found = read_several(run.path)
+    found = read_multi_cluster(run.path)
     assert found is not None
     lines, _ = outcome_lines(found, {"a": 130})
     assert lines[-1] == "  `isles train run.yaml seed=3` goes on with all of them"
@@ -180,9 +186,9 @@ def test_clusters_of_one_machine_share_its_gpus(
 
 def test_a_rendezvous_listens_only_where_its_clusters_are(tmp_path: Path) -> None:
     two = "[{name: a}, {name: b}]"
-    assert meeting_place(load(tmp_path, two)) == ("127.0.0.1:0", "")
+    assert hub_place(load(tmp_path, two)) == ("127.0.0.1:0", "")
     public = load(tmp_path, two, "outer.public=127.0.0.1:29400")
-    assert meeting_place(public) == ("127.0.0.1:29400", "127.0.0.1:29400")
+    assert hub_place(public) == ("127.0.0.1:29400", "127.0.0.1:29400")
 
 
 def test_a_cluster_is_chosen_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from isles.checkpoint.load import SafeReader
-from isles.checkpoint.save import disk_fault
+from isles.checkpoint.save import disk_failure
 from isles.errors import TrainingError
 
 
@@ -79,9 +79,9 @@ def test_a_full_disk_is_named_before_what_torch_says_of_it(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
     cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    said = disk_fault(cut, tmp_path, 0).what
+    said = disk_failure(cut, tmp_path, 0).what
     assert said.startswith("the disk is full, 4.0 KiB are free on this disk ([enforce fail")
     refused = OSError(errno.ENOSPC, "No space left on device")
-    assert disk_fault(refused, tmp_path, 0).what.startswith("No space left on device; 4.0 KiB")
+    assert disk_failure(refused, tmp_path, 0).what.startswith("No space left on device; 4.0 KiB")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    assert disk_fault(cut, tmp_path, 0).what.startswith("[enforce fail")
+    assert disk_failure(cut, tmp_path, 0).what.startswith("[enforce fail")

@@ -13,56 +13,56 @@ from pathlib import Path
 import pytest
 
 from isles.monitor.status import hang_texts
-from isles.run.hang import Standing, find_stall
+from isles.run.hang import Position, find_hang
 from isles.run.paths import Attempt
 from isles.run.records import write_record
 from isles.train.hang import Place, StepClock, place_now
 from tests.deadline import DEADLINE_S
 
 HOSTS = ["a", "a", "b", "b"]
-WAITS = Standing(7, "forward and backward", "at x.py:1 f()", "the backward pass")
+WAITS = Position(7, "forward and backward", "at x.py:1 f()", "the backward pass")
 
 
 def test_a_rank_that_is_not_heard_of_comes_first() -> None:
-    ranks = {0: WAITS, 1: WAITS, 2: Standing(7, "data loading", silent_s=9.6), 3: WAITS}
-    stall = find_stall(ranks, HOSTS)
-    assert stall.culprits == (2,)
+    ranks = {0: WAITS, 1: WAITS, 2: Position(7, "data loading", silent_s=9.6), 3: WAITS}
+    stall = find_hang(ranks, HOSTS)
+    assert stall.root_causes == (2,)
     assert stall.text.startswith(
         "rank 2 on b has not been heard of for 10 s (last seen in data loading of step 7)"
     )
-    assert find_stall({0: WAITS, 1: WAITS, 2: WAITS}, HOSTS, unknown=[3]).culprits == (3,)
+    assert find_hang({0: WAITS, 1: WAITS, 2: WAITS}, HOSTS, unknown=[3]).root_causes == (3,)
 
 
 def test_the_rank_at_the_earliest_place_is_behind() -> None:
-    late = Standing(7, "data loading", "at my.py:88 read()")
-    stall = find_stall({0: WAITS, 1: WAITS, 2: WAITS, 3: late}, HOSTS)
-    assert stall.culprits == (3,)
+    late = Position(7, "data loading", "at my.py:88 read()")
+    stall = find_hang({0: WAITS, 1: WAITS, 2: WAITS, 3: late}, HOSTS)
+    assert stall.root_causes == (3,)
     assert stall.text == "rank 3 on b is behind: in data loading, at my.py:88 read()"
     # On GPUs the others may be a step ahead, and wait there.
-    ahead = Standing(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
-    assert find_stall({0: ahead, 1: WAITS, 2: ahead, 3: ahead}, HOSTS).culprits == (1,)
+    ahead = Position(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
+    assert find_hang({0: ahead, 1: WAITS, 2: ahead, 3: ahead}, HOSTS).root_causes == (1,)
 
 
 def test_among_equals_the_one_that_does_not_wait_is_behind() -> None:
-    busy = Standing(7, "forward and backward", "at my.py:3 spin()")
-    stall = find_stall({0: WAITS, 1: WAITS, 2: busy, 3: WAITS}, HOSTS)
-    assert stall.culprits == (2,)
+    busy = Position(7, "forward and backward", "at my.py:3 spin()")
+    stall = find_hang({0: WAITS, 1: WAITS, 2: busy, 3: WAITS}, HOSTS)
+    assert stall.root_causes == (2,)
     assert "spin()" in stall.text
 
 
 def test_nobody_is_blamed_without_a_sign() -> None:
-    stall = find_stall(dict.fromkeys(range(4), WAITS), HOSTS)
-    assert stall.culprits == ()
+    stall = find_hang(dict.fromkeys(range(4), WAITS), HOSTS)
+    assert stall.root_causes == ()
     assert "all ranks wait for one another, in the backward pass" in stall.text
-    busy = Standing(7, "forward and backward", "at my.py:3 spin()")
-    assert find_stall(dict.fromkeys(range(4), busy), HOSTS).culprits == ()
-    assert find_stall({0: busy}, ["a"]).culprits == (0,)
+    busy = Position(7, "forward and backward", "at my.py:3 spin()")
+    assert find_hang(dict.fromkeys(range(4), busy), HOSTS).root_causes == ()
+    assert find_hang({0: busy}, ["a"]).root_causes == (0,)
 
 
 def test_many_culprits_are_cut_short() -> None:
-    ranks = {rank: Standing(7, "data loading", silent_s=5.0) for rank in range(5)}
-    stall = find_stall({**ranks, 5: WAITS}, ["h"] * 6)
-    assert stall.culprits == (0, 1, 2, 3, 4)
+    ranks = {rank: Position(7, "data loading", silent_s=5.0) for rank in range(5)}
+    stall = find_hang({**ranks, 5: WAITS}, ["h"] * 6)
+    assert stall.root_causes == (0, 1, 2, 3, 4)
     assert stall.text.endswith("; and 2 more")
 
 
@@ -128,14 +128,14 @@ def test_the_clock_keeps_steps_and_evaluations_apart() -> None:
 def test_a_stall_says_what_the_user_sees(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path, 1)
     assert hang_texts(attempt) == ()
-    attempt.stalls.mkdir()
+    attempt.hangs.mkdir()
     for step in range(1, 6):
         record = {"step": step, "text": f"step {step} has taken 61 s: rank 1 on b is behind"}
         record |= {"went_on_after_s": 62.0 if step < 5 else None}
-        write_record(attempt.stalls / f"step-{step}.json", record)
-        (attempt.stalls / f"step-{step}-rank-1.txt").write_text("stack")
+        write_record(attempt.hangs / f"step-{step}.json", record)
+        (attempt.hangs / f"step-{step}-rank-1.txt").write_text("stack")
     assert hang_texts(attempt) == (
         "step 3 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
         "step 4 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
-        f"step 5 has taken 61 s: rank 1 on b is behind; stacks of the ranks: {attempt.stalls}",
+        f"step 5 has taken 61 s: rank 1 on b is behind; stacks of the ranks: {attempt.hangs}",
     )

@@ -97,7 +97,7 @@ def judge(watch: Watchdog) -> dict[str, Any] | None:
     look(watch, NOW - 10.0)
     watch._heartbeats.last_seen = {r: h for r, h in LAST_SEEN.items() if r != watch._rank}
     look(watch, NOW)
-    return read_record(watch._attempt.stalls / "step-7.json")
+    return read_record(watch._attempt.hangs / "step-7.json")
 
 
 LAST_SEEN: dict[int, LastSeen] = {}
@@ -123,8 +123,8 @@ def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> 
         for phase in ("step", "evaluating")
         for took_s in (40.0, 200.0, 400.0)
     }
-    stalls = [case for case, record in found.items() if record is not None]
-    assert stalls == [("step", 200.0), ("step", 400.0), ("evaluating", 400.0)]
+    hangs = [case for case, record in found.items() if record is not None]
+    assert hangs == [("step", 200.0), ("step", 400.0), ("evaluating", 400.0)]
 
 
 def test_a_save_whose_parts_move_is_no_stall(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_who_keeps_the_store_does_not_miss_itself(tmp_path: Path) -> None:
     assert judge(watch) is None
     heartbeats.answered_at = NOW
     look(watch, NOW)
-    assert (read_record(tmp_path / "stalls" / "step-7.json") or {})["culprits"] == [1]
+    assert (read_record(tmp_path / "hangs" / "step-7.json") or {})["root_causes"] == [1]
 
 
 def test_what_a_store_was_not_told_it_is_told_again() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune_fsdp import read_fsdp_file
 
-from isles.config.files import deepspeed_faults
+from isles.config.files import deepspeed_issues
 from isles.config.interop.deepspeed import DeepSpeedFile, read_deepspeed_file
 from isles.config.load import load_run_file, read_text
 from isles.config.yaml import KeyPath, dotted, dump_yaml, parse_yaml
@@ -70,7 +70,7 @@ def map_config(path: Path, deepspeed: Path | None, world_size: int | None) -> Ma
     mapping.map()
     mapped = mapping.mapped
     try:
-        if faults := deepspeed_faults(load_run_file(path, text=mapped.text)):
+        if faults := deepspeed_issues(load_run_file(path, text=mapped.text)):
             raise ConfigErrors(faults)
     except ConfigErrors as error:
         raise ConfigErrors([mapping.at_home(fault) for fault in error.faults]) from None

@@ -1,6 +1,6 @@
 """Stacks and hang reports of hosts that have disks of their own: brought to the first host.
 
-They lie in `stalls/` of the attempt; the question for stacks travels the other way. An agent
+They lie in `hangs/` of the attempt; the question for stacks travels the other way. An agent
 reports (`HangReports`), the coordinator keeps what is reported (`HangFiles`).
 """
 
@@ -17,7 +17,7 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
 
 ASKED = "asked.json"
-"""In `stalls/`: the number of the last question for stacks."""
+"""In `hangs/`: the number of the last question for stacks."""
 
 PRINTED = "printed"
 """In the attempt's folder on the first host: touched when a rank of another host has printed."""
@@ -34,7 +34,7 @@ _DECISION = re.compile(r"step-\d+\.json")
 
 
 class HangReports:
-    """What an agent reports of the folder `stalls` on its host.
+    """What an agent reports of the folder `hangs` on its host.
 
     Args:
         attempt: as this host sees it.
@@ -57,22 +57,22 @@ class HangReports:
             self._reported = {}
             with suppress(OSError):
                 if files := self._files():
-                    self._reported["stalls"] = files
+                    self._reported["hangs"] = files
             if self.is_script and (printed := self._printed(ranks)):
                 self._reported["printed"] = printed
         return self._reported
 
     def ask(self, number: int) -> None:
         """Pass on a question of the coordinator for the stacks of the ranks here."""
-        path = self._attempt.stalls / ASKED
+        path = self._attempt.hangs / ASKED
         with suppress(OSError):
             # On the first host there may be a newer one, of which the command does not know yet.
             if int((read_record(path) or {}).get("number", 0)) < number:
-                self._attempt.stalls.mkdir(exist_ok=True)
+                self._attempt.hangs.mkdir(exist_ok=True)
                 write_record(path, {"number": number}, durable=False)
 
     def _files(self) -> dict[str, str]:
-        folder = self._attempt.stalls
+        folder = self._attempt.hangs
         # A folder that the coordinator has as well needs no copy, and an old one would undo a file.
         if self._is_shared or self._attempt.nodes.exists() or not folder.is_dir():
             return {}
@@ -90,7 +90,7 @@ class HangReports:
 
 
 class HangFiles:
-    """What the coordinator keeps of these reports, in its own folder `stalls`."""
+    """What the coordinator keeps of these reports, in its own folder `hangs`."""
 
     def __init__(self, run_dir: RunDir, attempt: Attempt) -> None:
         self.asked = 0
@@ -106,9 +106,9 @@ class HangFiles:
             return
         self._looked_at = now_s
         with suppress(OSError):
-            self.asked = int((read_record(self._attempt.stalls / ASKED) or {}).get("number", 0))
+            self.asked = int((read_record(self._attempt.hangs / ASKED) or {}).get("number", 0))
             for node, report in reports.items():
-                for name, text in report.get("stalls", {}).items():
+                for name, text in report.get("hangs", {}).items():
                     if _NAME.fullmatch(str(name)):
                         self._keep(str(name), str(text))
                 printed = int(report.get("printed", 0))
@@ -117,11 +117,11 @@ class HangFiles:
                     (self._attempt.path / PRINTED).touch()
 
     def _keep(self, name: str, text: str) -> None:
-        path = self._attempt.stalls / name
+        path = self._attempt.hangs / name
         is_new = not path.exists()
         if not is_new and (not name.endswith(".json") or path.read_text() == text):
             return
-        self._attempt.stalls.mkdir(exist_ok=True)
+        self._attempt.hangs.mkdir(exist_ok=True)
         write_text_atomic(path, text, durable=False)
         if is_new and _DECISION.fullmatch(name):
             # Rank 0 does not know of it, where another rank has found it out.

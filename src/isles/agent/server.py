@@ -446,7 +446,7 @@ class NodeRecords:
                 if node.get("pid") and node not in self._written:
                     write_record(self._attempt.node_record(node["node"]), node, durable=False)
             seen = {node: time.time() - peer.last_seen.seconds for node, peer in peers.items()}
-            full = [{**node, "heard_at": seen.get(node["node"])} for node in nodes]
+            full = [{**node, "last_seen_at": seen.get(node["node"])} for node in nodes]
             record = {"at": time.time(), "launcher": self._nodes.launcher, "nodes": full}
             write_record(self._attempt.nodes, record, durable=False)
             self._written, self._written_at = nodes, time.monotonic()

@@ -244,7 +244,7 @@ class CheckpointManager:
                 staging.parent.mkdir(exist_ok=True)
                 staging.mkdir()
             except OSError as error:
-                failure = disk_fault(error, self._run_dir.path, self._world.rank)
+                failure = disk_failure(error, self._run_dir.path, self._world.rank)
         raise_first(self._world.gather(failure))
 
     def _write(
@@ -289,7 +289,7 @@ class CheckpointManager:
         if isinstance(error, CheckpointException):
             rank, error = first_failure(error)
         if not isinstance(error, UserError):
-            error = disk_fault(error, self._run_dir.checkpoints, rank)
+            error = disk_failure(error, self._run_dir.checkpoints, rank)
         return TrainingError(
             f"step {step} could not be saved: {error.what}",
             where=error.where,
@@ -351,7 +351,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:
-            raise disk_fault(error, Path(str(self.path)), dist.get_rank()) from error
+            raise disk_failure(error, Path(str(self.path)), dist.get_rank()) from error
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def disk_fault(error: BaseException, folder: Path, rank: int) -> TrainingError:
+def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError:
     """The error for a disk that does not take a file: its reason, its place, what is free."""
     try:
         free_bytes = shutil.disk_usage(folder).free

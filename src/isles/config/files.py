@@ -30,7 +30,7 @@ _TEXTS = (".txt", ".text", ".md", ".rst", ".py")
 _TABLES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".csv", ".tsv", ".gz")
 
 
-def shape_faults(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
+def shape_issues(loaded: Loaded, hub_cache: Path) -> list[ConfigError]:
     """Every rule between the run file and the model's shape that is broken; see `find_shape`."""
     shape = find_shape(loaded.config.model, hub_cache)
     return loaded.errors(check_shape(loaded.config, shape)) if shape is not None else []
@@ -65,7 +65,7 @@ def find_shape(model: ModelConfig, hub_cache: Path) -> dict[str, Any] | None:
     return loaded if isinstance(loaded, dict) else None
 
 
-def deepspeed_faults(loaded: Loaded) -> list[ConfigError]:
+def deepspeed_issues(loaded: Loaded) -> list[ConfigError]:
     """Every contradiction between the run file and the DeepSpeed file that it names."""
     strategy = loaded.config.strategy
     if not isinstance(strategy, DeepSpeedStrategyConfig) or strategy.config_file is None:
@@ -73,7 +73,7 @@ def deepspeed_faults(loaded: Loaded) -> list[ConfigError]:
     return loaded.errors(deepspeed_file_issues(Path(strategy.config_file), loaded.config))
 
 
-def data_faults(loaded: Loaded) -> list[ConfigError]:
+def data_issues(loaded: Loaded) -> list[ConfigError]:
     """Every script, model, source or chat template that is not here, nor can be on the hub."""
     return [
         ConfigError(what, where=loaded.where(key), fix=fix, id=id)

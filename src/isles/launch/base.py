@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.files import data_issues, deepspeed_issues, shape_issues
 from isles.config.interop.deepspeed import check_start
 from isles.config.load import Loaded
 from isles.config.resolve import Resolved, resolve
@@ -87,9 +87,9 @@ def resolve_checked(
     Raises:
         ConfigErrors: every issue.
     """
-    issues = [*shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
+    issues = [*shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
     if needs_data:
-        issues += data_faults(loaded)
+        issues += data_issues(loaded)
     try:
         resolved = resolve(loaded, num_gpus=num_gpus, nproc=nproc, device=device)
     except ConfigError as error:

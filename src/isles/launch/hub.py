@@ -1,7 +1,7 @@
 """The hub of clusters as a process of this machine: started, found again, and ended.
 
-`isles rendezvous` starts one for a run file (`start_meeting`), `isles train` of several clusters
-one beside them (`open_rendezvous`). A hub goes on with what lies in its state directory: token,
+`isles rendezvous` starts one for a run file (`start_hub`), `isles train` of several clusters
+one beside them (`open_hub`). A hub goes on with what lies in its state directory: token,
 certificate, port, averages.
 """
 
@@ -41,7 +41,7 @@ _NEEDED = ("aiohttp", "torch")
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class OpenHub:
     """A hub that runs.
 
     Args:
@@ -61,9 +61,9 @@ class Meeting:
         return self.state / "join"
 
 
-def start_meeting(
+def start_hub(
     run_file: Path, overrides: Sequence[str], *, public: str, listen: str, is_anew: bool
-) -> Meeting:
+) -> OpenHub:
     """Start the hub of a run file, or go on with the one that was begun.
 
     Args:
@@ -90,21 +90,21 @@ def start_meeting(
     state = _state_directory(loaded, is_anew=is_anew)
     has_past = (state / "join").exists()
     text = shared_text(loaded.config)
-    if rendezvous_process(state) is not None and (state / "run.yaml").read_text() != text:
+    if hub_process(state) is not None and (state / "run.yaml").read_text() != text:
         raise ConfigError(
             "the rendezvous runs already, and gives clusters another run file",
             where=str(state / "run.yaml"),
             fix="stop it first; or type it with the values that it was started with",
         )
-    line, is_new = open_rendezvous(
+    line, is_new = open_hub(
         state,
         run=loaded.config.name,
-        settings=outer.rendezvous_settings,
+        settings=outer.hub_settings,
         listen=place,
         announce=public,
         run_file=text,
     )
-    return Meeting(state, line, is_new, has_past)
+    return OpenHub(state, line, is_new, has_past)
 
 
 def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
@@ -140,13 +140,13 @@ def _refuse(loaded: Loaded) -> None:
         )
 
 
-def rendezvous_process(state: Path) -> ProcessId | None:
+def hub_process(state: Path) -> ProcessId | None:
     """The process that has a state directory; None where none does on this machine."""
     process = ProcessId.from_record(read_record(state / "process.json") or {})
     return process if process is not None and process.is_here() and process.is_alive() else None
 
 
-def open_rendezvous(
+def open_hub(
     state: Path,
     *,
     run: str,
@@ -159,7 +159,7 @@ def open_rendezvous(
     """Start the hub of a state directory, in a session of its own; or find it running.
 
     Args:
-        settings: rules of the run (`DiLoCoConfig.rendezvous_settings`).
+        settings: rules of the run (`DiLoCoConfig.hub_settings`).
         listen: HOST:PORT; port 0: the one of last time, or any.
         announce: HOST or HOST:PORT that clusters dial, if it is another.
         run_file: text that clusters elsewhere are given to take part by; empty: none.
@@ -172,7 +172,7 @@ def open_rendezvous(
         UserError: it cannot listen there, a package is missing, or it runs with other settings.
     """
     asked = {"run": run, "settings": dict(settings), "listen": listen, "announce": announce}
-    if (process := rendezvous_process(state)) is not None:
+    if (process := hub_process(state)) is not None:
         record = read_record(state / "process.json") or {}
         for key, value in asked.items():
             if record.get(key, value) != value:
@@ -204,7 +204,7 @@ def open_rendezvous(
     return JoinLine.read(state / "join"), True
 
 
-def reopen_rendezvous(state: Path) -> bool:
+def reopen_hub(state: Path) -> bool:
     """Start a hub that has died as it was started last.
 
     Returns:
@@ -214,7 +214,7 @@ def reopen_rendezvous(state: Path) -> bool:
         UserError: it ends again at once.
     """
     record = read_record(state / "process.json") or {}
-    if rendezvous_process(state) is not None or "command" not in record:
+    if hub_process(state) is not None or "command" not in record:
         return False
     _launch(state, record)
     return True
@@ -276,13 +276,13 @@ def local_line(state: Path) -> JoinLine:
         return line
 
 
-def end_rendezvous(state: Path) -> bool:
+def end_hub(state: Path) -> bool:
     """End the hub of a state directory; what it knows is kept.
 
     Returns:
         Whether there was one.
     """
-    process = rendezvous_process(state)
+    process = hub_process(state)
     if process is None:
         return False
     send_signal(process, signal.SIGTERM)

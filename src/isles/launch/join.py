@@ -24,7 +24,7 @@ from isles.config.yaml import dump_yaml, scan_yaml
 from isles.errors import ConfigError, ConfigErrors, PreflightError
 from isles.facts.units import printable
 from isles.run.find import numbered_runs
-from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.join_line import JoinLine, ask_hub
 
 _ASK_S = 20.0
 _LONGEST = 200
@@ -115,7 +115,7 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
     if faults:
         raise ConfigErrors(faults)
     mine = named_cluster(loaded, loaded.config.clusters[index].name)
-    _warn(ask_rendezvous(line, "/v1/status", _ASK_S), line, mine, own, warn)
+    _warn(ask_hub(line, "/v1/status", _ASK_S), line, mine, own, warn)
     return mine
 
 
@@ -139,7 +139,7 @@ def _warn(
 
 
 def _theirs(line: JoinLine, name: str) -> Loaded:
-    answer = ask_rendezvous(line, "/v1/run-file", _ASK_S)
+    answer = ask_hub(line, "/v1/run-file", _ASK_S)
     try:
         found = load_run_file(Path(name), text=str(answer.get("text", "")))
     except (ConfigError, ConfigErrors) as error:

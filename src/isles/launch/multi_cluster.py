@@ -124,7 +124,7 @@ def refuse_peers(loaded: Loaded) -> None:
         )
 
 
-def meeting_place(loaded: Loaded) -> tuple[str, str]:
+def hub_place(loaded: Loaded) -> tuple[str, str]:
     """Where a hub on this machine listens, and what clusters dial if it is another address.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, assert_never
 
 from isles import __version__
-from isles.config.files import deepspeed_faults, shape_faults
+from isles.config.files import deepspeed_issues, shape_issues
 from isles.config.interop.export import deepspeed_json, fsdp_json
 from isles.config.load import Loaded
 from isles.config.resolve import resolve
@@ -71,7 +71,7 @@ def render(
             job = replace(job, command=command, path=path)
             return Rendered(rendered_script(loaded.config, job))
         case "deepspeed-json":
-            if faults := deepspeed_faults(loaded):
+            if faults := deepspeed_issues(loaded):
                 raise ConfigErrors(faults)
             data, notes = deepspeed_json(loaded, sum(nproc))
         case "fsdp-json":
@@ -114,7 +114,7 @@ def _ranks(loaded: Loaded) -> tuple[tuple[int, ...], Device, list[str]]:
     if asked == "auto":
         notes.append(f"gpus_per_node is auto, and this machine has {num_gpus} GPUs: {ranks} ranks")
     nproc = tuple(host.gpus or ranks for host in cluster.hosts) or (ranks,) * cluster.max_nodes
-    issues = list(shape_faults(loaded, hub_cache()))
+    issues = list(shape_issues(loaded, hub_cache()))
     try:
         resolve(loaded, nproc=nproc, device=device)
     except ConfigError as error:

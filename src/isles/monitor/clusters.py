@@ -13,14 +13,14 @@ from typing import Any
 
 from isles.errors import ExitCode, UserError
 from isles.facts.units import format_bytes, format_count, format_duration
-from isles.launch.hub import end_rendezvous, local_line, rendezvous_process
+from isles.launch.hub import end_hub, hub_process, local_line
 from isles.monitor.children import Line, run_all
 from isles.monitor.remote import reports_of
 from isles.monitor.status import ReportState, RunReport
 from isles.monitor.table import columns, steps_text
 from isles.run.find import run_of, typed_name
-from isles.run.join_line import JoinLine, ask_rendezvous
-from isles.run.remote import ClusterRun, SeveralRun, list_several
+from isles.run.join_line import JoinLine, ask_hub
+from isles.run.remote import ClusterRun, MultiClusterRun, list_multi_cluster
 
 ALIVE = ("running", "queued")
 
@@ -44,14 +44,14 @@ _ENDS = {
 Say = Callable[[str], object]
 
 
-def cluster_reports(run: SeveralRun) -> dict[str, RunReport]:
+def cluster_reports(run: MultiClusterRun) -> dict[str, RunReport]:
     """Reports of the clusters that were started; all machines are asked at once."""
     there = {c.name: found for c in run.clusters if (found := run_of(run, c)) is not None}
     reports = reports_of(list(there.values()), run.path.parent)
     return dict(zip(there, reports, strict=True))
 
 
-def furthest(run: SeveralRun) -> str | None:
+def furthest(run: MultiClusterRun) -> str | None:
     """The cluster with a checkpoint that has taken in the most averages; None: none has one."""
     reports = cluster_reports(run)
     saved = [name for name, report in reports.items() if report.checkpoint_step is not None]
@@ -63,7 +63,7 @@ def place_of(cluster: ClusterRun) -> str:
     return f"{cluster.ssh}:{cluster.path}" if cluster.ssh else cluster.path
 
 
-def hub_line(run: SeveralRun) -> JoinLine:
+def hub_line(run: MultiClusterRun) -> JoinLine:
     """The join line by which this machine reaches the hub of a run.
 
     Raises:
@@ -84,7 +84,7 @@ class MultiClusterReport:
         hub_error: why there is none.
     """
 
-    run: SeveralRun
+    run: MultiClusterRun
     state: str
     clusters: dict[str, RunReport]
     hub: dict[str, Any] | None
@@ -111,15 +111,15 @@ class MultiClusterReport:
         return {member["name"]: member for member in (self.hub or {}).get("members", [])}
 
 
-def multi_cluster_report(run: SeveralRun) -> MultiClusterReport:
+def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
     """Ask the machines and the hub of a multi-cluster run."""
     reports = cluster_reports(run)
     answer, error = None, ""
-    if run.meets and not run.rendezvous and rendezvous_process(run.state) is None:
+    if run.meets and not run.rendezvous and hub_process(run.state) is None:
         error = "it does not run"
     elif run.meets:
         try:
-            answer = ask_rendezvous(hub_line(run), "/v1/status", _ANSWER_S)
+            answer = ask_hub(hub_line(run), "/v1/status", _ANSWER_S)
         except UserError as caught:
             error = f"{caught.what} ({caught.where})"
     return MultiClusterReport(run, _state_of(reports, run), reports, answer, error)
@@ -264,7 +264,7 @@ def group_by_run(reports: Sequence[RunReport], output_dir: Path) -> list[RunRepo
         output_dir: where runs are.
     """
     left, rows = list(reports), []
-    for run in reversed(list_several(output_dir)):
+    for run in reversed(list_multi_cluster(output_dir)):
         found: dict[str, RunReport] = {}
         for cluster in run.clusters:
             for report in left:
@@ -283,7 +283,7 @@ def group_by_run(reports: Sequence[RunReport], output_dir: Path) -> list[RunRepo
     return [report for _, group in rows for report in group]
 
 
-def _sum_report(run: SeveralRun, found: dict[str, RunReport]) -> RunReport:
+def _sum_report(run: MultiClusterRun, found: dict[str, RunReport]) -> RunReport:
     reports = list(found.values())
     ahead = max(reports, key=lambda r: r.step or 0, default=None)
     speeds = [r.tokens_per_second for r in reports if r.state == "running" and r.tokens_per_second]
@@ -301,13 +301,13 @@ def _sum_report(run: SeveralRun, found: dict[str, RunReport]) -> RunReport:
     )
 
 
-def _state_of(reports: Mapping[str, RunReport], run: SeveralRun) -> ReportState:
+def _state_of(reports: Mapping[str, RunReport], run: MultiClusterRun) -> ReportState:
     # Running if any cluster runs; else the worst outcome of any.
     states = [reports[c.name].state if c.name in reports else "new" for c in run.clusters]
     return next((state for state in _WORST_FIRST if state in states), "finished")
 
 
-def outcome_lines(run: SeveralRun, codes: Mapping[str, int]) -> tuple[list[str], int]:
+def outcome_lines(run: MultiClusterRun, codes: Mapping[str, int]) -> tuple[list[str], int]:
     """The outcome of a run that was followed, as it is printed, and the exit code.
 
     Args:
@@ -340,7 +340,7 @@ def worst(codes: Iterable[int]) -> int:
     return max(failures or found, default=ExitCode.OK)
 
 
-def _model_lines(run: SeveralRun, reports: Mapping[str, RunReport]) -> list[str]:
+def _model_lines(run: MultiClusterRun, reports: Mapping[str, RunReport]) -> list[str]:
     # Clusters that have taken in the same averages hold the same weights.
     names = [c.name for c in run.clusters if c.name in reports]
     done = {name: reports[name] for name in names if reports[name].state == "finished"}
@@ -369,7 +369,7 @@ def _version(report: RunReport) -> tuple[int, str]:
     return int(outer.get("turn") or 0), str((outer.get("last_turn") or {}).get("digest"))
 
 
-def stop_clusters(run: SeveralRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:
+def stop_clusters(run: MultiClusterRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:
     """Stop all clusters of a run at once, then their hub.
 
     Returns:
@@ -388,7 +388,7 @@ def stop_clusters(run: SeveralRun, *, now: bool, timeout: str, say: Say, warn: S
     code = max((end.code for end in ended.values()), default=ExitCode.OK)
     if code and run.meets:
         say("the hub goes on for those that run")
-    elif run.meets and not run.rendezvous and end_rendezvous(run.state):
+    elif run.meets and not run.rendezvous and end_hub(run.state):
         say(f"{run.name} has stopped, and its hub has ended")
     elif not code:
         say(f"{run.name} has stopped")

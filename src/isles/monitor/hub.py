@@ -13,11 +13,11 @@ from rich.console import Console
 
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.units import format_bytes, format_duration, printable
-from isles.launch.hub import Meeting, end_rendezvous, local_line, rendezvous_process
+from isles.launch.hub import OpenHub, end_hub, hub_process, local_line
 from isles.monitor.follow import Follower
 from isles.monitor.logs import LineTail
 from isles.monitor.table import columns, print_lines
-from isles.run.join_line import JoinLine, ask_rendezvous
+from isles.run.join_line import JoinLine, ask_hub
 
 _ANSWER_S = 5.0
 _POLL_S = 1.0
@@ -37,7 +37,7 @@ def running_hubs(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     found = sorted(path for path in output_dir.iterdir() if _is_hub(path))
-    return [path for path in found if rendezvous_process(path) is not None]
+    return [path for path in found if hub_process(path) is not None]
 
 
 def _is_hub(path: Path) -> bool:
@@ -47,10 +47,10 @@ def _is_hub(path: Path) -> bool:
 def hub_record(state: Path) -> dict[str, Any]:
     """The status of a hub, as JSON takes it."""
     record: dict[str, Any] = {"name": state.name, "state": "stopped", "hub": None}
-    if rendezvous_process(state) is None:
+    if hub_process(state) is None:
         return record
     try:
-        answer = ask_rendezvous(local_line(state), "/v1/status", _ANSWER_S)
+        answer = ask_hub(local_line(state), "/v1/status", _ANSWER_S)
     except UserError as error:
         return {**record, "state": "silent", "error": f"{error.what} ({error.where})"}
     return {**record, "state": "finished" if answer.get("is_over") else "running", "hub": answer}
@@ -87,7 +87,7 @@ def _member_lines(members: list[dict[str, Any]]) -> list[str]:
 def stop_hub(state: Path, *, say: Callable[[str], object]) -> int:
     """End a hub; its clusters train on, each alone, and it may be opened again."""
     begun = time.monotonic()
-    if not end_rendezvous(state):
+    if not end_hub(state):
         say(f"{state.name} does not run")
         return ExitCode.OK
     say(
@@ -119,7 +119,7 @@ class HubNews:
         Raises:
             UserError: the hub does not answer.
         """
-        status = ask_rendezvous(self._line(), "/v1/status", _ANSWER_S)
+        status = ask_hub(self._line(), "/v1/status", _ANSWER_S)
         self.is_over = bool(status.get("is_over"))
         events, commits = status.get("events") or [], status.get("commits") or []
         if self._event is None:
@@ -147,18 +147,18 @@ class HubNews:
         return sorted(found, key=lambda news: news[0])
 
 
-def opening_lines(meeting: Meeting, *, shows_line: bool) -> list[str]:
+def opening_lines(hub: OpenHub, *, shows_line: bool) -> list[str]:
     """Where a hub is, and what is typed elsewhere to join it.
 
     Args:
         shows_line: show the join line, a secret: not where the output goes to a file.
     """
-    line = meeting.line
-    paste = line.secret_text() if shows_line else f"cat {meeting.join_file}"
-    word = "goes on" if meeting.has_past else "is open"
-    if not meeting.is_new:
+    line = hub.line
+    paste = line.secret_text() if shows_line else f"cat {hub.join_file}"
+    word = "goes on" if hub.has_past else "is open"
+    if not hub.is_new:
         word = "runs already"
-    lines = [f"the hub of {line.run} {word} at {line.address}, in {meeting.state}", ""]
+    lines = [f"the hub of {line.run} {word} at {line.address}, in {hub.state}", ""]
     if line.host.startswith("127.") or line.host in ("::1", "localhost"):
         lines += [
             "It listens on this machine only. For clusters elsewhere stop it, and add",
@@ -169,7 +169,7 @@ def opening_lines(meeting: Meeting, *, shows_line: bool) -> list[str]:
     return [
         *lines,
         "The join line is a secret: who has it takes part. It stands in the file",
-        f"    {meeting.join_file}",
+        f"    {hub.join_file}",
         "Copy that file to the other sites, and type at each of them, for example",
         "    isles join FILE",
         "    isles join FILE --on slurm launcher.partition=gpu nodes=4 gpus_per_node=8",
@@ -182,10 +182,10 @@ def opening_lines(meeting: Meeting, *, shows_line: bool) -> list[str]:
 class HubFollower(Follower):
     """Shows which clusters join and leave a hub, and what is averaged, until it ends."""
 
-    def __init__(self, meeting: Meeting, console: Console, errors: Console) -> None:
-        super().__init__(meeting.state.name, meeting.state.name, console, errors)
-        self._meeting = meeting
-        self._news = HubNews(lambda: local_line(meeting.state))
+    def __init__(self, hub: OpenHub, console: Console, errors: Console) -> None:
+        super().__init__(hub.state.name, hub.state.name, console, errors)
+        self._hub = hub
+        self._news = HubNews(lambda: local_line(hub.state))
         self._ask_at = 0.0
         self._complained_at: float | None = None
 
@@ -195,8 +195,8 @@ class HubFollower(Follower):
         Raises:
             CommunicationError: the hub has ended by itself.
         """
-        if rendezvous_process(self._meeting.state) is None:
-            log = self._meeting.state / "rendezvous.log"
+        if hub_process(self._hub.state) is None:
+            log = self._hub.state / "rendezvous.log"
             lines = LineTail(log, last=_LOG_LINES).read(final=True)
             raise CommunicationError(
                 "\n    ".join(["the hub has ended; the end of its log:", *lines]),
@@ -219,9 +219,9 @@ class HubFollower(Follower):
 
     def handle(self, number: signal.Signals) -> int | None:
         """End it, if this command has opened it."""
-        if not self._meeting.is_new:
+        if not self._hub.is_new:
             return ExitCode.OK
-        end_rendezvous(self._meeting.state)
+        end_hub(self._hub.state)
         text = "the hub has ended; clusters train on by themselves, and come back to it when the "
         print_lines(self.console, [text + "same command is typed again"])
         return ExitCode.INTERRUPTED

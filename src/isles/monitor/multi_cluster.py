@@ -26,12 +26,12 @@ from isles.config.sections.run import RunConfig
 from isles.errors import ExitCode, UserError
 from isles.launch.base import StartOptions
 from isles.launch.hub import (
-    end_rendezvous,
-    open_rendezvous,
-    rendezvous_process,
-    reopen_rendezvous,
+    end_hub,
+    hub_process,
+    open_hub,
+    reopen_hub,
 )
-from isles.launch.multi_cluster import is_elsewhere, local_environs, meeting_place, refuse_peers
+from isles.launch.multi_cluster import hub_place, is_elsewhere, local_environs, refuse_peers
 from isles.launch.remote.login import STARTED
 from isles.launch.ssh.start import interruptible
 from isles.monitor.children import Children, Ended, Line, isles_argv, run_all
@@ -43,7 +43,7 @@ from isles.monitor.table import print_lines
 from isles.run.find import numbered_runs, typed_name
 from isles.run.join_line import JoinLine
 from isles.run.records import clear_errors, read_record, write_secret, write_text_atomic
-from isles.run.remote import ClusterRun, SeveralRun, is_several, read_several
+from isles.run.remote import ClusterRun, MultiClusterRun, is_multi_cluster, read_multi_cluster
 
 _HUB_POLL_S = 1.0
 _QUIET_NEWS = ("started", "round")
@@ -62,7 +62,7 @@ class Choice:
         note: lines for the user.
     """
 
-    run: SeveralRun
+    run: MultiClusterRun
     is_resumed: bool
     todo: dict[str, str]
     running: tuple[str, ...] = ()
@@ -87,13 +87,13 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     path, now = (output_dir / f"{config.name}-{number}").absolute(), time.time()
     clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in config.clusters)
     values, rendezvous = config.model_dump(mode="json"), config.diloco.rendezvous or ""
-    run = SeveralRun(path, clusters, now, now, values, rendezvous)
+    run = MultiClusterRun(path, clusters, now, now, values, rendezvous)
     fresh = Choice(run, False, {cluster.name: "no" for cluster in clusters})
     if resume == "no":
         return fresh
     if resume != "auto":
         for place in (Path(resume).expanduser(), output_dir / resume):
-            if (given := read_several(place)) is not None:
+            if (given := read_multi_cluster(place)) is not None:
                 return _go_on(loaded, replace(given, path=place.absolute()), run, may_change=True)
         raise UserError(
             f"{resume} is no multi-cluster run",
@@ -101,8 +101,8 @@ def choose(loaded: Loaded, resume: str) -> Choice:
             fix="give the folder that has clusters.json, or `--resume no` for a new run",
             id="run.unknown",
         )
-    old = [run.path for _, run in numbered if is_several(run.path)]
-    last = read_several(old[-1]) if old else None
+    old = [run.path for _, run in numbered if is_multi_cluster(run.path)]
+    last = read_multi_cluster(old[-1]) if old else None
     if last is None:
         return fresh
     choice = _go_on(loaded, last, run, may_change=False)
@@ -111,7 +111,9 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     return replace(fresh, note=f"{last.name} is finished; this is a new run: {run.name}")
 
 
-def _go_on(loaded: Loaded, old: SeveralRun, new: SeveralRun, *, may_change: bool) -> Choice:
+def _go_on(
+    loaded: Loaded, old: MultiClusterRun, new: MultiClusterRun, *, may_change: bool
+) -> Choice:
     # Started again are clusters that do not run, and have not finished.
     reports = cluster_reports(old)
     known = {cluster.name: cluster for cluster in old.clusters}
@@ -155,7 +157,9 @@ def _go_on(loaded: Loaded, old: SeveralRun, new: SeveralRun, *, may_change: bool
     return Choice(run, True, todo, tuple(running), "\n".join(lines))
 
 
-def _changes(loaded: Loaded, old: SeveralRun, saved: int | None, *, may_change: bool) -> list[str]:
+def _changes(
+    loaded: Loaded, old: MultiClusterRun, saved: int | None, *, may_change: bool
+) -> list[str]:
     # Lines about values that have changed; `saved`: the step of the newest checkpoint.
     try:
         before = RunConfig.model_validate(old.config)
@@ -223,7 +227,7 @@ class MultiClusterStart:
         elif self._outer.rendezvous is not None:
             place = f"meet at {self._outer.rendezvous}"
         else:
-            listen, announce = meeting_place(self._loaded)
+            listen, announce = hub_place(self._loaded)
             place = f"meet at {announce or listen.removesuffix(':0')}, on this machine"
         lines = [self.choice.note or f"this would be a new run: {self.run.name}"]
         lines.append(f"the clusters would {place}")
@@ -231,7 +235,7 @@ class MultiClusterStart:
             lines += ["", f"=== cluster {name} ===", text]
         return "\n".join(lines)
 
-    def start(self) -> SeveralRun:
+    def start(self) -> MultiClusterRun:
         """Start what is to be started; where one start fails, nothing is left running.
 
         Raises:
@@ -308,8 +312,8 @@ class MultiClusterStart:
             with clear_errors(self.run.join_file):
                 write_secret(self.run.join_file, self._given_line.secret_text())
             return self._given_line
-        listen, announce = meeting_place(self._loaded)
-        line, self._opened_hub = open_rendezvous(
+        listen, announce = hub_place(self._loaded)
+        line, self._opened_hub = open_hub(
             self.run.state,
             run=self.run.name,
             settings=self._hub_settings(),
@@ -330,10 +334,10 @@ class MultiClusterStart:
     def _hub_settings(self) -> dict[str, str | int | float]:
         # Clusters that start together also average together from the first round on; only those
         # in a queue may take hours to come.
-        if rendezvous_process(self.run.state) is not None:  # they have begun
+        if hub_process(self.run.state) is not None:  # they have begun
             record = read_record(self.run.state / "process.json") or {}
             had = {k: v for k, v in record["settings"].items() if k.startswith("gather")}
-            return {**self._outer.rendezvous_settings, **had}
+            return {**self._outer.hub_settings, **had}
         names = [*self.choice.todo, *self.choice.running]
         waits = (QueueSection, ManualLauncherConfig)
         soon = [
@@ -342,7 +346,7 @@ class MultiClusterStart:
             if cluster.name in names and not isinstance(cluster.launcher, waits)
         ]
         gather = {"gather": max(1, len(soon)), "gather_s": self._outer.deadline}
-        return {**self._outer.rendezvous_settings, **gather}
+        return {**self._outer.hub_settings, **gather}
 
     def _read_join_line(self) -> JoinLine | None:
         # Of a hub that was opened by itself; None: this run opens its own.
@@ -395,7 +399,7 @@ class MultiClusterStart:
                     words = " ".join(end.err).removeprefix("error: ")
                     self._options.warn(f"{name} still runs ({places[name]}): {words}")
         if self._opened_hub:
-            end_rendezvous(self.run.state)
+            end_hub(self.run.state)
 
 
 class ClustersFollower(Follower):
@@ -406,7 +410,7 @@ class ClustersFollower(Follower):
     """
 
     def __init__(
-        self, run: SeveralRun, running: Iterable[str], console: Console, errors: Console
+        self, run: MultiClusterRun, running: Iterable[str], console: Console, errors: Console
     ) -> None:
         super().__init__(run.name, typed_name(run), console, errors)
         self._run = run
@@ -443,7 +447,7 @@ class ClustersFollower(Follower):
         reports = cluster_reports(self._run).values()
         is_alive = any(report.state in ALIVE for report in reports)
         if not is_alive and self._run.meets and not self._run.rendezvous:
-            end_rendezvous(self._run.state)
+            end_hub(self._run.state)
         lines, code = outcome_lines(self._run, self._codes)
         print_lines(self.console, lines)
         return code
@@ -484,7 +488,7 @@ class ClustersFollower(Follower):
             self._report(f"open it again at {self._run.rendezvous}: isles hub", "err")
             return
         try:
-            if reopen_rendezvous(self._run.state):
+            if reopen_hub(self._run.state):
                 self._report("it had died, and is started again")
         except UserError as error:
             self._report(f"it does not start again: {error}", "err")

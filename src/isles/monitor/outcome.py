@@ -51,8 +51,8 @@ def report_outcome(run_dir: RunDir, attempt: Attempt, console: Console, errors: 
             print_lines(errors, [f"{run_dir.name} waits in the queue; {status} says how it is"])
         case "unknown":
             what = f"is {state.process.host if state.process else 'its host'} up?"
-            if state.heard_at is not None:
-                at = datetime.fromtimestamp(state.heard_at).strftime("%H:%M:%S")
+            if state.last_seen_at is not None:
+                at = datetime.fromtimestamp(state.last_seen_at).strftime("%H:%M:%S")
                 what = f"its last sign of life was at {at}; {what}"
             print_lines(errors, [f"error: {run_dir.name} is not heard of any more: {what}"])
     recorded = number_of(state.outcome, "exit_code")

@@ -163,10 +163,10 @@ def _run_here(
     from isles.launch.worker import option_words
     from isles.monitor.clusters import furthest
     from isles.run.find import find_any, find_cluster
-    from isles.run.remote import RemoteRun, SeveralRun
+    from isles.run.remote import MultiClusterRun, RemoteRun
 
     found = find_any(given, output_dir)
-    if isinstance(found, SeveralRun):
+    if isinstance(found, MultiClusterRun):
         cluster = furthest(found)
         if cluster is not None:
             note(f"the checkpoints of cluster {cluster}, which has taken in the most averages")

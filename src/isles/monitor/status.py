@@ -205,7 +205,7 @@ def collect(
         launcher=state.launcher,
         job=job.job_id if job else "",
         queue=(job.reason or job.state) if job and state.is_alive else "",
-        last_seen_at=state.heard_at,
+        last_seen_at=state.last_seen_at,
         nodes=nodes,
         hangs=hang_texts(attempt) if attempt else (),
         checked=_checked_text(attempt) if attempt else "",
@@ -252,7 +252,7 @@ def _hint(
             hint = "its queue cannot be asked from here: look where it was submitted"
         case "unknown":
             host = state.process.host if state.process else "another host"
-            seen_s = now_s - (state.heard_at or state.begun_at or now_s)
+            seen_s = now_s - (state.last_seen_at or state.begun_at or now_s)
             hint = f"it runs on {host}, and was last seen {format_duration(seen_s)} ago: "
             hint += f"is {host} up? look there"
         case "running" if silent_s is not None and silent_s > SILENT_S:
@@ -291,7 +291,7 @@ def node_reports(attempt: Attempt, now_s: float) -> tuple[NodeReport, ...]:
 def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
     state, first = str(record.get("state")), record.get("first_rank")
     process = ProcessId.from_record(record)
-    heard_at = number_of(record, "heard_at")
+    last_seen_at = number_of(record, "last_seen_at")
     parts = [_NODE_STATES.get(state, ""), str(record.get("why") or "")]
     return NodeReport(
         node=int(record["node"]),
@@ -301,7 +301,7 @@ def _recorded_node(record: dict[str, Any], now_s: float) -> NodeReport:
         pid=process.pid if process else None,
         is_running=state == "there"
         and not (process and process.is_here() and not process.is_alive()),
-        last_seen_s=max(0.0, now_s - heard_at) if heard_at is not None else None,
+        last_seen_s=max(0.0, now_s - last_seen_at) if last_seen_at is not None else None,
         note=": ".join(parts if all(parts) else parts[:1]),
     )
 
@@ -327,13 +327,13 @@ def _nodes_by_ranks(attempt: Attempt) -> list[NodeReport]:
 
 def hang_texts(attempt: Attempt) -> tuple[str, ...]:
     """The last hangs of an attempt, oldest first: which rank held up the step, and where."""
-    names = [path for path in attempt.stalls.glob("*.json") if _HANG_RECORD.fullmatch(path.name)]
+    names = [path for path in attempt.hangs.glob("*.json") if _HANG_RECORD.fullmatch(path.name)]
     records = [record for path in names if (record := read_record(path)) is not None]
     records.sort(key=lambda r: (number_of(r, "at") or 0.0, number_of(r, "step") or 0.0))
     texts = []
     for record in records[-_LISTED:]:
         took_s = number_of(record, "went_on_after_s")
-        end = f"stacks of the ranks: {attempt.stalls}"
+        end = f"stacks of the ranks: {attempt.hangs}"
         if took_s is not None:
             end = f"it went on after {format_duration(took_s)}"
         texts.append(f"{record.get('text')}; {end}")

@@ -249,7 +249,7 @@ class Stopping:
         if self.state.state != "unknown":
             return
         process = self.state.process
-        silent_s = time.time() - (self.state.heard_at or self.state.begun_at or time.time())
+        silent_s = time.time() - (self.state.last_seen_at or self.state.begun_at or time.time())
         host = process.host if process else "another host"
         raise UserError(
             f"{self._run_dir.name} runs on {host}, and has not been heard of for "

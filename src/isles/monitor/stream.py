@@ -16,7 +16,7 @@ from isles.monitor.logs import LogChoice, LogFiles, choose_attempt, log_lines, n
 from isles.run.find import run_of
 from isles.run.nodes import read_fleet
 from isles.run.paths import Attempt, RunDir
-from isles.run.remote import RemoteRun, SeveralRun
+from isles.run.remote import MultiClusterRun, RemoteRun
 from isles.run.state import QUEUES
 
 Note = Callable[[str], object]
@@ -46,7 +46,7 @@ class Source:
 
 
 def shown_lines(
-    found: RunDir | RemoteRun | SeveralRun, choice: LogChoice, *, by_node: bool, note: Note
+    found: RunDir | RemoteRun | MultiClusterRun, choice: LogChoice, *, by_node: bool, note: Note
 ) -> Iterator[str]:
     """The lines that `isles logs` prints: source after source, or as they come if followed.
 
@@ -56,7 +56,7 @@ def shown_lines(
     Raises:
         UserError: there is no such attempt, rank or node.
     """
-    if not isinstance(found, SeveralRun):
+    if not isinstance(found, MultiClusterRun):
         return _read(_sources(found, choice, by_node, note), choice, note)
     width = max(len(cluster.name) for cluster in found.clusters)
     sources: list[Source] = []

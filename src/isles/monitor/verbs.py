@@ -130,7 +130,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
     from isles.monitor.remote import report_of, reports_of_all
     from isles.monitor.table import console, report_lines, runs_table
     from isles.run.find import find_any
-    from isles.run.remote import SeveralRun
+    from isles.run.remote import MultiClusterRun
 
     if (state := find_hub(run, output_dir)) is not None:
         record = hub_record(state)
@@ -147,7 +147,7 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
             say(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
         for state in hubs:
             say(f"{state.name} is a hub, which runs: isles status {state.name}")
-    elif isinstance(found := find_any(run, output_dir), SeveralRun):
+    elif isinstance(found := find_any(run, output_dir), MultiClusterRun):
         whole = multi_cluster_report(found)
         say(dumps(whole.record(), indent=1) if json else "\n".join(multi_cluster_lines(whole)))
     else:
@@ -242,7 +242,7 @@ def stop(
     from isles.monitor.remote import stop_remote
     from isles.monitor.stop import end_here, stop_run
     from isles.run.find import find_any, find_cluster
-    from isles.run.remote import RemoteRun, SeveralRun
+    from isles.run.remote import MultiClusterRun, RemoteRun
 
     try:
         timeout_s = parse_duration_s(timeout)
@@ -253,7 +253,7 @@ def stop(
     found = find_any(run, output_dir)
     if cluster is not None:
         found = find_cluster(run, output_dir, cluster)
-    if isinstance(found, SeveralRun):
+    if isinstance(found, MultiClusterRun):
         return stop_clusters(found, now=now, timeout=timeout, say=say, warn=note)
     if isinstance(found, RemoteRun):
         return stop_remote(found, now=now, timeout=timeout, say=say)
@@ -324,13 +324,13 @@ def hub(
         detach: Return as soon as it is open.
         new: Begin with an empty state and another line.
     """
-    from isles.launch.hub import start_meeting
+    from isles.launch.hub import start_hub
     from isles.monitor.hub import HubFollower, opening_lines
     from isles.monitor.stop import caught_signals
     from isles.monitor.table import console
 
     with caught_signals() as signals:
-        meeting = start_meeting(run_file, overrides, public=public, listen=listen, is_anew=new)
+        meeting = start_hub(run_file, overrides, public=public, listen=listen, is_anew=new)
         say("\n".join(opening_lines(meeting, shows_line=sys.stdout.isatty())))
         if detach:
             return ExitCode.OK

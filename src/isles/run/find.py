@@ -15,13 +15,13 @@ from isles.run.records import read_record
 from isles.run.remote import (
     RUNS,
     ClusterRun,
+    MultiClusterRun,
     RemoteRun,
-    SeveralRun,
-    is_several,
+    is_multi_cluster,
+    list_multi_cluster,
     list_remotes,
-    list_several,
     owner_of,
-    read_several,
+    read_multi_cluster,
 )
 from isles.run.state import QUEUES
 
@@ -82,7 +82,7 @@ def find_run(name_or_path: str | None, output_dir: Path) -> RunDir:
     raise _not_found(name_or_path, output_dir, runs)
 
 
-def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun | SeveralRun:
+def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun | MultiClusterRun:
     """The run that a command means, here or on another machine, or on several clusters.
 
     Args:
@@ -94,8 +94,8 @@ def find_any(given: str | None, output_dir: Path) -> RunDir | RemoteRun | Severa
         UserError: there is none, or there are several of this name.
     """
     if given is not None:
-        return _find_several(given, output_dir) or _find_one(given, output_dir)
-    runs = list_several(output_dir)
+        return _find_multi_cluster(given, output_dir) or _find_one(given, output_dir)
+    runs = list_multi_cluster(output_dir)
     try:
         found = _find_one(None, output_dir)
     except UserError:
@@ -121,7 +121,7 @@ def find_cluster(
         UserError: as in `find_any`, or there is no such cluster, or it has no run yet.
     """
     found = find_any(given, output_dir)
-    if not isinstance(found, SeveralRun):
+    if not isinstance(found, MultiClusterRun):
         if cluster is None:
             return found
         raise UserError(
@@ -143,7 +143,7 @@ def find_cluster(
     )
 
 
-def run_of(run: SeveralRun, cluster: ClusterRun) -> RunDir | RemoteRun | None:
+def run_of(run: MultiClusterRun, cluster: ClusterRun) -> RunDir | RemoteRun | None:
     """The run of one cluster; None where it was never started, or its directory is gone."""
     if not cluster.path:
         return None
@@ -155,14 +155,14 @@ def run_of(run: SeveralRun, cluster: ClusterRun) -> RunDir | RemoteRun | None:
     return None
 
 
-def _find_several(given: str, output_dir: Path) -> SeveralRun | None:
+def _find_multi_cluster(given: str, output_dir: Path) -> MultiClusterRun | None:
     # By path, full name, or name in the run file.
     for path in (Path(given).expanduser(), output_dir / given):
-        if is_several(path):
-            return read_several(path)
+        if is_multi_cluster(path):
+            return read_multi_cluster(path)
     named = [run.path for _, run in numbered_runs(output_dir, given)]
-    named = [path for path in named if is_several(path) or is_run_dir(path)]
-    return read_several(named[-1]) if named and is_several(named[-1]) else None
+    named = [path for path in named if is_multi_cluster(path) or is_run_dir(path)]
+    return read_multi_cluster(named[-1]) if named and is_multi_cluster(named[-1]) else None
 
 
 def _find_one(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
@@ -187,7 +187,7 @@ def _find_one(given: str | None, output_dir: Path) -> RunDir | RemoteRun:
     return found[-1]
 
 
-def typed_name(run_dir: RunDir | SeveralRun) -> str:
+def typed_name(run_dir: RunDir | MultiClusterRun) -> str:
     """What a user types after a verb to mean a run of this machine."""
     if (behind := named_elsewhere()) is not None:
         return f"{run_dir.name}{behind}"

@@ -29,7 +29,7 @@ Frame = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Position:
     """Position of a rank.
 
     Args:
@@ -53,16 +53,16 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class Hang:
     """The ranks that the others wait for (empty: unknown), and the same as text with hosts."""
 
-    culprits: tuple[int, ...]
+    root_causes: tuple[int, ...]
     text: str
 
 
-def find_stall(
-    ranks: Mapping[int, Standing], hosts: Sequence[str], unknown: Sequence[int] = ()
-) -> Stall:
+def find_hang(
+    ranks: Mapping[int, Position], hosts: Sequence[str], unknown: Sequence[int] = ()
+) -> Hang:
     """Find the ranks that the others wait for.
 
     Args:
@@ -70,53 +70,53 @@ def find_stall(
         hosts: of all ranks.
         unknown: ranks that have never sent a heartbeat.
     """
-    silent = [rank for rank, standing in ranks.items() if standing.silent_s]
+    silent = [rank for rank, position in ranks.items() if position.silent_s]
     if silent or unknown:
         words = []
         for rank in silent:
-            standing = ranks[rank]
-            seen = f" (last seen in {standing.stage} of step {standing.step})"
+            position = ranks[rank]
+            seen = f" (last seen in {position.stage} of step {position.step})"
             words.append(
-                f"{_name(rank, hosts)} has not been heard of for {standing.silent_s:.0f} s"
-                f"{seen if standing.stage else ''}: it is frozen, or its machine or network is down"
+                f"{_name(rank, hosts)} has not been heard of for {position.silent_s:.0f} s"
+                f"{seen if position.stage else ''}: it is frozen, or its machine or network is down"
             )
         words += [f"{_name(rank, hosts)} was never heard of" for rank in unknown]
         return _stall((*silent, *unknown), words)
-    first = min(standing.order for standing in ranks.values())
-    last = max(standing.order for standing in ranks.values())
-    behind = [rank for rank, standing in ranks.items() if standing.order == first]
+    first = min(position.order for position in ranks.values())
+    last = max(position.order for position in ranks.values())
+    behind = [rank for rank, position in ranks.items() if position.order == first]
     busy = [rank for rank in behind if not ranks[rank].waits_in]
     if first == last and not busy:
-        waits = sorted({standing.waits_in for standing in ranks.values()})
-        return Stall(
+        waits = sorted({position.waits_in for position in ranks.values()})
+        return Hang(
             (),
             f"all ranks wait for one another, in {', '.join(waits)}: look at the network between "
             "their hosts, and at the GPUs",
         )
-    culprits = busy or behind
+    root_causes = busy or behind
     if len(ranks) == 1:
-        rank = culprits[0]
-        return Stall((rank,), f"it is {_doing(ranks[rank])}")
-    if len(culprits) == len(ranks):
-        return Stall((), f"all ranks are busy; {_name(0, hosts)} is {_doing(ranks[0])}")
-    words = [f"{_name(r, hosts)} is behind: {_doing(ranks[r])}" for r in culprits]
-    return _stall(tuple(culprits), words)
+        rank = root_causes[0]
+        return Hang((rank,), f"it is {_doing(ranks[rank])}")
+    if len(root_causes) == len(ranks):
+        return Hang((), f"all ranks are busy; {_name(0, hosts)} is {_doing(ranks[0])}")
+    words = [f"{_name(r, hosts)} is behind: {_doing(ranks[r])}" for r in root_causes]
+    return _stall(tuple(root_causes), words)
 
 
-def _stall(culprits: tuple[int, ...], words: list[str]) -> Stall:
+def _stall(root_causes: tuple[int, ...], words: list[str]) -> Hang:
     more = f"; and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
-    return Stall(culprits, "; ".join(words[:_LISTED]) + more)
+    return Hang(root_causes, "; ".join(words[:_LISTED]) + more)
 
 
 def _name(rank: int, hosts: Sequence[str]) -> str:
     return f"rank {rank} on {hosts[rank]}"
 
 
-def _doing(standing: Standing) -> str:
-    words = f"in {standing.stage}" if standing.stage in STAGES else standing.stage
-    if standing.waits_in:
-        words += f", waiting in {standing.waits_in}"
-    return f"{words}, {standing.at}" if standing.at else words
+def _doing(position: Position) -> str:
+    words = f"in {position.stage}" if position.stage in STAGES else position.stage
+    if position.waits_in:
+        words += f", waiting in {position.waits_in}"
+    return f"{words}, {position.at}" if position.at else words
 
 
 def collective_in(stack: list[Frame], *, is_gpu: bool) -> str:

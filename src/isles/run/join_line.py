@@ -110,7 +110,7 @@ def _decode(text: str) -> bytes:
     return secret
 
 
-def ask_rendezvous(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
+def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
     """GET a JSON object from a hub.
 
     Args:

@@ -45,7 +45,7 @@ class Attempt:
     """That the ranks of a job have saved and ended, until the coordinator decides what follows."""
     findings = _Entry("check.json")
     """What `isles check` found before this start."""
-    stalls = _Entry("stalls")
+    hangs = _Entry("hangs")
     """Stacks of the ranks at steps that took far too long."""
 
     def rank_log(self, rank: int) -> Path:

@@ -160,7 +160,7 @@ class ClusterRun:
 
 
 @dataclass(frozen=True, slots=True)
-class SeveralRun:
+class MultiClusterRun:
     """A run of several clusters, as the machine that has started it records it.
 
     Args:
@@ -216,7 +216,7 @@ class SeveralRun:
             fix=f"it has {', '.join(cluster.name for cluster in self.clusters)}",
         )
 
-    def having(self, cluster: ClusterRun) -> SeveralRun:
+    def having(self, cluster: ClusterRun) -> MultiClusterRun:
         """The same, with another record of one cluster."""
         clusters = tuple(cluster if c.name == cluster.name else c for c in self.clusters)
         return replace(self, clusters=clusters)
@@ -228,33 +228,33 @@ class SeveralRun:
             write_record(self.path / _CLUSTERS, record)
 
 
-def is_several(path: Path) -> bool:
+def is_multi_cluster(path: Path) -> bool:
     return (path / _CLUSTERS).is_file()
 
 
-def read_several(path: Path) -> SeveralRun | None:
+def read_multi_cluster(path: Path) -> MultiClusterRun | None:
     """The run of several clusters that a folder holds; None: it holds none."""
     record = read_record(path / _CLUSTERS)
     if record is None:
         return None
     try:
         clusters = tuple(ClusterRun(**each) for each in record.pop("clusters"))
-        return SeveralRun(path, clusters, **record)
+        return MultiClusterRun(path, clusters, **record)
     except (KeyError, TypeError):
         return None  # of another version of isles
 
 
-def list_several(output_dir: Path) -> list[SeveralRun]:
+def list_multi_cluster(output_dir: Path) -> list[MultiClusterRun]:
     """The runs of several clusters in a folder, the one that was started last at the end."""
     if not output_dir.is_dir():
         return []
-    found = [read_several(path) for path in output_dir.iterdir() if is_several(path)]
+    found = [read_multi_cluster(path) for path in output_dir.iterdir() if is_multi_cluster(path)]
     return sorted((run for run in found if run is not None), key=lambda run: run.started_at)
 
 
 def owner_of(
-    runs: list[SeveralRun], path: Path | str, ssh: str = ""
-) -> tuple[SeveralRun, ClusterRun] | None:
+    runs: list[MultiClusterRun], path: Path | str, ssh: str = ""
+) -> tuple[MultiClusterRun, ClusterRun] | None:
     """The run of several clusters that a run belongs to, and as which of them."""
     for run in reversed(runs):
         for cluster in run.clusters:

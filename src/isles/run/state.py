@@ -44,7 +44,7 @@ class AttemptState:
         begun_at: seconds since the epoch; None where it is not recorded.
         outcome: the outcome record, if there is one.
         launcher: local, ssh, manual, slurm or pbs.
-        heard_at: its last heartbeat, seconds since the epoch; None: there was none.
+        last_seen_at: its last heartbeat, seconds since the epoch; None: there was none.
         reason: why its job waits, in the queue's words.
     """
 
@@ -54,7 +54,7 @@ class AttemptState:
     begun_at: float | None
     outcome: dict[str, Any] | None
     launcher: str = "local"
-    heard_at: float | None = None
+    last_seen_at: float | None = None
     reason: str = ""
 
     @property
@@ -85,9 +85,9 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
     process = ProcessId.from_record(launch) if launch else None
     # The process first: it writes its outcome and then ends, never the other way round.
     is_alive = process is not None and process.is_here() and process.is_alive()
-    heard_at = _heard_at(run_dir, attempt, begun_at, now())
-    newest = _latest([heard_at, begun_at], now()) or 0.0
-    if heard_at is None and begun_at is not None and begun_at > now() + _FAST_S:
+    last_seen_at = _last_seen_at(run_dir, attempt, begun_at, now())
+    newest = _latest([last_seen_at, begun_at], now()) or 0.0
+    if last_seen_at is None and begun_at is not None and begun_at > now() + _FAST_S:
         newest = _modified_at(attempt.launch) or newest
     outcome = read_record(attempt.outcome)
     state: State
@@ -102,7 +102,7 @@ def attempt_state(run_dir: RunDir, attempt: Attempt, now: Clock = time.time) -> 
     else:
         is_alive = now() - newest < FRESH_S
         state = "running" if is_alive else "unknown"
-    return AttemptState(state, is_alive, process, begun_at, outcome, launcher, heard_at)
+    return AttemptState(state, is_alive, process, begun_at, outcome, launcher, last_seen_at)
 
 
 def _job_state(
@@ -111,14 +111,20 @@ def _job_state(
     # By the heartbeats of its ranks, then by the last answer of its queue.
     job = read_record(attempt.job) or {}
     word = job.get("state")
-    heard_at = _heard_at(run_dir, attempt, begun_at, now_s)
+    last_seen_at = _last_seen_at(run_dir, attempt, begun_at, now_s)
     outcome = read_record(attempt.outcome)
     ended_at = number_of(outcome, "at") or 0.0
     state: State
     is_alive = True
-    waits = word in ("pending", "requeued") and (number_of(job, "at") or 0.0) > (heard_at or 0.0)
-    is_heard = heard_at is not None and now_s - heard_at < FRESH_S and heard_at > ended_at + 1.0
-    if is_heard and not waits:
+    waits = word in ("pending", "requeued") and (number_of(job, "at") or 0.0) > (
+        last_seen_at or 0.0
+    )
+    is_seen = (
+        last_seen_at is not None
+        and now_s - last_seen_at < FRESH_S
+        and last_seen_at > ended_at + 1.0
+    )
+    if is_seen and not waits:
         state = "running"  # an outcome from before is that of an earlier start of the same job
     elif word in ("pending", "requeued"):
         state = "queued"
@@ -133,7 +139,7 @@ def _job_state(
     else:
         state, is_alive = "unknown", False
     reason = str(job.get("reason") or "")
-    return AttemptState(state, is_alive, None, begun_at, outcome, launcher, heard_at, reason)
+    return AttemptState(state, is_alive, None, begun_at, outcome, launcher, last_seen_at, reason)
 
 
 def _recorded(outcome: dict[str, Any]) -> State:
@@ -154,7 +160,7 @@ def current_status(run_dir: RunDir, begun_at: float | None) -> dict[str, Any]:
     return {} if is_older else status
 
 
-def _heard_at(
+def _last_seen_at(
     run_dir: RunDir, attempt: Attempt, begun_at: float | None, now_s: float
 ) -> float | None:
     # By the record's own time and by that of its file, since one of the clocks may be slow; each is

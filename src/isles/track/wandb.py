@@ -31,7 +31,7 @@ class WandbTracker:
     Args:
         config: project, entity, group, tags, mode.
         run: what is shown besides the curves.
-        mode: online, offline or disabled; see `settle_mode`.
+        mode: online, offline or disabled; see `resolve_mode`.
     """
 
     def __init__(self, config: WandbConfig, run: RunFacts, *, mode: WandbMode) -> None:
@@ -85,7 +85,7 @@ class WandbTracker:
         wandb.teardown()  # ends wandb's own process
 
 
-def settle_mode(config: WandbConfig, folder: Path) -> tuple[WandbMode, str]:
+def resolve_mode(config: WandbConfig, folder: Path) -> tuple[WandbMode, str]:
     """How wandb will work, and a line for the user if that was not asked for.
 
     Imports wandb, asks nobody anything, and needs no network. To be called before `WandbTracker`.

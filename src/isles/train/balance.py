@@ -15,7 +15,7 @@ from torch import nn
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve, slowest
 from isles.balance.revise import Allocation, Device, History, choose, equal_devices, pooled
-from isles.checkpoint.save import disk_fault
+from isles.checkpoint.save import disk_failure
 from isles.config.layout import Strategy
 from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh
@@ -256,7 +256,7 @@ def _write(history: History, file: Path) -> None:
     try:
         history.write(file)
     except OSError as error:
-        raise disk_fault(error, file.parent, rank=0) from error
+        raise disk_failure(error, file.parent, rank=0) from error
 
 
 def _proportional(limit: int) -> Curve:

@@ -26,7 +26,7 @@ from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
-from isles.run.hang import STAGES, Frame, Stall, Standing, collective_in, find_stall, place_in_words
+from isles.run.hang import STAGES, Frame, Hang, Position, collective_in, find_hang, place_in_words
 from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
@@ -284,7 +284,7 @@ class Watchdog:
     def _write_stacks(self, step: int, rank: int, stage: str, place: Place) -> None:
         waits = f", waiting in {place.waits_in}" if place.waits_in else ""
         head = f"rank {rank} on {self._hosts[rank]}, step {step}, {stage}{waits}, {place.at}\n\n"
-        folder = self._attempt.stalls
+        folder = self._attempt.hangs
         with suppress(OSError):  # a full disk: the log still names the rank
             folder.mkdir(exist_ok=True)
             path = folder / f"step-{step}-rank-{rank}.txt"
@@ -304,7 +304,7 @@ class Watchdog:
             lost = [heartbeats.store_rank] if heartbeats.store_rank is not None else []
             living = [rank for rank in ranks if rank not in lost]
             may_stop = not lost or living[0] == self._rank
-            stall = self._without_store(no_answer_s) if may_stop else None
+            hang = self._without_store(no_answer_s) if may_stop else None
         else:
             seen = heartbeats.last_seen
             silent = {r: now - s.at for r, s in seen.items() if now - s.at > _SILENT_S}
@@ -315,23 +315,23 @@ class Watchdog:
             # A lower rank in another phase has its own deadline: hours, if it hangs in a save.
             phases = {rank: last.view.get("phase") for rank, last in seen.items()}
             is_left = not any(r < self._rank and phases.get(r) == moment.phase for r in living)
-            stall = self._compare(moment, living, silent, unknown) if is_left else None
-        if stall is None:
+            hang = self._compare(moment, living, silent, unknown) if is_left else None
+        if hang is None:
             self._reported = (moment, "")
         else:
-            self._report(moment, now, stall, may_stop=may_stop)
+            self._report(moment, now, hang, may_stop=may_stop)
 
-    def _without_store(self, no_answer_s: float) -> Stall:
+    def _without_store(self, no_answer_s: float) -> Hang:
         host, port = self._heartbeats.address
         rank = self._heartbeats.store_rank
         if rank is not None:
-            return Stall(
+            return Hang(
                 (rank,),
                 f"rank {rank} on {self._hosts[rank]}, which keeps the store of the ranks at "
                 f"{host}:{port}, has not been heard of for {no_answer_s:.0f} s: it is frozen, or "
                 "its machine or network is down",
             )
-        return Stall(
+        return Hang(
             (),
             f"the store of the ranks at {host}:{port} has not answered for {no_answer_s:.0f} s: "
             "the process that leads the run is frozen or gone, or its machine or network is down",
@@ -339,41 +339,41 @@ class Watchdog:
 
     def _compare(
         self, moment: Moment, living: list[int], silent: dict[int, float], unknown: list[int]
-    ) -> Stall:
+    ) -> Hang:
         # From what the living ranks have posted.
-        standings: dict[int, Standing] = {}
+        standings: dict[int, Position] = {}
         for rank in (*living, *silent):
             last = self._heartbeats.last_seen.get(rank)
             view = {} if last is None else last.view
             step, stage = int(view.get("step", moment.step)), str(view.get("stage", ""))
-            standings[rank] = Standing(step, stage, silent_s=silent.get(rank, 0.0))
+            standings[rank] = Position(step, stage, silent_s=silent.get(rank, 0.0))
             record: dict[str, Any] = json.loads(self._heartbeats.posted.get(rank, "{}"))
             # One from an earlier hang says nothing of this one.
             if rank in living and record.get("step") == step:
                 place = Place(record["at"], record["waits_in"], record["stacks"])
                 stage = str(record["stage"])
-                standings[rank] = Standing(step, stage, place.at, place.waits_in)
-                if not (self._attempt.stalls / f"step-{step}-rank-{rank}.txt").exists():
+                standings[rank] = Position(step, stage, place.at, place.waits_in)
+                if not (self._attempt.hangs / f"step-{step}-rank-{rank}.txt").exists():
                     self._write_stacks(step, rank, stage, place)  # of a rank on another host
-        return find_stall(standings, self._hosts, unknown)
+        return find_hang(standings, self._hosts, unknown)
 
-    def _report(self, moment: Moment, now: float, stall: Stall, *, may_stop: bool) -> None:
+    def _report(self, moment: Moment, now: float, hang: Hang, *, may_stop: bool) -> None:
         what = f"step {moment.step}"
         usual = ""
         if moment.phase != "step":
             what = f"{moment.phase} after step {moment.step}"
         elif len(self._clock.steps) >= _KNOWN_STEPS:
             usual = f" (usually {_seconds(statistics.median(self._clock.steps))})"
-        text = f"{what} has taken {_seconds(now - moment.since)}{usual}: {stall.text}"
+        text = f"{what} has taken {_seconds(now - moment.since)}{usual}: {hang.text}"
         self._reported = (moment, what)
-        self._recorder.note(f"{text}; stacks of the ranks: {self._attempt.stalls}")
+        self._recorder.note(f"{text}; stacks of the ranks: {self._attempt.hangs}")
         record = {"step": moment.step, "text": text, "at": time.time()}
-        record |= {"culprits": list(stall.culprits), "went_on_after_s": None}
+        record |= {"root_causes": list(hang.root_causes), "went_on_after_s": None}
         with suppress(OSError):
-            self._attempt.stalls.mkdir(exist_ok=True)
-            write_record(self._attempt.stalls / f"step-{moment.step}.json", record)
+            self._attempt.hangs.mkdir(exist_ok=True)
+            write_record(self._attempt.hangs / f"step-{moment.step}.json", record)
         if self._config.action == "stop" and may_stop:
-            self._end(text, stall)
+            self._end(text, hang)
 
     def _went_on(self, now: float) -> None:
         assert self._reported is not None
@@ -383,13 +383,13 @@ class Watchdog:
             return
         took_s = now - moment.since
         self._recorder.note(f"{what} went on after {_seconds(took_s)}")
-        path = self._attempt.stalls / f"step-{moment.step}.json"
+        path = self._attempt.hangs / f"step-{moment.step}.json"
         with suppress(OSError):
             write_record(path, {**(read_record(path) or {}), "went_on_after_s": took_s})
 
-    def _end(self, text: str, stall: Stall) -> None:
+    def _end(self, text: str, hang: Hang) -> None:
         # End this rank, and with it the others, with an error that names the root cause.
-        rank = stall.culprits[0] if stall.culprits else self._rank
+        rank = hang.root_causes[0] if hang.root_causes else self._rank
         host = self._hosts[rank]
         error = error_record(
             text,
@@ -397,7 +397,7 @@ class Watchdog:
             kind="Stalled",
             code=ExitCode.COMMUNICATION,
             where=f"rank {rank} on {host}",
-            fix=f"the stacks of the ranks are in {self._attempt.stalls}; watchdog.action: report "
+            fix=f"the stacks of the ranks are in {self._attempt.hangs}; watchdog.action: report "
             "would wait for it",
             rank=rank,
             host=host,

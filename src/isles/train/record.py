@@ -32,7 +32,7 @@ from isles.run.restarts import LastStep
 from isles.track.base import Background, RemoteTracker, RunFacts, Tracker, Trackers
 from isles.track.local import JsonlTracker, TensorBoardTracker
 from isles.track.mlflow import MLflowTracker, load_mlflow
-from isles.track.wandb import WandbTracker, settle_mode
+from isles.track.wandb import WandbTracker, resolve_mode
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
         for section in tracker_sections(config.track):
             if isinstance(section, WandbConfig):
                 try:
-                    settle_mode(section, run_dir.path)
+                    resolve_mode(section, run_dir.path)
                 except UserError:
                     raise
                 except Exception:  # a package that is there and broken; `make_trackers` says so
@@ -246,7 +246,7 @@ def _open(
     try:
         match section:
             case WandbConfig():
-                mode, note = settle_mode(section, run_dir.path)
+                mode, note = resolve_mode(section, run_dir.path)
                 if note:
                     recorder.note(note)
                 open_tracker = functools.partial(WandbTracker, section, facts, mode=mode)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isles.config.auto import Machine, choose_strategy, ddp_bytes, describe
-from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, settled_stage
+from isles.config.interop.deepspeed import check_accumulation, deepspeed_settings, resolve_stage
 from isles.config.layout import Strategy, make_layout
 from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import (
@@ -136,7 +136,7 @@ def is_sharded(strategy: Strategy) -> bool:
         case AutoStrategy():
             return False
         case DeepSpeedStrategyConfig():
-            return settled_stage(strategy) == 3
+            return resolve_stage(strategy) == 3
         case DDPStrategyConfig():
             # DistributedDataParallel knows no cut parameters: FSDP2 with shards of one rank is
             # the same mathematics.

@@ -3,7 +3,7 @@
 The starter of each rank can read the stacks of its script (`ScriptStacks`). That of rank 0 also
 sees whether any rank still reports steps or prints (`ScriptWatch`), and asks all for their stacks
 when none has for too long, or when somebody leaves a file `stacks` in the folder of the attempt.
-Questions and answers are files in `stalls/`; between hosts that share no disk the agents bring them
+Questions and answers are files in `hangs/`; between hosts that share no disk the agents bring them
 (`agent/hang.py`).
 """
 
@@ -27,7 +27,7 @@ from isles.config.sections.training import WatchdogConfig
 from isles.errors import ExitCode
 from isles.facts.units import format_duration
 from isles.run.env import RankEnv
-from isles.run.hang import Frame, Stall, Standing, collective_in, find_stall, place_in_words
+from isles.run.hang import Frame, Hang, Position, collective_in, find_hang, place_in_words
 from isles.run.outcome import error_record
 from isles.run.paths import Attempt, RunDir
 from isles.run.records import read_record, write_record, write_text_atomic
@@ -221,7 +221,7 @@ class ScriptWatch:
     # Every rank.
 
     def _asked(self) -> int:
-        return int((read_record(self._attempt.stalls / ASKED) or {}).get("number", 0))
+        return int((read_record(self._attempt.hangs / ASKED) or {}).get("number", 0))
 
     def _answer(self) -> None:
         number = self._asked()
@@ -229,7 +229,7 @@ class ScriptWatch:
             return
         answer = self._stacks.ask(self._pid)
         place = {"number": number, "rank": self._env.rank, "host": os.uname().nodename}
-        path = self._attempt.stalls / f"rank-{self._env.rank}.json"
+        path = self._attempt.hangs / f"rank-{self._env.rank}.json"
         write_record(path, {**place, **answer}, durable=False)
         self._answered = number
 
@@ -274,14 +274,14 @@ class ScriptWatch:
         return found
 
     def _ask(self, why: str, now: float, *, by_hand: bool) -> None:
-        self._attempt.stalls.mkdir(exist_ok=True)
+        self._attempt.hangs.mkdir(exist_ok=True)
         number = time.time_ns()
-        write_record(self._attempt.stalls / ASKED, {"number": number}, durable=False)
+        write_record(self._attempt.hangs / ASKED, {"number": number}, durable=False)
         self._question = _Question(number, why, now, by_hand, self._signs.seen)
 
     def _gather(self, question: _Question, now: float) -> None:
         # Wait for the answers of all ranks, then report.
-        paths = {r: self._attempt.stalls / f"rank-{r}.json" for r in range(self._env.world_size)}
+        paths = {r: self._attempt.hangs / f"rank-{r}.json" for r in range(self._env.world_size)}
         found = {rank: read_record(path) or {} for rank, path in paths.items()}
         answers = {r: a for r, a in found.items() if a.get("number") == question.number}
         is_here = self._env.local_world_size == self._env.world_size
@@ -299,28 +299,28 @@ class ScriptWatch:
         for rank, answer in answers.items():
             waits = f", waiting in {answer['waits_in']}" if answer["waits_in"] else ""
             head = f"rank {rank} on {hosts[rank]}{waits}, {answer['at'] or answer['frozen']}\n\n"
-            path = attempt.stalls / f"{name}-rank-{rank}.txt"
+            path = attempt.hangs / f"{name}-rank-{rank}.txt"
             write_text_atomic(path, head + answer["stacks"], durable=False)
         text = f"{question.why}: {stall.text}"
         has_gone_on = question.seen != (self._signs.last, *self._printed())
-        self._log(f"{text}; stacks of the ranks: {attempt.stalls}")
+        self._log(f"{text}; stacks of the ranks: {attempt.hangs}")
         if question.by_hand:
             return
         # What it has printed since the question may be its last word: it must not go unseen.
         seen = question.seen if has_gone_on else self._signs.seen
         self._hang = _Hang(name, self._signs.any, seen)
         record = {"step": step, "text": text, "at": time.time(), "went_on_after_s": None}
-        record |= {"culprits": list(stall.culprits)}
-        write_record(attempt.stalls / f"{name}.json", record)
+        record |= {"root_causes": list(stall.root_causes)}
+        write_record(attempt.hangs / f"{name}.json", record)
         if self._config.action == "stop":
-            rank = stall.culprits[0] if stall.culprits else self._env.rank
+            rank = stall.root_causes[0] if stall.root_causes else self._env.rank
             self.error = error_record(
                 text,
                 id="step.stalled" if self._signs.num_steps else "script.silent",
                 kind="Stalled",
                 code=ExitCode.COMMUNICATION,
                 where=f"rank {rank} on {hosts[rank]}",
-                fix=f"the stacks of the ranks are in {attempt.stalls}; watchdog.action: report "
+                fix=f"the stacks of the ranks are in {attempt.hangs}; watchdog.action: report "
                 "would wait for it",
                 rank=rank,
                 host=hosts[rank],
@@ -343,12 +343,12 @@ class ScriptWatch:
     def _went_on(self, hang: _Hang, now: float) -> None:
         self._hang, self._question = None, None
         took_s = now - hang.since
-        path = self._attempt.stalls / f"{hang.name}.json"
+        path = self._attempt.hangs / f"{hang.name}.json"
         write_record(path, {**(read_record(path) or {}), "went_on_after_s": took_s})
         self._log(f"the script went on after {format_duration(took_s)}")
 
     def _free_name(self, kind: str) -> str:
-        present = {path.name.split(".")[0] for path in self._attempt.stalls.glob(f"{kind}-*")}
+        present = {path.name.split(".")[0] for path in self._attempt.hangs.glob(f"{kind}-*")}
         number = 1
         while any(name == f"{kind}-{number}" or f"{kind}-{number}-" in name for name in present):
             number += 1
@@ -389,13 +389,13 @@ def overdue(signs: Signs, config: WatchdogConfig, now: float, total_steps: int |
     return ""
 
 
-def script_hang(answers: dict[int, Any], hosts: list[str], step: int) -> Stall:
+def script_hang(answers: dict[int, Any], hosts: list[str], step: int) -> Hang:
     """The ranks that the others wait for, from the answers of the starters."""
     frozen = [rank for rank, answer in answers.items() if answer["frozen"]]
     missing = [rank for rank in range(len(hosts)) if rank not in answers]
     if frozen or missing:
         words = [f"rank {r} on {hosts[r]}: {answers[r]['frozen']}" for r in frozen]
         words += [f"rank {r} on {hosts[r]} does not answer" for r in missing]
-        return Stall((*frozen, *missing), "; ".join(words[:3]))
-    stands = {r: Standing(step, "running", a["at"], a["waits_in"]) for r, a in answers.items()}
-    return find_stall(stands, hosts)
+        return Hang((*frozen, *missing), "; ".join(words[:3]))
+    stands = {r: Position(step, "running", a["at"], a["waits_in"]) for r, a in answers.items()}
+    return find_hang(stands, hosts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from isles.check.finding import Finding, Level
 from isles.check.plan import Answers, Hosts, NodePlan
-from isles.config.files import data_faults, deepspeed_faults, shape_faults
+from isles.config.files import data_issues, deepspeed_issues, shape_issues
 from isles.config.load import Loaded
 from isles.config.sections.run import RunConfig
 from isles.errors import UserError
@@ -163,7 +163,7 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
     looked = ["files.script"] if is_script else ["files.model", "files.data"]
     ignored = "" if plan.is_first else "files.data"  # prepared data travels from the first host
     bad = {ignored}
-    faults = [*data_faults(loaded), *shape_faults(loaded, hub_cache()), *deepspeed_faults(loaded)]
+    faults = [*data_issues(loaded), *shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
     for fault in faults:
         key = fault.where.rpartition(" ")[2]
         finding_id = "files.script" if key.startswith("training.script") else "files.model"

@@ -24,7 +24,7 @@ from isles.config.load import Loaded
 from isles.config.sections.outer import DiLoCoConfig
 from isles.errors import ConfigError, PreflightError
 from isles.launch.hub import own_addresses, split_address
-from isles.launch.multi_cluster import is_elsewhere, meeting_place, refuse_peers
+from isles.launch.multi_cluster import hub_place, is_elsewhere, refuse_peers
 from isles.launch.ssh.hosts import Reach, choose_addresses
 
 _CONNECT_S, _RESOLVE_S = 5.0, 3.0
@@ -240,7 +240,7 @@ def hub_stand_in(loaded: Loaded) -> Iterator[Loaded]:
     if outer is None or not is_here or not any(map(is_elsewhere, loaded.config.clusters)):
         yield loaded
         return
-    listen, public = meeting_place(loaded)
+    listen, public = hub_place(loaded)
     where = loaded.where("outer.public", "outer")
     host, port = split_address(listen, where)
     with _listening(host, port, where) as opened:

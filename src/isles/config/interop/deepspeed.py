@@ -445,7 +445,7 @@ def stage_of(settings: Json) -> int:
     return int(settings[_ZERO]["stage"])
 
 
-def settled_stage(strategy: DeepSpeedStrategyConfig) -> int:
+def resolve_stage(strategy: DeepSpeedStrategyConfig) -> int:
     """The ZeRO stage that a strategy, or its file, asks for."""
     given: Json = {}
     if strategy.config_file is not None:

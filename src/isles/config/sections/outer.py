@@ -201,7 +201,7 @@ class DiLoCoConfig(Section):
         return f"topk:{codec.density!r}" if codec.kind == "topk" else codec.kind
 
     @property
-    def rendezvous_settings(self) -> dict[str, str | int | float]:
+    def hub_settings(self) -> dict[str, str | int | float]:
         """What the rendezvous of the run is told (`isles.outer.hub.rules.Settings`)."""
         found: dict[str, str | int | float] = {
             "wait": "all",

@@ -264,7 +264,7 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
     Returns:
         faults: what, where, fix and id of each.
     """
-    from isles.config.files import data_faults, deepspeed_faults, shape_faults
+    from isles.config.files import data_issues, deepspeed_issues, shape_issues
     from isles.config.load import Loaded
     from isles.config.sections.model import missing_package
     from isles.config.sections.run import RunConfig
@@ -281,8 +281,8 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
         found.append(error)
     if fault := missing_package(config.adapter):
         found.append(fault)
-    found += [*data_faults(loaded), *deepspeed_faults(loaded)]
-    found += shape_faults(loaded, hub_cache())
+    found += [*data_issues(loaded), *deepspeed_issues(loaded)]
+    found += shape_issues(loaded, hub_cache())
     return {"faults": [error_words(fault) for fault in found or huggingface_issues(loaded)]}
 
 

@@ -156,7 +156,7 @@ def _open_hub(
             )
         run = config.name.removesuffix(f"-{exchange.name}")
         given = (outer.hivemind or HivemindConfig()).model_dump()
-        hivemind = HivemindSettings(run=run, rules=outer.rendezvous_settings, **given)
+        hivemind = HivemindSettings(run=run, rules=outer.hub_settings, **given)
     elif not run_dir.join_line.exists():
         if outer.rendezvous is not None or outer.min_clusters > 1:
             raise ConfigError(

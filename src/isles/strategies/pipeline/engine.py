@@ -22,9 +22,9 @@ from isles.strategies.head import loss_of_logits
 from isles.strategies.pipeline.stages import (
     MicroBatches,
     Pipeline,
+    assign_layers,
     check_model,
     cut_stage,
-    deal_layers,
     stage_indices,
     stages_per_rank,
 )
@@ -74,7 +74,7 @@ class PipelineEngine(TorchEngine):
         num_stages = size * stages_per_rank(config.pp_schedule)
         check_model(model)
         dtype = _HIDDEN_DTYPE.get(precision, torch.float32)
-        layers = deal_layers(len(model.base_model.layers), num_stages)
+        layers = assign_layers(len(model.base_model.layers), num_stages)
         stages: dict[int, nn.Module] = {}
         for index in stage_indices(config.pp_schedule, mesh.place.pp, size):
             ends = {"is_first": index == 0, "is_last": index == num_stages - 1}

@@ -66,7 +66,7 @@ def rank_of_stage(schedule: PipelineSchedule, stage: int, pp_size: int) -> int:
     return 2 * pp_size - 1 - stage if way_back else stage % pp_size
 
 
-def deal_layers(num_layers: int, num_stages: int) -> list[range]:
+def assign_layers(num_layers: int, num_stages: int) -> list[range]:
     """The layers of each stage, as even as they go.
 
     Those left over go to the stages in the middle first, then to the first, and to the last never:
