@@ -3,9 +3,9 @@
     python benchmarks/chaos.py [--quick] [--rounds 40] [--seed 0]
 
 Four clusters (two ranks under fsdp, two under ddp, two of one rank) train one small model, first
-undisturbed, then while every few rounds something befalls one of them or their rendezvous, at a
+undisturbed, then while every few rounds something befalls one of them or their hub, at a
 random instant. Each is a run as `isles train` starts it; all are on this machine, and what a
-cluster says to the rendezvous goes through a line of its own, which can be cut.
+cluster says to the hub goes through a line of its own, which can be cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_clusters import Cluster, Inputs, Run, prepare, running
-from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_rendezvous, pause, plan_faults
+from chaos_faults import BLOWS, DEAD_AFTER_S, Blow, Fault, kill_hub, pause, plan_faults
 
 from isles.outer.hub.journal import Journal
 from isles.run.checkpoints import find_checkpoint
@@ -91,7 +91,7 @@ class Watch:
     def strike(self, kind: str, blow: Blow, name: str, chance: random.Random) -> None:
         """Let something happen, and wait until whom it befell is back."""
         cluster = self.run.clusters[name]
-        everyone = kind.startswith("rendezvous")
+        everyone = kind.startswith("hub")
         pause(chance.uniform(0.0, 1.5))
         fault = Fault(kind, "-" if everyone else name, self.round, time.time())
         fault.note = blow(self.run, cluster, chance)
@@ -147,11 +147,11 @@ def train(
         for place, kind, name in plan:
             watch.reach(place)
             if watch.round < rounds - 2:
-                watch.strike(kind, BLOWS.get(kind, kill_rendezvous), name, chance)
+                watch.strike(kind, BLOWS.get(kind, kill_hub), name, chance)
         watch.finish()
         print(f"  {rounds} rounds in {time.monotonic() - began:.0f} s", flush=True)
-        run.kill_rendezvous()
-        journal = Journal(folder / "state" / "rendezvous.sqlite")
+        run.kill_hub()
+        journal = Journal(folder / "state" / "hub.sqlite")
         result = judge(run, journal, watch)
         journal.close()
         run._server = None
@@ -159,7 +159,7 @@ def train(
 
 
 def judge(run: Run, journal: Journal, watch: Watch) -> dict[str, Any]:
-    """Compare what clusters and rendezvous have on record."""
+    """Compare what clusters and hub have on record."""
     digests: dict[int, set[str]] = {}
     for cluster in run.clusters.values():
         for row in cluster.turns():
@@ -174,7 +174,7 @@ def judge(run: Run, journal: Journal, watch: Watch) -> dict[str, Any]:
         print(f"  {', '.join(last)} ended together, the others after other turns")
     kinds = "('diverged', 'refused', 'outlier')"
     for event in journal.rows(f"SELECT * FROM events WHERE kind IN {kinds}"):
-        print(f"  the rendezvous says of {event['member']}: {event['kind']} {event['what']}")
+        print(f"  the hub says of {event['member']}: {event['kind']} {event['what']}")
     clusters = run.clusters.values()
     return {
         "diverged": sum(len(found) > 1 for found in digests.values())

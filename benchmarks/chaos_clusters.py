@@ -246,7 +246,7 @@ class Cluster:
 
 @dataclass
 class Run:
-    """A rendezvous and its clusters."""
+    """A hub and its clusters."""
 
     folder: Path
     clusters: dict[str, Cluster]
@@ -256,16 +256,16 @@ class Run:
     _log: IO[bytes] | None = None
 
     def serve(self) -> None:
-        """Start the rendezvous, or start it again on its state."""
+        """Start the hub, or start it again on its state."""
         command = [sys.executable, "-m", "isles.outer.hub", str(self.folder / "state")]
         command += ["--run", "chaos", "--settings", str(self.folder / "settings.json")]
         if self.port:
             command += ["--listen", f"127.0.0.1:{self.port}"]
         before = 0 if self._log is None else self._log.tell()
-        self._log = self._log or (self.folder / "rendezvous.log").open("wb")
+        self._log = self._log or (self.folder / "hub.log").open("wb")
         self._server = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         end = time.monotonic() + START_S
-        while b"is open" not in (text := (self.folder / "rendezvous.log").read_bytes()[before:]):
+        while b"is open" not in (text := (self.folder / "hub.log").read_bytes()[before:]):
             assert self._server.poll() is None and time.monotonic() < end, text.decode()
             time.sleep(0.05)
         self.port = JoinLine.read(self.folder / "state" / "join").port
@@ -291,7 +291,7 @@ class Run:
         record = read_record(cluster.directory.status)
         return "" if record is None else str(record["phase"])
 
-    def kill_rendezvous(self) -> None:
+    def kill_hub(self) -> None:
         """kill -9, and wait until it is gone."""
         assert self._server is not None
         self._server.kill()
@@ -303,14 +303,14 @@ class Run:
             if cluster.run_dir is not None:
                 cluster.send("all", signal.SIGKILL)
         if self._server is not None:
-            self.kill_rendezvous()
+            self.kill_hub()
 
 
 @contextmanager
 def running(
     inputs: Inputs, folder: Path, max_steps: int, outer: str, rules: Mapping[str, Any]
 ) -> Iterator[Run]:
-    """A rendezvous and four clusters, for as long as the block lasts."""
+    """A hub and four clusters, for as long as the block lasts."""
     wires, state = Wires(), folder / "state"
     run = Run(folder, {}, wires)
     folder.mkdir(parents=True)

@@ -20,7 +20,7 @@ class Fault:
 
     Args:
         kind: what.
-        name: of the cluster; `-`: the rendezvous.
+        name: of the cluster; `-`: the hub.
         round: in which it came.
         at, over_at: when it came, and when those whom it befell were back (unix time).
         delay_s: how long another cluster stood still beyond what is usual.
@@ -93,10 +93,10 @@ def silence(run: Run, cluster: Cluster, chance: random.Random) -> str:
     return f"for {away_s:.1f} s"
 
 
-def kill_rendezvous(run: Run, cluster: Cluster, chance: random.Random) -> str:
-    """kill -9 of the rendezvous in the middle of a turn; it is started again on its state."""
+def kill_hub(run: Run, cluster: Cluster, chance: random.Random) -> str:
+    """kill -9 of the hub in the middle of a turn; it is started again on its state."""
     run.wires.wait_for_transfer(cluster.name, TRANSFER_BYTES, 3.0)
-    run.kill_rendezvous()
+    run.kill_hub()
     away_s = chance.uniform(1.0, 6.0)
     pause(away_s)
     run.serve()
@@ -116,12 +116,12 @@ BLOWS: dict[str, Blow] = {
 
 
 def plan_faults(rounds: int, seed: int) -> list[tuple[int, str, str]]:
-    """Round, kind and cluster of each fault: all kinds in turn, the rendezvous twice."""
+    """Round, kind and cluster of each fault: all kinds in turn, the hub twice."""
     chance = random.Random(seed)
     places = range(2, rounds - 6, 1 if rounds < 20 else 2)
     kinds = [list(BLOWS)[index % len(BLOWS)] for index in range(len(places))]
     for index in (len(kinds) // 3, 2 * len(kinds) // 3 + 1):
-        kinds[index] = "rendezvous killed"
+        kinds[index] = "hub killed"
     return [
         (place, kind, chance.choice("ab" if kind == "one rank frozen" else "abcd"))
         for place, kind in zip(places, kinds, strict=True)

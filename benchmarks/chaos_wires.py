@@ -1,4 +1,4 @@
-"""Lines between clusters and their rendezvous that can be cut, for `benchmarks/chaos.py`."""
+"""Lines between clusters and their hub that can be cut, for `benchmarks/chaos.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _START_S = 60.0
 
 
 class Wires:
-    """A line of each cluster to the rendezvous, which can be cut, or go silent."""
+    """A line of each cluster to the hub, which can be cut, or go silent."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,7 +19,7 @@ class Wires:
         self._flows: dict[str, asyncio.Event] = {}
         self.moved_bytes: dict[str, int] = {}
         self.goal = 0
-        """The rendezvous' port."""
+        """The hub' port."""
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def add(self, name: str) -> int:

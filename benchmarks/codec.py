@@ -3,7 +3,7 @@
     python benchmarks/codec.py [--quick]
 
 A model's worth of numbers is encoded and decoded piece by piece, as a cluster does it, and averaged
-over three contributions, as the rendezvous does it. In the same rounds the same numbers are copied
+over three contributions, as the hub does it. In the same rounds the same numbers are copied
 in a loop, piece by piece. One thread; seconds are those of its own CPU time, so that whatever else
 the machine does counts less, and the median over the rounds is told. GB/s are of fp32: 4 bytes for
 each number, whatever the codec makes of it; for an average, of all contributions together. The

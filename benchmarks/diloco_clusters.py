@@ -166,7 +166,7 @@ class Turn:
 
 @dataclass
 class Meeting:
-    """The clusters' turns; stands where rendezvous and links are."""
+    """The clusters' turns; stands where hub and links are."""
 
     layout: Layout
     replicas: Sequence[Replica]

@@ -12,9 +12,9 @@ begin from scratch, from the same random weights; the first rounds are short and
 and optimizer that the synchronous run has after so many steps. `sync, other samples` tells how far
 two synchronous runs differ by chance.
 
-All clusters live in this one process and step by turns: there is no rendezvous and no network. What
+All clusters live in this one process and step by turns: there is no hub and no network. What
 they do to the weights is isles' own: engine, optimizer, loader, layout, codecs with error feedback,
-the rendezvous' averaging, weighted by tokens, and the cluster's outer step, with the same schedule
+the hub' averaging, weighted by tokens, and the cluster's outer step, with the same schedule
 of turns as in training. After each turn the outer parameters of all clusters must have one digest.
 Settings are codecs; `+fragments` cuts the model in fragments that are averaged by turns, while
 inner steps go on. topk has less outer momentum, as what it leaves out is fed back; SparseLoCo none.

@@ -2,21 +2,21 @@
 
     python benchmarks/slow_link.py [--quick] [--rate 100] [--steps 300] …
 
-Needs root: clusters and rendezvous are network namespaces of this machine (see tests/lab), and the
+Needs root: clusters and hub are network namespaces of this machine (see tests/lab), and the
 network interface of each cluster is shaped to RATE Mbit/s in either direction (tbf). The kernel's
 netem, which delays, is not everywhere: `--delay MS` puts the second cluster behind a link in user
 space, which takes CPU time from the clusters. A cluster is one rank with one CPU thread that trains
 the shape llama-15m in fp32 on samples that are made up. Three runs, one after the other:
 
 plain: both clusters at once, each for itself: what inner steps take where nothing travels.
-outer: the same with a section `outer` (int8, 4 fragments, a delay), through a rendezvous on a third
+outer: the same with a section `outer` (int8, 4 fragments, a delay), through a hub on a third
     host: isles' trainer; nothing but the join line is put there by hand.
 ddp: the same trainer as one cluster of two ranks with strategy ddp, over the same two interfaces.
 
 compute share: the part of the wall time in which a rank was in its inner steps, by its own records
 (data, forward and backward, optimizer; not what it waited for communication), from the end of one
 step to the end of another, whole rounds apart; starts and ends are no part of it. Encoding, TLS
-and the rendezvous take CPU time of the same cores on which the ranks compute, and what rank 0 says
+and the hub take CPU time of the same cores on which the ranks compute, and what rank 0 says
 to the hub takes the interpreter's lock now and then: that
 makes steps longer, so `speed` says how long a step is beside one of `plain`, all in all.
 bytes: both directions of a cluster's interface, by its counters, for each inner step.
@@ -171,13 +171,13 @@ def outer_figures(run: Run, first: int, last: int) -> dict[str, float]:
             f"{row['turn']:>6}  {row['mode']:<8}{up:>6.1f}{row['send_s']:>7.2f}{down:>10.1f}"
             f"{row['receive_s']:>7.2f}{row['exposed_s']:>11.3f}{row['hidden_s']:>10.2f}"
         )
-    cpu = {kind: run.cpu_s(kind, first, last) for kind in ("ranks", "rendezvous")}
+    cpu = {kind: run.cpu_s(kind, first, last) for kind in ("ranks", "hub")}
     print(f"CPU seconds: {', '.join(f'{kind} {spent:.1f}' for kind, spent in cpu.items())}")
     exposed_s, hidden_s = (sum(row[name] for row in every) for name in ("exposed_s", "hidden_s"))
     return {
         "exposed_s": exposed_s / len(turns),
         "hidden_s": hidden_s / len(turns),
-        "rendezvous_cpu_s": cpu["rendezvous"],
+        "hub_cpu_s": cpu["hub"],
     }
 
 

@@ -62,7 +62,7 @@ class Seen:
     """By host: bytes that its interface has sent and received."""
 
     cpu: dict[str, float]
-    """CPU seconds of ranks and the rendezvous, all together."""
+    """CPU seconds of ranks and the hub, all together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Bench:
     Args:
         lab: the hosts.
         clusters: two of them.
-        meeting: that of the rendezvous.
+        meeting: that of the hub.
         options: as typed.
     """
 
@@ -169,25 +169,25 @@ class Bench:
         files = [
             self.write(f"outer-{cluster}", cluster, steps, more=outer) for cluster in self.clusters
         ]
-        with self.rendezvous() as (line, server):
+        with self.hub() as (line, server):
             commands = [python(str(SCRIPT), "--rank", str(file), str(line)) for file in files]
             names = [file.stem for file in files]
             return self._run(names, commands, server)
 
     @contextmanager
-    def rendezvous(self) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-        """A rendezvous: its join line, as the hosts see it, and its process."""
-        address, state = self.lab.address(self.meeting), self.lab.shared / "rendezvous"
+    def hub(self) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+        """A hub: its join line, as the hosts see it, and its process."""
+        address, state = self.lab.address(self.meeting), self.lab.shared / "hub"
         rules = {"min_clusters": len(self.clusters), "dead_after_s": 60.0}
         (self.lab.shared / "rules.json").write_text(json.dumps(rules))
-        command = python("-m", "isles.outer.hub", "/shared/rendezvous", "--run", "slow")
+        command = python("-m", "isles.outer.hub", "/shared/hub", "--run", "slow")
         command += ["--listen", f"{address}:{PORT}", "--settings", "/shared/rules.json"]
-        with self._processes([(self.meeting, command, "rendezvous")]) as (server,):
+        with self._processes([(self.meeting, command, "hub")]) as (server,):
             end = time.monotonic() + 60.0
             while not (state / "join").exists():
-                self._check([server], ["rendezvous"], end, "has not opened")
+                self._check([server], ["hub"], end, "has not opened")
                 time.sleep(0.05)
-            yield Path("/shared/rendezvous/join"), server
+            yield Path("/shared/hub/join"), server
 
     def _run(
         self,
@@ -199,7 +199,7 @@ class Bench:
         logs = [f"{names[0]}-{cluster}" for cluster in self.clusters]
         todo = list(zip(self.clusters, commands, logs, strict=True))
         with self._processes(todo) as processes:
-            kinds: dict[str, list[int]] = {"ranks": [], "rendezvous": []}
+            kinds: dict[str, list[int]] = {"ranks": [], "hub": []}
             watch = Watch(self.lab, self.clusters, kinds)
             end = time.monotonic() + DEADLINE_S
             while any(process.poll() is None for process in processes):
@@ -256,12 +256,12 @@ def _pids(
     processes: Sequence[subprocess.Popen[bytes]], server: subprocess.Popen[bytes] | None
 ) -> dict[str, list[int]]:
     """The processes by kind."""
-    found: dict[str, list[int]] = {"ranks": [], "rendezvous": []}
+    found: dict[str, list[int]] = {"ranks": [], "hub": []}
     for process in processes:
         for child in _family(process):
             found["ranks"].append(child.pid)
     if server is not None:
-        found["rendezvous"] = [child.pid for child in _family(server)]
+        found["hub"] = [child.pid for child in _family(server)]
     return found
 
 

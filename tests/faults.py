@@ -197,7 +197,7 @@ FAULTS = (
         "run/records.py",
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)",
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)",
-        "tests/unit/test_outer_rendezvous.py",
+        "tests/unit/test_outer_hub.py",
     ),
     Fault(
         "the last error is taken for the cause",

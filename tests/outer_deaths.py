@@ -1,4 +1,4 @@
-"""A rendezvous that dies at every step at which it touches its disk, and is asked on.
+"""A hub that dies at every step at which it touches its disk, and is asked on.
 
 Run as `python -m tests.outer_deaths FOLDER`, in a process of its own: it forks.
 """
@@ -41,7 +41,7 @@ class Plain:
 
 
 def open_world(folder: Path) -> World:
-    """The rendezvous, as the disk has it."""
+    """The hub, as the disk has it."""
     return World(folder, dead_after_s=1e9)
 
 

@@ -1,6 +1,6 @@
 """A cluster for tests: contributes numbers that follow from its name, and goes on after any kill.
 
-To be started by `tests.ranks`, as is the rendezvous itself.
+To be started by `tests.ranks`, as is the hub itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import HubRefusal
-from isles.outer.hub import __main__ as rendezvous
+from isles.outer.hub import __main__ as hub
 from isles.outer.messages import Heartbeat, Join
 from isles.run.env import RankEnv
 from isles.run.join_line import JoinLine
@@ -116,8 +116,8 @@ async def _beat(client: HubApi, state: dict) -> None:
 
 
 def serve(env: RankEnv, state: Path, settings: Path) -> int:
-    """A rendezvous, until it is killed or told to end; its exit code."""
-    return rendezvous.main([str(state), "--run", "test", "--settings", str(settings)])
+    """A hub, until it is killed or told to end; its exit code."""
+    return hub.main([str(state), "--run", "test", "--settings", str(settings)])
 
 
 def take_part(

@@ -1,4 +1,4 @@
-"""A rendezvous without network, and with a clock that the test turns."""
+"""A hub without network, and with a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ZERO = "0" * 64
 
 
 class World:
-    """A rendezvous on a folder, and a clock."""
+    """A hub on a folder, and a clock."""
 
     def __init__(self, folder: Path, fragments: int = 1, **rules: object) -> None:
         self.now = 0.0

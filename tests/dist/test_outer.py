@@ -111,7 +111,7 @@ class Side:
 
 
 class Meeting:
-    """Stands for the rendezvous: rank 0 of each cluster averages what all have brought."""
+    """Stands for the hub: rank 0 of each cluster averages what all have brought."""
 
     def __init__(self, folder: Path, name: str, names: Sequence[str], world: World) -> None:
         self.folder, self.name, self.names = folder, name, names
@@ -145,7 +145,7 @@ class Meeting:
 
 
 def mean(layout: Layout, fragment: int, parts: Sequence[tuple[bytes, float]]) -> bytes:
-    """What a rendezvous does, piece by piece."""
+    """What a hub does, piece by piece."""
     found, start = b"", 0
     for count in layout.piece_counts(fragment):
         end = start + layout.codec.size(count)

@@ -58,7 +58,7 @@ def all_codecs(env: RankEnv, folder: Path, name: str) -> dict[str, list[tuple[st
 
 
 def test_weights_are_the_same_bits_after_every_turn_with_every_codec(tmp_path: Path) -> None:
-    """Two processes that learn unlike things, with links and rendezvous."""
+    """Two processes that learn unlike things, with links and hub."""
     gangs = []
     for case in CASES:
         own = tmp_path / case

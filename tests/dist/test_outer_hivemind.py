@@ -1,4 +1,4 @@
-"""Engine hivemind with real peers: no rendezvous is started, and whoever hosts it may be killed."""
+"""Engine hivemind with real peers: no hub is started, and whoever hosts it may be killed."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Swarm:
         )
 
     def host(self) -> str:
-        """Who hosts the rendezvous: nobody has done so in a later term."""
+        """Who hosts the hub: nobody has done so in a later term."""
         found = {
             int(path.parent.name.partition("-")[2]): name
             for name in self.running
-            for path in self.place(name).glob("rendezvous-*/port")
+            for path in self.place(name).glob("hub-*/port")
         }
         return found[max(found)]
 

@@ -1,4 +1,4 @@
-"""Clusters with real links and a real rendezvous: kills, freezes, newcomers."""
+"""Clusters with real links and a real hub: kills, freezes, newcomers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def until(
 
 
 class Clusters:
-    """A rendezvous, and clusters."""
+    """A hub, and clusters."""
 
     def __init__(self, folder: Path, codec: str, fragments: int, turns: int, **rules: Any) -> None:
         self.folder, self.state, self.turns = folder, folder / "state", turns
@@ -55,8 +55,8 @@ class Clusters:
         self.serve()
 
     def serve(self) -> None:
-        self.running["rendezvous"] = start_ranks(serve, 1, self.state, self.rules)
-        until((self.state / "join").exists, "the rendezvous")
+        self.running["hub"] = start_ranks(serve, 1, self.state, self.rules)
+        until((self.state / "join").exists, "the hub")
 
     def start(self, name: str, **options: Any) -> None:
         arguments = (self.folder, name, {**self.options, **options})
@@ -90,7 +90,7 @@ class Clusters:
 
     def committed(self) -> int:
         with suppress(sqlite3.Error):
-            journal = sqlite3.connect(f"file:{self.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
+            journal = sqlite3.connect(f"file:{self.state / 'hub.sqlite'}?mode=ro", uri=True)
             try:
                 sql = "SELECT COUNT(*) FROM turns WHERE state = 'committed'"
                 return int(journal.execute(sql).fetchone()[0])
@@ -131,8 +131,8 @@ class Clusters:
 
 def check_ledger(clusters: Clusters, everybody: bool, names: int) -> None:
     """No sample was leased twice; every contribution is in its turn."""
-    clusters.kill("rendezvous")
-    journal = Journal(clusters.state / "rendezvous.sqlite")
+    clusters.kill("hub")
+    journal = Journal(clusters.state / "hub.sqlite")
     assert overlaps(journal) == []
     if everybody:
         taken = journal.rows("SELECT participants FROM turns WHERE state = 'committed'")
@@ -144,13 +144,11 @@ def check_ledger(clusters: Clusters, everybody: bool, names: int) -> None:
     journal.close()
 
 
-@pytest.mark.parametrize(
-    ("codec", "fragments", "blows"), [("int8", 2, ["rendezvous", "freeze", "rendezvous"])]
-)
+@pytest.mark.parametrize(("codec", "fragments", "blows"), [("int8", 2, ["hub", "freeze", "hub"])])
 def test_kills_and_freezes_lose_no_contribution(
     tmp_path: Path, codec: str, fragments: int, blows: list[str]
 ) -> None:
-    """The rendezvous is killed, and a cluster stopped for a while, at random instants."""
+    """The hub is killed, and a cluster stopped for a while, at random instants."""
     chance = random.Random(codec)
     names = ("a", "b", "c")
     rules = {"wait": "all", "min_clusters": 3, "dead_after_s": 120.0}
@@ -172,7 +170,7 @@ def test_kills_and_freezes_lose_no_contribution(
                 clusters.pause(3.0)
                 gang.signal(signal.SIGCONT)
             else:
-                clusters.kill("rendezvous")
+                clusters.kill("hub")
                 clusters.serve()
             clusters.reached(outer_step + 1, *names)
         clusters.hold(clusters.turns)

@@ -9,9 +9,9 @@ import torch
 
 from tests.dist.test_outer_train import (
     DEADLINE_S,
+    hub,
     made_up,
     model_of,
-    rendezvous,
     start_cluster,
     turns_of,
 )
@@ -31,7 +31,7 @@ def test_zero3_and_hsdp_keep_the_same_weights_through_a_resume(
     """Two fragments, a step late; then the run is made longer, on other numbers of ranks."""
     outer = "sync_every: 4, fragments: 2, delay: 1, codec: int4, deadline: 200s"
     resume = {"a": "auto", "b": "auto"}
-    with rendezvous(tmp_path, min_clusters=2):
+    with hub(tmp_path, min_clusters=2):
         for max_steps, ranks in ((6, {"a": 2, "b": 2}), (10, {"a": 1, "b": 4})):
             more = f"training.max_steps={max_steps}"
             started = {

@@ -1,4 +1,4 @@
-"""One model on several clusters: real ranks, a real rendezvous."""
+"""One model on several clusters: real ranks, a real hub."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def until(condition: Callable[[], object], what: str, *gangs: Gang) -> None:
 
 
 @contextmanager
-def rendezvous(folder: Path, **rules: Any) -> Iterator[Path]:
-    """A rendezvous over loopback; its state directory."""
+def hub(folder: Path, **rules: Any) -> Iterator[Path]:
+    """A hub over loopback; its state directory."""
     state = folder / "state"
     write_record(folder / "rules.json", rules)
     gang = start_ranks(serve, 1, state, folder / "rules.json")
     try:
-        until((state / "join").exists, "the rendezvous", gang)
+        until((state / "join").exists, "the hub", gang)
         yield state
     finally:
         gang.kill()
@@ -216,11 +216,11 @@ def on_disk(made_up: Path) -> Path:
 def test_two_clusters_that_meet_after_each_step_are_data_parallel(
     on_disk: Path, tmp_path: Path
 ) -> None:
-    """With SGD, rate one and no momentum; the samples are those that the rendezvous has dealt."""
+    """With SGD, rate one and no momentum; the samples are those that the hub has dealt."""
     options = ("training.lr_scheduler_type=constant", "training.warmup_steps=0", *SGD)
     options += ("training.weight_decay=0.0", "training.learning_rate=0.5", "training.max_steps=3")
     outer = f"sync_every: 1, {PLAIN}, deadline: 120s"
-    with rendezvous(tmp_path, min_clusters=2):
+    with hub(tmp_path, min_clusters=2):
         started = [start_cluster(on_disk, name, 1, outer, *options) for name in "ab"]
         for _, _, gang in started:
             assert gang.wait(DEADLINE_S) == [0]
@@ -256,7 +256,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
     outer = "sync_every: 6, fragments: 2, delay: 2, codec: int8, deadline: 120s, warmup_rounds: 1"
     options = ("training.max_steps=24", "checkpoint.every_steps=4")
     fsdp = ("strategy={kind: fsdp}", "training.global_batch_size=6")
-    with rendezvous(tmp_path, min_clusters=2, dead_after_s=4.0) as state:
+    with hub(tmp_path, min_clusters=2, dead_after_s=4.0) as state:
         a, _, a_gang = start_cluster(made_up, "a", 2, outer, *options, *fsdp)
         b, _, b_gang = start_cluster(made_up, "b", 1, outer, *options)
         until(lambda: len(turns_of(b)) >= 3 and list_checkpoints(b), "three turns", a_gang, b_gang)
@@ -265,7 +265,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
         assert again.path == b.path
         assert a_gang.wait(DEADLINE_S) == [0, 0]
         assert b_gang.wait(DEADLINE_S) == [0]
-        journal = Journal(state / "rendezvous.sqlite")
+        journal = Journal(state / "hub.sqlite")
         assert overlaps(journal) == []
         counts = Samples(journal).counts()
     rows = turns_of(a)
@@ -291,11 +291,11 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
 
 @pytest.mark.long
 def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_path: Path) -> None:
-    """Two are stopped and the rendezvous ends; one of them goes on, with two that are new."""
+    """Two are stopped and the hub ends; one of them goes on, with two that are new."""
     outer = "sync_every: 10, fragments: 2, delay: 2, codec: int8, deadline: 200s"
     options = ("training.max_steps=60",)
     rules = {"min_clusters": 2, "dead_after_s": 20.0}
-    with rendezvous(tmp_path, **rules):
+    with hub(tmp_path, **rules):
         started = [start_cluster(made_up, name, 1, outer, *options) for name in "ab"]
         gangs = [gang for _, _, gang in started]
         until(lambda: len(turns_of(started[1][0])) >= 2, "two turns", *gangs)
@@ -305,7 +305,7 @@ def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_pa
             assert gang.wait(DEADLINE_S) == [int(ExitCode.REQUEUE)]
     before = turns_of(started[0][0])
     fsdp = ("strategy={kind: fsdp}", "training.global_batch_size=6")
-    with rendezvous(tmp_path, **rules) as state:
+    with hub(tmp_path, **rules) as state:
         a, _, a_gang = start_cluster(made_up, "a", 1, outer, *options)
         others = [
             start_cluster(made_up, "c", 1, outer, *options),
@@ -313,7 +313,7 @@ def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_pa
         ]
         assert a_gang.wait(DEADLINE_S) == [0]
         assert [set(gang.wait(DEADLINE_S)) for _, _, gang in others] == [{0}, {0}]
-        assert overlaps(Journal(state / "rendezvous.sqlite")) == []
+        assert overlaps(Journal(state / "hub.sqlite")) == []
     rows = turns_of(a)
     assert before.items() <= rows.items(), "what was averaged stays so"
     assert {"a", "c", "d"} == set().union(*(row["weights"] for row in rows.values())) - {"b"}
@@ -326,12 +326,12 @@ def test_other_clusters_go_on_than_those_that_were_stopped(made_up: Path, tmp_pa
 
 @pytest.mark.long
 def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Path) -> None:
-    """No cluster is left whose state the others could take, nor has the rendezvous all averages:
+    """No cluster is left whose state the others could take, nor has the hub all averages:
     each cluster has kept those that its own checkpoints lack."""
     outer = "sync_every: 4, fragments: 2, codec: int8, deadline: 120s"
     options = ("training.max_steps=60", "checkpoint.every_steps=15")
     rules = {"min_clusters": 2, "dead_after_s": 4.0, "keep_averages": 2}
-    with rendezvous(tmp_path, **rules):
+    with hub(tmp_path, **rules):
         started = [start_cluster(made_up, name, 1, outer, *options) for name in "ab"]
         gangs = [gang for _, _, gang in started]
         until(lambda: all(len(turns_of(r)) >= 13 for r, _, _ in started), "13 turns", *gangs)
@@ -340,11 +340,11 @@ def test_all_are_killed_long_after_their_checkpoints(made_up: Path, tmp_path: Pa
     before = turns_of(started[0][0])
     saved = [list_checkpoints(run_dir)[-1].step for run_dir, _, _ in started]
     assert all(step // 2 + 2 < len(before) for step in saved), (saved, len(before))
-    with rendezvous(tmp_path, **rules) as state:
+    with hub(tmp_path, **rules) as state:
         gangs = [start_cluster(made_up, name, 1, outer, *options)[2] for name in "ab"]
         for gang in gangs:
             assert gang.wait(DEADLINE_S) == [0]
-        assert overlaps(Journal(state / "rendezvous.sqlite")) == []
+        assert overlaps(Journal(state / "hub.sqlite")) == []
     rows = turns_of(started[0][0])
     assert {t: r["digest"] for t, r in before.items()}.items() <= {
         t: r["digest"] for t, r in rows.items()
@@ -361,7 +361,7 @@ def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
     """It is no end: who goes on from the checkpoint averages, and saves that in its place."""
     outer = "sync_every: 40, deadline: 200s"
     options = ("training.max_steps=80",)
-    with rendezvous(tmp_path, min_clusters=2, dead_after_s=200.0):
+    with hub(tmp_path, min_clusters=2, dead_after_s=200.0):
         a, _, a_gang = start_cluster(made_up, "a", 1, outer, *options)
         b, _, b_gang = start_cluster(made_up, "b", 1, outer, *options)
         until(lambda: turns_of(b), "a turn", a_gang, b_gang)
@@ -409,7 +409,7 @@ def test_all_end_with_the_same_weights_where_one_is_late(
     if late == "contribution":
         rules |= {"wait": "time_boxed", "time_box_s": 3.0, "gather": 2, "gather_s": 200.0}
     gangs: list[Gang] = []
-    with rendezvous(tmp_path, **rules), all_killed(gangs):
+    with hub(tmp_path, **rules), all_killed(gangs):
         halts, _, gang = start_cluster(made_up, "b", 1, outer, *options, rank=halts_at_the_end)
         gangs.append(gang)
         if late == "start":
@@ -441,7 +441,7 @@ def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -
     """Also where a run that was over is made longer, on another number of ranks."""
     lora = ("adapter={type: lora, r: 2, alpha: 4}", "training.max_steps=6")
     outer = "sync_every: 2, codec: bf16"
-    with rendezvous(tmp_path):
+    with hub(tmp_path):
         run_dir, _, gang = start_cluster(on_disk, "a", 1, outer, *lora, "training.max_steps=4")
         assert gang.wait(DEADLINE_S) == [0]
         shorter = turns_of(run_dir)
@@ -460,9 +460,7 @@ def test_of_an_adapter_only_its_matrices_travel(on_disk: Path, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_cluster_without_its_rendezvous_says_whom_it_misses(
-    made_up: Path, tmp_path: Path
-) -> None:
+def test_a_cluster_without_its_hub_says_whom_it_misses(made_up: Path, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     line = "isles://127.0.0.1:9/test#" + "A" * 43 + "." + "A" * 43
     (tmp_path / "state" / "join").write_text(line)
@@ -470,7 +468,7 @@ def test_a_cluster_without_its_rendezvous_says_whom_it_misses(
     assert gang.wait(DEADLINE_S) == [5]
     error = read_record(attempt.rank_error(0))
     assert error is not None
-    assert "rendezvous has not answered within 2s" in error["what"] and "deadline" in error["fix"]
+    assert "hub has not answered within 2s" in error["what"] and "deadline" in error["fix"]
 
 
 def manifests(env: RankEnv, folder: Path) -> list[str]:

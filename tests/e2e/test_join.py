@@ -35,7 +35,7 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.long
-def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_path: Path) -> None:
+def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Path) -> None:
     content = yaml.safe_load(run_file.read_text())
     content["outer"] = {"kind": "diloco", "sync_every": 10, "min_clusters": 2, "deadline": "10m"}
     content["training"]["max_steps"] = STEPS
@@ -44,7 +44,7 @@ def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_p
     del content["tokenizer"]
     run_file.write_text(yaml.safe_dump(content))
     opening = ("hub", str(run_file))
-    state = tmp_path / "runs" / "tiny-rendezvous-1"
+    state = tmp_path / "runs" / "tiny-hub-1"
     first = Command(*opening, cwd=tmp_path)
     first.until((state / "join").exists)
     line = JoinLine.read(state / "join")
@@ -94,7 +94,7 @@ def test_two_sites_train_one_model_and_the_rendezvous_dies(run_file: Path, tmp_p
         for command in (first, *clusters.values()):
             if command.process.poll() is None:
                 command.process.kill()
-        Command("stop", "tiny-rendezvous-1", cwd=tmp_path).end()
+        Command("stop", "tiny-hub-1", cwd=tmp_path).end()
         for name, command in clusters.items():
             if command.process.returncode:
                 Command("stop", f"tiny-{name}-1", "--now", cwd=tmp_path / name).end()

@@ -232,7 +232,7 @@ def first_peer(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.long
 def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_peer: str) -> None:
-    """They find one another by an address in the run file; no rendezvous is started."""
+    """They find one another by an address in the run file; no hub is started."""
     content = yaml.safe_load(two.read_text())
     content["outer"] |= {"engine": "hivemind", "min_clusters": 2}
     content["outer"]["hivemind"] = {"initial_peers": [first_peer]}

@@ -82,7 +82,7 @@ def turns(run_dir: RunDir) -> dict[int, dict[str, Any]]:
 
 def assert_secret_is_kept(lab: Lab, runs: dict[str, RunDir], job_id: str) -> None:
     """The token of the join line stands in the files that are for it, and in no other place."""
-    token = JoinLine.read(lab.shared / "runs/far-1/rendezvous/join").token
+    token = JoinLine.read(lab.shared / "runs/far-1/hub/join").token
     for run_dir in runs.values():
         assert run_dir.join_line.stat().st_mode & 0o777 == 0o600
         assert token in run_dir.join_line.read_text()

@@ -122,8 +122,8 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         (["outer={kind: diloco, interface: eth0}"], "unknown key", "delete it: clusters average"),
         (["outer={kind: diloco, max_rate: 20}"], "max_rate is 20", "20MB"),
         (["outer={kind: diloco, max_rate: 20Mbit}"], "20Mbit", "20MB"),
-        (["outer={kind: diloco, rendezvous: hub}"], "not HOST:PORT", "hub.example.org:29400"),
-        (["outer={kind: diloco, rendezvous: 'h:1', public: 'g:1'}"], "public g:1", "delete it"),
+        (["outer={kind: diloco, hub: hub}"], "not HOST:PORT", "hub.example.org:29400"),
+        (["outer={kind: diloco, hub: 'h:1', public: 'g:1'}"], "public g:1", "delete it"),
         ([DILOCO, "strategy={kind: fsdp, pp_size: 2}"], "pp_size 2 does not go", "fsdp"),
         ([DILOCO, "data.streaming=true"], "forwards only", "streaming: false"),
         ([DILOCO, "training.num_train_epochs=2"], "share the samples", "max_steps"),
@@ -160,7 +160,7 @@ def test_values_are_read_as_they_are_meant(tmp_path: Path) -> None:
     assert (quorum["wait"], quorum["quorum"], quorum["min_clusters"]) == ("quorum", 3, 2)
 
 
-def test_the_rendezvous_understands_its_settings(tmp_path: Path) -> None:
+def test_the_hub_understands_its_settings(tmp_path: Path) -> None:
     from isles.outer.hub.rules import Settings
 
     for text in ("wait: all", "wait: {time_boxed: 2m}", "wait: {quorum: 3, grace: 0s}"):

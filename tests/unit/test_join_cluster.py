@@ -54,7 +54,7 @@ LINE = f"isles://127.0.0.1:1/tiny#{TOKEN}.{TOKEN}"
 
 
 def given(tmp_path: Path, text: str = RUN, **changes: Any) -> str:
-    """What a rendezvous gives to others of a run file, with some values changed in it."""
+    """What a hub gives to others of a run file, with some values changed in it."""
     content = yaml.safe_load(text)
     for key, value in changes.items():
         content[key] = {**content[key], **value}
@@ -65,7 +65,7 @@ def given(tmp_path: Path, text: str = RUN, **changes: Any) -> str:
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The state directory of a rendezvous that runs."""
+    """The state directory of a hub that runs."""
     folder = tmp_path_factory.mktemp("meeting")
     state = folder / "state"
     _, is_new = open_hub(
@@ -204,9 +204,7 @@ def test_nothing_from_elsewhere_is_trusted(
         (RUN.replace("clusters:", "nonsense: 3\nclusters:"), "nonsense"),
     ],
 )
-def test_a_rendezvous_may_say_what_it_likes(
-    line: JoinLine, state: Path, text: str, what: str
-) -> None:
+def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path, text: str, what: str) -> None:
     (state / "run.yaml").write_text(text)
     with pytest.raises(PreflightError, match=what) as caught:
         joining_run(line, Site(name="b"))
@@ -219,7 +217,7 @@ def test_a_rendezvous_may_say_what_it_likes(
 
 @contextmanager
 def unknown(says: bytes) -> Iterator[int]:
-    """Something that is no rendezvous, and says this to whoever comes; its port."""
+    """Something that is no hub, and says this to whoever comes; its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -249,15 +247,15 @@ def test_who_does_not_answer_is_named(line: JoinLine, state: Path) -> None:
         with pytest.raises(kind, match=what) as caught:
             ask_hub(other, "/v1/status", 20)
         assert line.token not in str(caught.value) and caught.value.fix
-    with unknown(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no rendezvous"):
+    with unknown(b"SSH-2.0\r\n" * 9) as port, pytest.raises(PreflightError, match="no hub"):
         ask_hub(replace(line, port=port), "/v1/status", 20)
-    with pytest.raises(CommunicationError, match="no rendezvous listens"):
+    with pytest.raises(CommunicationError, match="no hub listens"):
         ask_hub(replace(line, port=port), "/v1/status", 20)
     with unknown(b"") as port, pytest.raises(CommunicationError, match=r"within 0\.2 s"):
         ask_hub(replace(line, port=port), "/v1/status", 0.2)
 
 
-def test_a_rendezvous_is_found_again_and_not_changed_under_way(state: Path, tmp_path: Path) -> None:
+def test_a_hub_is_found_again_and_not_changed_under_way(state: Path, tmp_path: Path) -> None:
     line = JoinLine.read(state / "join")
     same = {"run": "tiny", "settings": {}, "listen": "127.0.0.1:0"}
     assert open_hub(state, **same) == (line, False)  # type: ignore[arg-type]
@@ -267,7 +265,7 @@ def test_a_rendezvous_is_found_again_and_not_changed_under_way(state: Path, tmp_
         open_hub(tmp_path / "other", run="tiny", settings={}, listen=f"127.0.0.1:{line.port}")
 
 
-def test_where_a_rendezvous_listens() -> None:
+def test_where_a_hub_listens() -> None:
     assert listen_address("", "") == "127.0.0.1:0", "nobody else, unless it is said"
     assert listen_address("127.0.0.1:29400", "") == "127.0.0.1:29400"
     assert listen_address("192.0.2.77:29400", "") == "0.0.0.0:29400", "behind a router"

@@ -75,7 +75,7 @@ class One:
 
 
 def mean(codec: Codec, parts: Sequence[tuple[bytes, float]]) -> bytes:
-    """What a rendezvous does: piece by piece."""
+    """What a hub does: piece by piece."""
     found = b""
     start = 0
     for count in COUNTS:

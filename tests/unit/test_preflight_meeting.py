@@ -1,4 +1,4 @@
-"""Whether clusters will reach the rendezvous of their run: real sockets of this machine."""
+"""Whether clusters will reach the hub of their run: real sockets of this machine."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def loaded_with(folder: Path, clusters: list[dict[str, Any]], **outer: Any) -> L
 
 def dialled(loaded: Loaded) -> dict[str, Any]:
     outer = loaded.config.diloco
-    assert outer is not None and outer.rendezvous is not None
-    host, _, port = outer.rendezvous.rpartition(":")
+    assert outer is not None and outer.hub is not None
+    host, _, port = outer.hub.rpartition(":")
     return dial(host, int(port), 2.0)
 
 
-def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None:
+def test_this_machine_listens_in_place_of_the_hub(tmp_path: Path) -> None:
     with hub_stand_in(loaded_with(tmp_path, CLUSTERS, public="127.0.0.1:0")) as loaded:
         assert dialled(loaded)["state"] == "ok"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         place = f"127.0.0.1:{port}"
         with hub_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
-            assert dialled(loaded)["state"] == "ok", "who listens there is the rendezvous"
+            assert dialled(loaded)["state"] == "ok", "who listens there is the hub"
     with hub_stand_in(loaded_with(tmp_path, CLUSTERS, public=place)) as loaded:
         answer = dialled(loaded)
         outer = loaded.config.diloco
@@ -62,7 +62,7 @@ def test_this_machine_listens_in_place_of_the_rendezvous(tmp_path: Path) -> None
     ("clusters", "outer"),
     [
         ([{"name": "a"}, {"name": "b"}], {}),
-        (CLUSTERS, {"rendezvous": "hub.example.org:29400"}),
+        (CLUSTERS, {"hub": "hub.example.org:29400"}),
     ],
 )
 def test_nothing_listens_where_nobody_would_come(
@@ -93,7 +93,7 @@ def test_a_place_where_nothing_can_listen_is_told(
 
 
 def test_a_name_that_leads_nowhere_is_told(tmp_path: Path) -> None:
-    loaded = loaded_with(tmp_path, CLUSTERS, rendezvous="nowhere.invalid:29400")
+    loaded = loaded_with(tmp_path, CLUSTERS, hub="nowhere.invalid:29400")
     outer = loaded.config.diloco
     assert outer is not None
     finding = hub_finding("a1", outer, dialled(loaded))

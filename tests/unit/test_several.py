@@ -184,7 +184,7 @@ def test_clusters_of_one_machine_share_its_gpus(
     assert local_environs(load(tmp_path, "[{name: a}]")) == {}
 
 
-def test_a_rendezvous_listens_only_where_its_clusters_are(tmp_path: Path) -> None:
+def test_a_hub_listens_only_where_its_clusters_are(tmp_path: Path) -> None:
     two = "[{name: a}, {name: b}]"
     assert hub_place(load(tmp_path, two)) == ("127.0.0.1:0", "")
     public = load(tmp_path, two, "outer.public=127.0.0.1:29400")

@@ -101,7 +101,7 @@ class WorkerGroup:
         start = RankStart(
             restart=restart,
             store=self._scratch / f"store-{restart}" if is_alone else None,  # no port is opened
-            meeting=None if is_alone else (str(host), int(port)),
+            store_address=None if is_alone else (str(host), int(port)),
             in_job=self._in_job,
         )
         asked = Path(command["resume_from"]) if command["resume_from"] else None
@@ -337,20 +337,20 @@ class RankStart:
     Args:
         restart: how often all ranks were started again before.
         store: a fresh file through which the ranks of one node find one another.
-        meeting: host and port of the store through which those of several nodes do.
+        store_address: host and port of the store through which those of several nodes do.
         in_job: whether the job of the run may be queued again after a stop: the run goes on then,
             so that rank 0 leaves no outcome.
     """
 
     restart: int
     store: Path | None
-    meeting: tuple[str, int] | None
+    store_address: tuple[str, int] | None
     in_job: bool = False
 
     def rank_env(self) -> RankEnv:
         """The place of this process among the ranks."""
         env = replace(read_rank_env(), restart=self.restart, in_job=self.in_job)
-        return replace(env, store=self.store, meeting=self.meeting)
+        return replace(env, store=self.store, store_address=self.store_address)
 
 
 def rank_process(

@@ -36,7 +36,7 @@ _NOT_SHARED = (
     "training.script_args",
     "training.micro_batch_size",
     "training.max_time",
-    "outer.rendezvous",
+    "outer.hub",
     "outer.public",
     "outer.max_rate",
     "checkpoint.push_to_hub",

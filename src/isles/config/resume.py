@@ -36,7 +36,7 @@ _LENGTH = ("max_steps", "num_train_epochs", "max_time")
 """Of `training`: how long the run is, see `changed_length`."""
 
 _OUTER_FREE = (
-    "rendezvous",
+    "hub",
     "public",
     "max_rate",
     "engine",

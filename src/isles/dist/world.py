@@ -270,9 +270,9 @@ def join_world(
     try:
         if env.store is not None:
             store = FileStore(str(env.store), env.world_size)
-        elif env.meeting is not None:
+        elif env.store_address is not None:
             # The store of the nodes: nothing else listens, and each restart has its own keys.
-            tcp_store = TCPStore(*env.meeting, is_master=False, timeout=timeout)
+            tcp_store = TCPStore(*env.store_address, is_master=False, timeout=timeout)
             store = PrefixStore(f"ranks-{env.restart}", tcp_store)
         elif env.agent_store is not None:
             store = _agent_store(env.agent_store, env.rank, env.world_size, timeout)

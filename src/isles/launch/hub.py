@@ -1,6 +1,6 @@
 """The hub of clusters as a process of this machine: started, found again, and ended.
 
-`isles rendezvous` starts one for a run file (`start_hub`), `isles train` of several clusters
+`isles hub` starts one for a run file (`start_hub`), `isles train` of several clusters
 one beside them (`open_hub`). A hub goes on with what lies in its state directory: token,
 certificate, port, averages.
 """
@@ -84,7 +84,7 @@ def start_hub(
             f"{public} has no port that clusters could dial",
             where="--public",
             fix="choose one, such as 29400",
-            id="rendezvous.address",
+            id="hub.address",
         )
     place = listen_address(public, listen)
     state = _state_directory(loaded, is_anew=is_anew)
@@ -92,7 +92,7 @@ def start_hub(
     text = shared_text(loaded.config)
     if hub_process(state) is not None and (state / "run.yaml").read_text() != text:
         raise ConfigError(
-            "the rendezvous runs already, and gives clusters another run file",
+            "the hub runs already, and gives clusters another run file",
             where=str(state / "run.yaml"),
             fix="stop it first; or type it with the values that it was started with",
         )
@@ -108,9 +108,9 @@ def start_hub(
 
 
 def _state_directory(loaded: Loaded, *, is_anew: bool) -> Path:
-    # OUTPUT_DIR/NAME-rendezvous-N: the last that there is, or the next one.
+    # OUTPUT_DIR/NAME-hub-N: the last that there is, or the next one.
     folder = Path(loaded.config.output_dir).expanduser()
-    name = f"{loaded.config.name}-rendezvous"
+    name = f"{loaded.config.name}-hub"
     taken = numbered_runs(folder, name)
     ours = [run.path for _, run in taken if (run.path / "settings.json").exists()]
     if ours and not is_anew:
@@ -128,14 +128,14 @@ def _refuse(loaded: Loaded) -> None:
         )
     if outer.engine == "hivemind":
         raise ConfigError(
-            "with engine hivemind clusters find one another without a rendezvous",
+            "with engine hivemind clusters find one another without a hub",
             where=loaded.where("outer.engine"),
             fix="use engine hub; docs/hivemind.md says how hivemind is started",
         )
-    if outer.rendezvous is not None:
+    if outer.hub is not None:
         raise ConfigError(
-            f"the run file says that there is a rendezvous already, at {outer.rendezvous}",
-            where=loaded.where("outer.rendezvous"),
+            f"the run file says that there is a hub already, at {outer.hub}",
+            where=loaded.where("outer.hub"),
             fix="delete it; --public says how this one is reached",
         )
 
@@ -177,7 +177,7 @@ def open_hub(
         for key, value in asked.items():
             if record.get(key, value) != value:
                 raise ConfigError(
-                    f"the rendezvous runs already (pid {process.pid}), with {key} {record[key]}, "
+                    f"the hub runs already (pid {process.pid}), with {key} {record[key]}, "
                     f"and not {value}",
                     where=str(state),
                     fix="type it as before; or stop that one first (clusters go on training, and "
@@ -186,7 +186,7 @@ def open_hub(
         return JoinLine.read(state / "join"), False
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise MissingDependencyError(
-            f"the rendezvous needs packages that are not installed: {', '.join(missing)}",
+            f"the hub needs packages that are not installed: {', '.join(missing)}",
             where=sys.executable,
             fix="pip install 'isles[train]', or in a clone pip install -e '.[train]'",
         )
@@ -222,7 +222,7 @@ def reopen_hub(state: Path) -> bool:
 
 def _launch(state: Path, record: Mapping[str, Any]) -> None:
     # Start it, and wait until it listens: until the join line is written anew.
-    log, join = state / "rendezvous.log", state / "join"
+    log, join = state / "hub.log", state / "join"
     begin, before = log.stat().st_size if log.exists() else 0, _changed_at(join)
     with clear_errors(state):
         with log.open("ab") as stream:
@@ -245,10 +245,10 @@ def _not_opened(log: Path, begin: int, code: int | None) -> PreflightError:
     what, _, fix = (error if found else said).partition("\n  fix: ")
     why = "has not begun within 60 s" if code is None else f"has ended with exit code {code}"
     return PreflightError(
-        what if found and code is not None else f"the rendezvous {why}: {what or 'not a word'}",
+        what if found and code is not None else f"the hub {why}: {what or 'not a word'}",
         where="" if found else str(log),
         fix=fix or "mend what it says",
-        id="rendezvous.ended",
+        id="hub.ended",
     )
 
 
@@ -319,14 +319,14 @@ def listen_address(public: str, listen: str) -> str:
             f"{host} stands for all addresses of this machine, and none that clusters could dial",
             where="--listen",
             fix="say by which one they reach it: --public HOST:PORT",
-            id="rendezvous.address",
+            id="hub.address",
         )
     if host not in EVERYWHERE and not own.intersection(_resolve(host)):
         raise ConfigError(
             f"{host} is no address of this machine, which has {', '.join(sorted(own))}",
             where="--listen",
             fix="listen at one of them, or at 0.0.0.0; what clusters dial is said by --public",
-            id="rendezvous.address",
+            id="hub.address",
         )
     return listen
 
@@ -343,7 +343,7 @@ def split_address(text: str, where: str) -> tuple[str, int]:
             f"{text!r} is no address",
             where=where,
             fix="write HOST:PORT, as hub.example.org:29400",
-            id="rendezvous.address",
+            id="hub.address",
         )
     return host.strip("[]"), int(port)
 

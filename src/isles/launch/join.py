@@ -64,7 +64,7 @@ def read_join_line(given: str) -> JoinLine:
         raise ConfigError(
             f"{given} is no join line, and there is no such file",
             where="isles join",
-            fix="name the file that `isles rendezvous` has written, or type - and paste the line",
+            fix="name the file that `isles hub` has written, or type - and paste the line",
             id="join.line",
         )
     return JoinLine.read(path)
@@ -79,7 +79,7 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
         warn: takes a line for the user.
 
     Raises:
-        UserError: the rendezvous cannot be asked, or what it says does not go together with what
+        UserError: the hub cannot be asked, or what it says does not go together with what
             this site has.
     """
     name = f"{line.run}@{line.address}"
@@ -144,7 +144,7 @@ def _theirs(line: JoinLine, name: str) -> Loaded:
         found = load_run_file(Path(name), text=str(answer.get("text", "")))
     except (ConfigError, ConfigErrors) as error:
         raise PreflightError(
-            f"the rendezvous gives a run file that isles {__version__} does not take:\n"
+            f"the hub gives a run file that isles {__version__} does not take:\n"
             + printable(str(error)),
             where=str(line),
             fix="install the same version of isles there and here",
@@ -152,7 +152,7 @@ def _theirs(line: JoinLine, name: str) -> Loaded:
         ) from None
     if found.config.diloco is None or found.config.training.script is not None:
         raise PreflightError(
-            "the rendezvous gives a run file that is not of several clusters",
+            "the hub gives a run file that is not of several clusters",
             where=str(line),
             fix="start it with a run file that has outer: {kind: diloco}",
         )

@@ -156,7 +156,7 @@ def _meeting_address(loaded: Loaded) -> str:
         "it cannot be found out at which address the clusters reach this machine",
         where=loaded.where("outer.public", "outer"),
         fix="say it: outer.public: HOST:PORT",
-        id="rendezvous.address",
+        id="hub.address",
     )
 
 

@@ -69,7 +69,7 @@ def hub_line(run: MultiClusterRun) -> JoinLine:
     Raises:
         ConfigError: it is not known.
     """
-    return JoinLine.read(run.join_file) if run.rendezvous else local_line(run.state)
+    return JoinLine.read(run.join_file) if run.hub else local_line(run.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def multi_cluster_report(run: MultiClusterRun) -> MultiClusterReport:
     """Ask the machines and the hub of a multi-cluster run."""
     reports = cluster_reports(run)
     answer, error = None, ""
-    if run.meets and not run.rendezvous and hub_process(run.state) is None:
+    if run.meets and not run.hub and hub_process(run.state) is None:
         error = "it does not run"
     elif run.meets:
         try:
@@ -141,7 +141,7 @@ def multi_cluster_lines(report: MultiClusterReport) -> list[str]:
 def _hub_lines(report: MultiClusterReport) -> list[str]:
     if not report.run.meets:
         return ["  hub        found by hivemind"]
-    place = report.run.rendezvous
+    place = report.run.hub
     if not place:
         try:
             place = JoinLine.read(report.run.join_file).address
@@ -388,7 +388,7 @@ def stop_clusters(run: MultiClusterRun, *, now: bool, timeout: str, say: Say, wa
     code = max((end.code for end in ended.values()), default=ExitCode.OK)
     if code and run.meets:
         say("the hub goes on for those that run")
-    elif run.meets and not run.rendezvous and end_hub(run.state):
+    elif run.meets and not run.hub and end_hub(run.state):
         say(f"{run.name} has stopped, and its hub has ended")
     elif not code:
         say(f"{run.name} has stopped")

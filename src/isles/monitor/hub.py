@@ -196,7 +196,7 @@ class HubFollower(Follower):
             CommunicationError: the hub has ended by itself.
         """
         if hub_process(self._hub.state) is None:
-            log = self._hub.state / "rendezvous.log"
+            log = self._hub.state / "hub.log"
             lines = LineTail(log, last=_LOG_LINES).read(final=True)
             raise CommunicationError(
                 "\n    ".join(["the hub has ended; the end of its log:", *lines]),

@@ -86,8 +86,8 @@ def choose(loaded: Loaded, resume: str) -> Choice:
     number = numbered[-1][0] + 1 if numbered else 1
     path, now = (output_dir / f"{config.name}-{number}").absolute(), time.time()
     clusters = tuple(ClusterRun(c.name, c.launcher.kind) for c in config.clusters)
-    values, rendezvous = config.model_dump(mode="json"), config.diloco.rendezvous or ""
-    run = MultiClusterRun(path, clusters, now, now, values, rendezvous)
+    values, hub = config.model_dump(mode="json"), config.diloco.hub or ""
+    run = MultiClusterRun(path, clusters, now, now, values, hub)
     fresh = Choice(run, False, {cluster.name: "no" for cluster in clusters})
     if resume == "no":
         return fresh
@@ -133,7 +133,7 @@ def _go_on(
         path=old.path.absolute(),
         clusters=tuple(replace(known.get(c.name, c), launcher=c.launcher) for c in new.clusters),
         config=new.config,
-        rendezvous=new.rendezvous,
+        hub=new.hub,
     )
     if not todo and not running:  # no cluster is left from which a new one could take the weights
         return Choice(run, True, {})
@@ -224,8 +224,8 @@ class MultiClusterStart:
         if self._outer.hivemind is not None:
             peers = ", ".join(self._outer.hivemind.initial_peers)
             place = f"find one another by {peers}"
-        elif self._outer.rendezvous is not None:
-            place = f"meet at {self._outer.rendezvous}"
+        elif self._outer.hub is not None:
+            place = f"meet at {self._outer.hub}"
         else:
             listen, announce = hub_place(self._loaded)
             place = f"meet at {announce or listen.removesuffix(':0')}, on this machine"
@@ -327,7 +327,7 @@ class MultiClusterStart:
             self._options.warn(
                 "clusters elsewhere meet on this machine: should it go to sleep or offline, they "
                 "train on, each alone, until it is back. `isles hub` on a machine that stays on, "
-                "and outer.rendezvous with its address, need this one no more"
+                "and outer.hub with its address, need this one no more"
             )
         return line
 
@@ -350,7 +350,7 @@ class MultiClusterStart:
 
     def _read_join_line(self) -> JoinLine | None:
         # Of a hub that was opened by itself; None: this run opens its own.
-        file, address = self.run.join_file, self._outer.rendezvous
+        file, address = self.run.join_file, self._outer.hub
         line = None
         if self._options.join:
             line = JoinLine.parse(self._options.join)
@@ -360,7 +360,7 @@ class MultiClusterStart:
             if line is None:
                 return None
             what = "a join line is given, and the run file opens a hub of its own"
-            fix = f"outer.rendezvous={line.address}"
+            fix = f"outer.hub={line.address}"
         elif line is None:
             what = f"the hub is at {address}, and its join line is not known here"
             fix = "--join-file FILE, with the line that `isles hub` has written there"
@@ -369,7 +369,7 @@ class MultiClusterStart:
             fix = "write the address of the line, or give --join-file with its line"
         else:
             return line
-        where = self._loaded.where("outer.rendezvous")
+        where = self._loaded.where("outer.hub")
         raise UserError(what, where=where, fix=fix, id="join.line")
 
     def _take(self, line: Line) -> None:
@@ -446,7 +446,7 @@ class ClustersFollower(Follower):
         self._is_over.set()
         reports = cluster_reports(self._run).values()
         is_alive = any(report.state in ALIVE for report in reports)
-        if not is_alive and self._run.meets and not self._run.rendezvous:
+        if not is_alive and self._run.meets and not self._run.hub:
             end_hub(self._run.state)
         lines, code = outcome_lines(self._run, self._codes)
         print_lines(self.console, lines)
@@ -484,8 +484,8 @@ class ClustersFollower(Follower):
                     self._report(text)
 
     def _reopen_hub(self) -> None:
-        if self._run.rendezvous:
-            self._report(f"open it again at {self._run.rendezvous}: isles hub", "err")
+        if self._run.hub:
+            self._report(f"open it again at {self._run.hub}: isles hub", "err")
             return
         try:
             if reopen_hub(self._run.state):

@@ -50,7 +50,7 @@ class Applied:
 
 
 _LONGEST_HEAD = 100 * 2**20
-_FIX = "let the cluster take it from another one, or from the rendezvous, once more"
+_FIX = "let the cluster take it from another one, or from the hub, once more"
 
 
 class Cluster:
@@ -192,7 +192,7 @@ class Cluster:
                 f"the average of fragment {fragment} is not finite",
                 where=str(average),
                 fix="a cluster of another version of isles, or a broken one, has taken part: "
-                "look at the rendezvous' log",
+                "look at the hub' log",
             )
         scale = clip_scale(norm, self._settings.max_norm)
         self._moves[fragment] = share.step(

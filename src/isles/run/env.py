@@ -29,7 +29,7 @@ class RankEnv:
         attempt: which start of the run this is; 0 where no launcher of ours started it.
         store: file through which the ranks of one machine find one another; None: env://.
         restart: how often all ranks of this start were started again before.
-        meeting: host and port of the store through which the ranks of several nodes find one
+        store_address: host and port of the store through which the ranks of several nodes find one
             another; None: `store` or env://.
         agent_store: host and port of the store that a torchrun typed by hand shares.
         in_job: whether the run is in the job of a queue, which may be queued again after a stop.
@@ -42,7 +42,7 @@ class RankEnv:
     attempt: int
     store: Path | None
     restart: int = 0
-    meeting: tuple[str, int] | None = None
+    store_address: tuple[str, int] | None = None
     agent_store: tuple[str, int] | None = None
     in_job: bool = False
 

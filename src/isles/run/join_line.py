@@ -32,7 +32,7 @@ _LINE = re.compile(
 _MOST_BYTES = 64 << 20
 _SLICE = 1 << 16
 _OK, _TOKEN = 200, 401
-_FIX = "paste the whole line that the rendezvous has written (isles://HOST:PORT/RUN#…)"
+_FIX = "paste the whole line that the hub has written (isles://HOST:PORT/RUN#…)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,10 @@ def ask_hub(line: JoinLine, path: str, timeout_s: float) -> dict[str, Any]:
                 raise TimeoutError(f"its answer has no end after {len(body)} bytes")
     except ssl.SSLError as error:
         raise PreflightError(
-            f"what listens there is no rendezvous: {error.reason or error}",
+            f"what listens there is no hub: {error.reason or error}",
             where=line.address,
-            fix="see that the join line's address is the rendezvous's own",
-            id="rendezvous.silent",
+            fix="see that the join line's address is the hub's own",
+            id="hub.silent",
         ) from None
     except (OSError, http.client.HTTPException) as error:
         raise _unreached(line, error, timeout_s) from None
@@ -167,7 +167,7 @@ class _Pinned(http.client.HTTPSConnection):
                 f"the server there has a certificate with sha256 {shown.hex()[:16]}…, the join "
                 f"line names {self._line.fingerprint.hex()[:16]}…",
                 where=str(self._line),
-                fix="use the present join line of the rendezvous; if it is, somebody stands "
+                fix="use the present join line of the hub; if it is, somebody stands "
                 "between it and this machine",
                 id="join.line",
             )
@@ -183,13 +183,13 @@ def _content(line: JoinLine, status: int, body: bytes) -> dict[str, Any]:
     answer = found if isinstance(found, dict) else {}
     if status == _TOKEN:
         raise PreflightError(
-            "the rendezvous does not take the token of this join line",
+            "the hub does not take the token of this join line",
             where=str(line),
             fix="use the join line that it has written at last",
             id="join.line",
         )
     raise PreflightError(
-        f"the rendezvous says {str(answer.get('what') or f'HTTP status {status}')[:500]!r}",
+        f"the hub says {str(answer.get('what') or f'HTTP status {status}')[:500]!r}",
         where=str(line),
         fix=str(answer.get("fix") or "install the same version of isles there and here")[:500],
     )
@@ -200,13 +200,13 @@ def _unreached(line: JoinLine, error: Exception, timeout_s: float) -> Communicat
     match error:
         case socket.gaierror():
             what = f"there is no host {line.host} as this machine knows it"
-            fix = "see whether a VPN is up; or let the rendezvous be started with another --public"
+            fix = "see whether a VPN is up; or let the hub be started with another --public"
         case TimeoutError():
-            what = f"the rendezvous has not answered within {timeout_s:g} s"
+            what = f"the hub has not answered within {timeout_s:g} s"
         case ConnectionRefusedError():
-            what = "no rendezvous listens there"
+            what = "no hub listens there"
         case http.client.HTTPException():
-            what = f"what answers there is no rendezvous: {error!r}"
+            what = f"what answers there is no hub: {error!r}"
         case _:
-            what = f"the rendezvous cannot be reached: {error}"
-    return CommunicationError(what, where=line.address, fix=fix, id="rendezvous.silent")
+            what = f"the hub cannot be reached: {error}"
+    return CommunicationError(what, where=line.address, fix=fix, id="hub.silent")

@@ -169,7 +169,7 @@ class MultiClusterRun:
         begun_at: its first start, seconds since the epoch.
         started_at: its last start.
         config: every value of the run file at its last start.
-        rendezvous: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
+        hub: HOST:PORT of a hub that was started by itself; empty: it belongs to this run, or
             there is none (`meets`).
         typed: the command that goes on with it, as the user types it; empty: not known.
     """
@@ -179,7 +179,7 @@ class MultiClusterRun:
     begun_at: float
     started_at: float
     config: dict[str, Any]
-    rendezvous: str = ""
+    hub: str = ""
     typed: str = ""
 
     @property
@@ -193,7 +193,7 @@ class MultiClusterRun:
     @property
     def state(self) -> Path:
         """The state directory of the hub that belongs to it."""
-        return self.path / "rendezvous"
+        return self.path / "hub"
 
     @property
     def meets(self) -> bool:
@@ -203,7 +203,7 @@ class MultiClusterRun:
     @property
     def join_file(self) -> Path:
         """The join line: a secret."""
-        return (self.path if self.rendezvous else self.state) / "join"
+        return (self.path if self.hub else self.state) / "join"
 
     def cluster(self, name: str) -> ClusterRun:
         """The cluster of this name. UserError: there is none."""

@@ -150,7 +150,7 @@ def start_heartbeats(world: World, env: RankEnv, now: Callable[[], float]) -> He
     address = loopback or address
     assert address is not None, "either all ranks have met at a server, or none"
     # Else the store belongs to the coordinator or to torchrun's agent.
-    is_ours = env.meeting is None and env.agent_store is None
+    is_ours = env.store_address is None and env.agent_store is None
     return Heartbeats(
         (str(address[0]), int(address[1])),
         token,

@@ -227,7 +227,7 @@ def hub_stand_in(loaded: Loaded) -> Iterator[Loaded]:
     """While clusters are checked, listen where the hub of their run will.
 
     Yields:
-        The run file with that address as `outer.rendezvous`; unchanged where clusters of another
+        The run file with that address as `outer.hub`; unchanged where clusters of another
         machine take no part, or the hub is elsewhere.
 
     Raises:
@@ -236,7 +236,7 @@ def hub_stand_in(loaded: Loaded) -> Iterator[Loaded]:
     outer = loaded.config.diloco
     if len(loaded.config.clusters) > 1:
         refuse_peers(loaded)
-    is_here = outer is not None and outer.engine != "hivemind" and outer.rendezvous is None
+    is_here = outer is not None and outer.engine != "hivemind" and outer.hub is None
     if outer is None or not is_here or not any(map(is_elsewhere, loaded.config.clusters)):
         yield loaded
         return
@@ -245,7 +245,7 @@ def hub_stand_in(loaded: Loaded) -> Iterator[Loaded]:
     host, port = split_address(listen, where)
     with _listening(host, port, where) as opened:
         address = f"{(public or listen).rpartition(':')[0]}:{opened}"
-        update = {"rendezvous": address, "public": None}
+        update = {"hub": address, "public": None}
         config = loaded.config.model_copy(update={"outer": outer.model_copy(update=update)})
         yield replace(loaded, config=config)
 
@@ -263,7 +263,7 @@ def _listening(host: str, port: int, where: str) -> Iterator[int]:
                 where=where,
                 fix="outer.public: HOST:PORT, with an address that leads here and a port from "
                 "1024 on",
-                id="rendezvous.address",
+                id="hub.address",
             ) from None
         yield port
         return
@@ -286,10 +286,10 @@ def try_hub(hosts: Hosts) -> None:
     """Dial the hub from the first host of the cluster, whose rank 0 will."""
     config = hosts.run.config
     outer = config.diloco if config is not None else None
-    if outer is None or outer.rendezvous is None or not hosts.names:
+    if outer is None or outer.hub is None or not hosts.names:
         return
     first = hosts.names[0]
-    host, port = split_address(outer.rendezvous, "outer.rendezvous")
+    host, port = split_address(outer.hub, "outer.hub")
     args = {"address": host, "port": port, "timeout_s": _CONNECT_S}
     asked = hosts.ask("dial", args, only=[first], finding_id="net.hub")
     if (answer := asked().get(first)) is not None:
@@ -298,7 +298,7 @@ def try_hub(hosts: Hosts) -> None:
 
 def hub_finding(first: str, outer: DiLoCoConfig, answer: Mapping[str, Any]) -> Finding:
     """The finding for the answer of `dial` of the first host."""
-    address, state = outer.rendezvous or "", str(answer["state"])
+    address, state = outer.hub or "", str(answer["state"])
     if state == "ok":
         taken = f"{answer['seconds'] * 1e3:.0f} ms"
         text = f"it reaches the hub at {address}"

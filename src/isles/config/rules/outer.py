@@ -171,15 +171,15 @@ def _idle_keys(outer: DiLoCoConfig) -> Iterator[Issue]:
         what = f"hivemind means nothing to engine {engine}"
         yield Issue(("outer.hivemind",), what, f"{_DELETE}, or use engine: hivemind")
     if engine == "hivemind":
-        to = "engine hivemind, which has no rendezvous of its own"
+        to = "engine hivemind, which has no hub of its own"
         use = "use engine: hub; clusters find one another by outer.hivemind.initial_peers"
-        for key in ("outer.rendezvous", "outer.public"):
+        for key in ("outer.hub", "outer.public"):
             yield from no_effect(outer, key, to, use)
-    if outer.public is not None and outer.rendezvous is not None:
+    if outer.public is not None and outer.hub is not None:
         yield Issue(
             ("outer.public",),
-            f"public {outer.public} is of a rendezvous that is started with the run, and there is "
-            f"one already: {outer.rendezvous}",
+            f"public {outer.public} is of a hub that is started with the run, and there is "
+            f"one already: {outer.hub}",
             _DELETE,
         )
 

@@ -152,7 +152,7 @@ class DiLoCoConfig(Section):
     """delay: how much of the way to the average is not gone, when it comes."""
 
     engine: Literal["hub", "hivemind"] = "hub"
-    """hub: through the rendezvous, to which clusters only dial out. hivemind: the rendezvous is in
+    """hub: through the hub, to which clusters only dial out. hivemind: the hub is in
     one of the clusters, found and reached over libp2p; see docs/hivemind.md."""
 
     hivemind: HivemindConfig | None = None
@@ -165,11 +165,11 @@ class DiLoCoConfig(Section):
     min_clusters: Annotated[int, Field(ge=1, le=4096)] = 1
     """A turn has at least so many contributions."""
 
-    rendezvous: Address | None = None
-    """Where the clusters meet, host:port. null: a rendezvous is started with the run."""
+    hub: Address | None = None
+    """Where the clusters meet, host:port. null: a hub is started with the run."""
 
     public: Address | None = None
-    """How clusters elsewhere reach the rendezvous that is started with the run, host:port.
+    """How clusters elsewhere reach the hub that is started with the run, host:port.
     null: by this machine's own name."""
 
     max_rate: Rate | None = None
@@ -196,13 +196,13 @@ class DiLoCoConfig(Section):
 
     @property
     def codec_text(self) -> str:
-        """The codec in a word, as the rendezvous knows it."""
+        """The codec in a word, as the hub knows it."""
         codec = self.codec_config
         return f"topk:{codec.density!r}" if codec.kind == "topk" else codec.kind
 
     @property
     def hub_settings(self) -> dict[str, str | int | float]:
-        """What the rendezvous of the run is told (`isles.outer.hub.rules.Settings`)."""
+        """What the hub of the run is told (`isles.outer.hub.rules.Settings`)."""
         found: dict[str, str | int | float] = {
             "wait": "all",
             "min_clusters": self.min_clusters,

@@ -307,7 +307,7 @@ async def upload(
     if there.size_bytes != size_bytes:
         raise HubRefusal(
             "malformed",
-            f"{path.name} has {size_bytes} bytes; the rendezvous expects {there.size_bytes}",
+            f"{path.name} has {size_bytes} bytes; the hub expects {there.size_bytes}",
             where=str(channel.line),
             fix="cut the same weights into the same pieces on all clusters",
         )
@@ -344,7 +344,7 @@ async def download(
     end = loop.time() + deadline_s
 
     def wrong(what: str) -> CommunicationError:
-        fix = "check the disk of the rendezvous"
+        fix = "check the disk of the hub"
         return CommunicationError(f"{place}: {what}", where=str(channel.line), fix=fix)
 
     hashes = (await channel.get(f"{place}/hashes", _Hashes, deadline_s)).root

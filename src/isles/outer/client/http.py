@@ -43,7 +43,7 @@ class HubRefusal(CommunicationError):
         fix: what to do.
     """
 
-    id = "rendezvous.refused"
+    id = "hub.refused"
 
     def __init__(self, kind: str, what: str, *, where: str, fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -176,7 +176,7 @@ class Channel:
                     if response.status not in (200, 206):
                         self._raise(response.status, await response.read())
                     if response.status != 206 and start:
-                        raise _TryAgain("the rendezvous sends a file from its beginning")
+                        raise _TryAgain("the hub sends a file from its beginning")
                     while len(data) < size:
                         part = await response.content.read(min(_BIG_SLICE, size - len(data)))
                         if not part:
@@ -211,7 +211,7 @@ class Channel:
         except ValidationError as error:
             raise HubRefusal(
                 "protocol",
-                f"the rendezvous gives an answer that is no {kind.__name__}: {body[:200]!r}",
+                f"the hub gives an answer that is no {kind.__name__}: {body[:200]!r}",
                 where=str(self.line),
                 fix="install the same version of isles there and here",
             ) from error
@@ -230,7 +230,7 @@ class Channel:
                     f"the server there shows a certificate with sha256 {error.got.hex()[:16]}…, "
                     f"the join line names {error.expected.hex()[:16]}…",
                     where=str(self.line),
-                    fix="use the present join line of the rendezvous; if it is, somebody stands "
+                    fix="use the present join line of the hub; if it is, somebody stands "
                     "between it and this machine",
                 ) from None
             except (aiohttp.ClientError, OSError, TimeoutError, _TryAgain) as error:
@@ -242,9 +242,9 @@ class Channel:
                 raise CommunicationError(
                     f"{asked} has not worked for {deadline_s:.0f} s; at last: {last}",
                     where=str(self.line),
-                    fix="look whether the rendezvous runs and can be reached from here "
+                    fix="look whether the hub runs and can be reached from here "
                     f"(curl -k {self.line.url}/v1/status answers 401)",
-                    id="rendezvous.silent",
+                    id="hub.silent",
                 )
             await asyncio.sleep(delay_s)
 

@@ -210,7 +210,7 @@ class Session:
                     log.info("to join anew: %s", error)
                 case _:
                     log.error("what speaks with the hub has failed", exc_info=error)
-                    what = "what speaks with the rendezvous has failed"
+                    what = "what speaks with the hub has failed"
                     self.report(f"{what}: {error!r}; it begins anew", warns=True)
             is_healthy = loop.time() - started > _HEALTHY_S
             pause_s = _PAUSE_S if is_healthy else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -219,7 +219,7 @@ class Session:
                 return
 
     def _refuse(self, error: UserError) -> None:
-        what = "the rendezvous does not let this cluster in"
+        what = "the hub does not let this cluster in"
         self.report(f"{what}: {error.what}; {error.fix}", warns=True)
         self.state.refusal = error
 
@@ -357,7 +357,7 @@ class Session:
 
     @property
     def _they_are(self) -> str:
-        return "the rendezvous is" if self._hivemind is None else "the other clusters are"
+        return "the hub is" if self._hivemind is None else "the other clusters are"
 
     def _is_lost(self, why: str) -> None:
         if self.state.lost_at is None:

@@ -108,7 +108,7 @@ class Keys:
     def _certificate(self) -> tuple[Ed25519PrivateKey, x509.Certificate]:
         # Ed25519 signs the same bytes in the same way, so that the certificate is the same, too.
         key = Ed25519PrivateKey.from_private_bytes(self._derive("certificate"))
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "isles rendezvous")])
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "isles hub")])
         certificate = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -354,7 +354,7 @@ class Tunnel:
             if far is not None:
                 await self.join(reader, writer, *far)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
-            log.debug("no way to the rendezvous: %s", error)
+            log.debug("no way to the hub: %s", error)
         finally:
             writer.close()
 

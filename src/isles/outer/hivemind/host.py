@@ -350,7 +350,7 @@ class Node:
             if self._host is None:
                 await self._begin_to_host(others)
         elif self._host is not None:
-            self._inform(f"hivemind: {others[chosen].name} hosts the rendezvous, too, and is ahead")
+            self._inform(f"hivemind: {others[chosen].name} hosts the hub, too, and is ahead")
             host, self._host = self._host, None
             await host.stop(0.0)
             self._switch("", self._term)
@@ -360,7 +360,7 @@ class Node:
             self._inform_alone(others)
         elif (chosen, others[chosen].term) != (self._following, self._term):
             self._switch(chosen, others[chosen].term)
-            self._inform(f"hivemind: {others[chosen].name} hosts the rendezvous")
+            self._inform(f"hivemind: {others[chosen].name} hosts the hub")
 
     def _inform_alone(self, others: dict[str, Hello]) -> None:
         names = ", ".join(sorted(hello.name for hello in others.values()))
@@ -369,7 +369,7 @@ class Node:
             text = f"this cluster waits for {self._at_least - len(others) - 1} more: min_clusters"
             self._inform(f"hivemind: {text} is {self._at_least}, reached is {names}", True)
         else:
-            self._inform(f"hivemind: no cluster hosts the rendezvous yet; reached is {names}")
+            self._inform(f"hivemind: no cluster hosts the hub yet; reached is {names}")
 
     def _switch(self, peer: str, term: int) -> None:
         self._following, self._term = peer, term
@@ -377,9 +377,9 @@ class Node:
 
     async def _begin_to_host(self, others: dict[str, Hello]) -> None:
         term = 1 + max([self._term, *(hello.term for hello in others.values())])
-        folder = self._folder / f"rendezvous-{term}"
+        folder = self._folder / f"hub-{term}"
         host = Host(folder, self._keys, self._settings.rules, self._settings.run)
         await host.start(self._spool.kept_rounds(self._transfers.version))
         self._switch("", term)
         self._host, self._must_host = host, False
-        self._inform("hivemind: this cluster hosts the rendezvous")
+        self._inform("hivemind: this cluster hosts the hub")

@@ -21,7 +21,7 @@ from isles.run.records import write_secret
 
 def main(arguments: list[str] | None = None) -> int:
     """Run until SIGTERM or Ctrl+C; the exit code."""
-    parser = argparse.ArgumentParser(prog="isles rendezvous", description=__doc__)
+    parser = argparse.ArgumentParser(prog="isles hub", description=__doc__)
     parser.add_argument("folder", type=Path, help="state directory: kept over restarts")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0: any")
@@ -51,7 +51,7 @@ async def _serve(options: argparse.Namespace) -> None:
     for package in ("aiohttp", "torch"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
-                f"the rendezvous needs the package {package}, which is not installed",
+                f"the hub needs the package {package}, which is not installed",
                 where=sys.executable,
                 fix="pip install 'isles[train]'",
             )

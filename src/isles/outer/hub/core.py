@@ -108,7 +108,7 @@ class Core:
             raise Refusal(
                 409,
                 "protocol",
-                f"{join.name} speaks version {join.protocol}, the rendezvous version {PROTOCOL}",
+                f"{join.name} speaks version {join.protocol}, the hub version {PROTOCOL}",
                 "install the same version of isles on both",
             )
         known = self.journal.get("identity")
@@ -214,10 +214,9 @@ class Core:
             raise Refusal(
                 409,
                 "ahead",
-                f"{join.name} has applied {join.version} turns, and the rendezvous knows of "
-                f"{following}",
-                "it joins the wrong run, or the rendezvous was set back to an old copy: start a "
-                "rendezvous with an empty folder, and let the most advanced cluster join first",
+                f"{join.name} has applied {join.version} turns, and the hub knows of {following}",
+                "it joins the wrong run, or the hub was set back to an old copy: start a "
+                "hub with an empty folder, and let the most advanced cluster join first",
             )
         for fragment, outer_params in enumerate(join.outer_params):
             right = self.rounds.outer_params(fragment, join.version)

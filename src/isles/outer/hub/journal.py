@@ -11,7 +11,7 @@ from typing import Any
 
 from isles.errors import ConfigError, UserError
 
-JOURNAL = "rendezvous.sqlite"
+JOURNAL = "hub.sqlite"
 
 _VERSION = 3
 """Raised when the tables are others than before."""
@@ -71,7 +71,7 @@ class Journal:
             self._open(path)
         except sqlite3.OperationalError as error:  # a full disk, say
             raise UserError(
-                f"the rendezvous's memory cannot be opened: {error}",
+                f"the hub's memory cannot be opened: {error}",
                 where=str(path),
                 fix="free some space there, and look whether this user may write there",
             ) from error
@@ -149,8 +149,8 @@ class Journal:
 
 def damaged(path: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"the rendezvous's memory is damaged: {what}",
+        f"the hub's memory is damaged: {what}",
         where=str(path),
-        fix="take a copy back if there is one; else move the file away, start the rendezvous "
+        fix="take a copy back if there is one; else move the file away, start the hub "
         "again, and then the clusters: the one that has applied most turns first",
     )

@@ -76,8 +76,8 @@ class Membership:
             raise Refusal(
                 404,
                 "unknown",
-                "the rendezvous does not know this cluster",
-                "join first; the rendezvous may have been started anew with an empty folder",
+                "the hub does not know this cluster",
+                "join first; the hub may have been started anew with an empty folder",
             )
         return row
 

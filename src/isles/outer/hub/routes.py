@@ -84,8 +84,8 @@ def token_check(token: str, welcome: Callable[[object], None]) -> Middleware:
             warn_at = now + _WARN_EVERY_S
             what = "refused: a request from %s without the right token (%d so far)"
             log.warning(what, request.remote, refused)
-        fix = "use the join line that this rendezvous has written"
-        what = "the token is not this rendezvous's"
+        fix = "use the join line that this hub has written"
+        what = "the token is not this hub's"
         return _error(401, ErrorBody(kind="token", what=what, fix=fix))
 
     return check
@@ -103,7 +103,7 @@ async def explain_errors(request: web.Request, handler: Handler) -> web.StreamRe
             raise
         status, body = _explain(error)
         if status == 500:
-            log.exception("a fault of the rendezvous at %s %s", request.method, request.path)
+            log.exception("a fault of the hub at %s %s", request.method, request.path)
         elif status == _DISK_FULL:
             log.error("disk: %s", error)
         return _error(status, body)
@@ -120,12 +120,12 @@ def _explain(error: Exception) -> tuple[int, ErrorBody]:
         case ConnectionError() | TimeoutError():
             return 408, ErrorBody(kind="slow", what="the request's body did not come in time")
         case OSError() | sqlite3.OperationalError():
-            what = f"the rendezvous's disk: {getattr(error, 'strerror', None) or error}"
+            what = f"the hub's disk: {getattr(error, 'strerror', None) or error}"
             fix = "free some space in its state directory; clusters try again by themselves"
             return _DISK_FULL, ErrorBody(kind="disk", what=what, fix=fix)
         case _:
             fix = "its log has the traceback"
-            return 500, ErrorBody(kind="bug", what="the rendezvous has failed", fix=fix)
+            return 500, ErrorBody(kind="bug", what="the hub has failed", fix=fix)
 
 
 def _error(status: int, body: ErrorBody) -> web.Response:
@@ -447,7 +447,7 @@ class Routes:
             raise Refusal(
                 404,
                 "no_run_file",
-                f"the rendezvous of {self._work.run} was started without a run file",
+                f"the hub of {self._work.run} was started without a run file",
                 "give this cluster a run file of its own",
             )
         text = await self._work.in_file_thread(path.read_text)

@@ -102,10 +102,10 @@ class Server:
             listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except (OSError, UnicodeError) as error:
             raise CommunicationError(
-                f"the rendezvous cannot listen at {host}:{port}: {error}",
+                f"the hub cannot listen at {host}:{port}: {error}",
                 where="--listen",
                 fix="give an address of this machine and a free port",
-                id="rendezvous.address",
+                id="hub.address",
             ) from error
         self._server = await loop.create_server(
             connection,
@@ -152,7 +152,7 @@ def _raise_limit() -> None:
 
 def _quiet_logger() -> logging.Logger:
     # For aiohttp: garbage of unknown senders is no news; our own failures are logged in routes.py.
-    logger = logging.getLogger("isles.rendezvous.http")
+    logger = logging.getLogger("isles.hub.http")
     logger.propagate = False
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())

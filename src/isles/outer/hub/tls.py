@@ -61,7 +61,7 @@ def _make_certificate(folder: Path) -> tuple[str, str]:
     certificate = folder / "certificate.new"
     write_secret(key, "")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-sha256", "-days", str(_VALID_DAYS), "-subj", "/CN=isles rendezvous"]
+    command += ["-nodes", "-sha256", "-days", str(_VALID_DAYS), "-subj", "/CN=isles hub"]
     try:
         subprocess.run(
             [*command, "-keyout", str(key), "-out", str(certificate)],
@@ -72,7 +72,7 @@ def _make_certificate(folder: Path) -> tuple[str, str]:
         return key.read_text(), certificate.read_text()
     except FileNotFoundError as error:
         raise MissingDependencyError(
-            "the rendezvous makes its certificate with openssl, which is not here",
+            "the hub makes its certificate with openssl, which is not here",
             where=str(folder),
             fix="install openssl (`apt install openssl`, `dnf install openssl`)",
         ) from error
@@ -105,7 +105,7 @@ def lock_folder(folder: Path) -> int:
         text = os.pread(handle, 32, 0).decode(errors="replace").strip()
         os.close(handle)
         raise ConfigError(
-            f"another rendezvous (process {text}) uses this state directory",
+            f"another hub (process {text}) uses this state directory",
             where=str(folder),
             fix="stop that one, or give this one a folder of its own",
         ) from None

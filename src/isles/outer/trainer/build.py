@@ -158,11 +158,11 @@ def _open_hub(
         given = (outer.hivemind or HivemindConfig()).model_dump()
         hivemind = HivemindSettings(run=run, rules=outer.hub_settings, **given)
     elif not run_dir.join_line.exists():
-        if outer.rendezvous is not None or outer.min_clusters > 1:
+        if outer.hub is not None or outer.min_clusters > 1:
             raise ConfigError(
                 "this cluster does not know how to reach the others: it has no join line",
                 where=str(run_dir.join_line),
-                fix="`isles rendezvous` writes the line, and `isles join` puts it here",
+                fix="`isles hub` writes the line, and `isles join` puts it here",
             )
         log.warning("outer: there is no %s: this cluster averages alone", run_dir.join_line)
         version, frontier = exchange.version, exchange.samples.frontier

@@ -254,7 +254,7 @@ class Coordinator:
             self._commands.append(UseReserve(self._wanted(sync_state)))
             if not self.uses_reserve:
                 is_hivemind = self._config.engine == "hivemind"
-                they_are = "the other clusters are" if is_hivemind else "the rendezvous is"
+                they_are = "the other clusters are" if is_hivemind else "the hub is"
                 self._recorder.note(
                     f"no samples are dealt: until {they_are} back this cluster reads samples "
                     "that others may have"
@@ -269,7 +269,7 @@ class Coordinator:
         """
         state = self.hub.state
         if (given := state.refusal) is not None:
-            id = "rendezvous.refused"
+            id = "hub.refused"
             return ConfigError(given.what, where=given.where, fix=given.fix, id=id)
         since = self._began if state.lost_at is None else state.lost_at
         if not is_new or state.is_joined or self._clock() - since < self._config.deadline:
@@ -284,11 +284,11 @@ class Coordinator:
                 id="hivemind.peers",
             )
         return CommunicationError(
-            f"the rendezvous has not answered within {limit}: {why}",
-            where=self._config.rendezvous or "the join line in the run directory",
-            fix="is it running (`isles rendezvous`)? can this machine reach its port? "
+            f"the hub has not answered within {limit}: {why}",
+            where=self._config.hub or "the join line in the run directory",
+            fix="is it running (`isles hub`)? can this machine reach its port? "
             "outer.deadline waits longer",
-            id="rendezvous.silent",
+            id="hub.silent",
         )
 
     def _lease(self, sync_state: SyncState) -> None:

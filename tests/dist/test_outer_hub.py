@@ -1,4 +1,4 @@
-"""The rendezvous with real processes and TLS over loopback: kills, cuts, strangers, stragglers."""
+"""The hub with real processes and TLS over loopback: kills, cuts, strangers, stragglers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def until(condition: Callable[[], object], what: str, every_s: float = 0.02) -> 
 
 
 class Processes:
-    """A rendezvous and clusters, each a process that a test may kill."""
+    """A hub and clusters, each a process that a test may kill."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,8 +72,8 @@ class Processes:
         self.logs.append(gang.log)
 
     def serve(self) -> None:
-        self._started("rendezvous", start_ranks(serve, 1, self.state, self.rules))
-        until((self.state / "join").exists, "the rendezvous")
+        self._started("hub", start_ranks(serve, 1, self.state, self.rules))
+        until((self.state / "join").exists, "the hub")
 
     def member(self, name: str) -> None:
         arguments = (self.state / "join", name, self.folder, TURNS, ELEMENTS, RATE)
@@ -86,7 +86,7 @@ class Processes:
 
     def committed(self) -> int:
         with suppress(sqlite3.Error):
-            journal = sqlite3.connect(f"file:{self.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
+            journal = sqlite3.connect(f"file:{self.state / 'hub.sqlite'}?mode=ro", uri=True)
             try:
                 sql = "SELECT COUNT(*) FROM turns WHERE state = 'committed'"
                 return int(journal.execute(sql).fetchone()[0])
@@ -109,7 +109,7 @@ class Processes:
 
 
 def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> None:
-    """A cluster killed in mid upload; the rendezvous in mid upload, mid average, after a commit."""
+    """A cluster killed in mid upload; the hub in mid upload, mid average, after a commit."""
     world = Processes(tmp_path)
     try:
         world.serve()
@@ -124,24 +124,24 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
         until(lambda: world.committed() >= killed_at + 2, "turns after b was killed")
 
         until(world.half_uploaded, "an upload")
-        world.kill("rendezvous")
+        world.kill("hub")
         world.serve()
         killed_at = world.committed()
         until(lambda: world.committed() >= killed_at + 2, "turns after the first kill")
 
         until(lambda: list(world.state.glob("turns/*/average.partial")), "an average", 2e-3)
-        world.kill("rendezvous")
+        world.kill("hub")
         assert list(world.state.glob("turns/*/average.partial")), "it was done already"
         world.serve()
         killed_at = world.committed()
         until(lambda: world.committed() > killed_at, "a turn after the second kill")
-        world.kill("rendezvous")  # right after a commit
+        world.kill("hub")  # right after a commit
         world.serve()
 
         for name in NAMES:
             assert world.running[name].wait() == [0]
-        world.running["rendezvous"].processes[0].terminate()
-        assert world.running["rendezvous"].wait() == [0]
+        world.running["hub"].processes[0].terminate()
+        assert world.running["hub"].wait() == [0]
     finally:
         world.stop()
 
@@ -149,7 +149,7 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
     assert len(hashes[0]) == TURNS and hashes[0] == hashes[1] == hashes[2]
     for outer_step in range(TURNS):  # and they are the averages of all, weighted by tokens
         assert hashes[0][outer_step] == _expected(outer_step)
-    journal = Journal(world.state / "rendezvous.sqlite")
+    journal = Journal(world.state / "hub.sqlite")
     samples = Samples(journal)
     assert overlaps(journal) == []
     assert samples.counts()["averaged"] == TURNS * len(NAMES) * SAMPLES
@@ -163,7 +163,7 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
 
 
 def _numbers(world: Processes) -> dict[str, int]:
-    journal = sqlite3.connect(f"file:{world.state / 'rendezvous.sqlite'}?mode=ro", uri=True)
+    journal = sqlite3.connect(f"file:{world.state / 'hub.sqlite'}?mode=ro", uri=True)
     try:
         return dict(journal.execute("SELECT name, number FROM members").fetchall())
     finally:
@@ -279,7 +279,7 @@ async def _unknown(folder: Path) -> None:
             assert refusal.value.kind == "late"
             # What was counted is counted once, also for a process that was started again.
             await part(client, folder, 2, numbers("a", 2, elements).tobytes())
-            with pytest.raises(HubRefusal, match="bytes; the rendezvous expects"):
+            with pytest.raises(HubRefusal, match="bytes; the hub expects"):
                 await part(client, folder, 3, b"1234")
         assert not list((folder / "state").glob("**/*token*/*"))
 

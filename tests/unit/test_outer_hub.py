@@ -1,4 +1,4 @@
-"""The rendezvous's decisions, without network and with a clock that the test turns."""
+"""The hub's decisions, without network and with a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = st.sampled_from("abc")
 
 
 class Ledger(RuleBasedStateMachine):
-    """Clusters claim, train, contribute, die, come back; the rendezvous is killed in between."""
+    """Clusters claim, train, contribute, die, come back; the hub is killed in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Ledger(RuleBasedStateMachine):
         self.start_again(name)
 
     @rule()
-    def kill_the_rendezvous(self) -> None:
+    def kill_the_hub(self) -> None:
         self.world.restart()
 
     @invariant()
@@ -647,7 +647,7 @@ def test_secrets_are_for_their_owner_alone_and_folders_for_one(tmp_path: Path) -
         "certificate.pem",
     }
     lock_folder(tmp_path)
-    with pytest.raises(ConfigError, match="another rendezvous"):
+    with pytest.raises(ConfigError, match="another hub"):
         lock_folder(tmp_path)
 
 

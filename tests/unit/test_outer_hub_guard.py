@@ -1,4 +1,4 @@
-"""What the rendezvous does not let clusters do, and what it says of itself."""
+"""What the hub does not let clusters do, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_damaged_memory_is_named(tmp_path: Path) -> None:
         Journal(path)
 
 
-def test_a_rendezvous_that_stood_still_blames_nobody(tmp_path: Path) -> None:
+def test_a_hub_that_stood_still_blames_nobody(tmp_path: Path) -> None:
     world = World(tmp_path, dead_after_s=10.0)
     world.join("a")
     world.now += 60.0  # SIGSTOP, or a machine that slept

@@ -1,6 +1,6 @@
-"""How fast a rendezvous takes, averages and gives contributions, and how much memory it needs.
+"""How fast a hub takes, averages and gives contributions, and how much memory it needs.
 
-python benchmarks/rendezvous.py [--clusters 3] [--mebibytes 64] [--codec int8] [--turns 3]
+python benchmarks/hub.py [--clusters 3] [--mebibytes 64] [--codec int8] [--turns 3]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rendezvous against strangers, broken clusters, full disks, and death at any instant."""
+"""The hub against strangers, broken clusters, full disks, and death at any instant."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from isles.outer.average import size
 from isles.outer.client.api import HubApi
 from isles.outer.client.http import HubRefusal
 from isles.outer.codec import parse_codec
-from isles.outer.hub import __main__ as rendezvous
+from isles.outer.hub import __main__ as hub
 from isles.outer.hub.journal import JOURNAL
 from isles.outer.messages import Heartbeat, digest_of, hash_chunks
 from isles.run.join_line import JoinLine
 from tests.deadline import DEADLINE_S
-from tests.dist.test_outer_rendezvous import part, serving
+from tests.dist.test_outer_hub import part, serving
 from tests.outer_deaths import TURNS, open_world
 from tests.outer_member import FRAGMENTS, join, member_id, numbers
 from tests.outer_world import overlaps
@@ -39,7 +39,7 @@ OUTER_PARAMS = ["0" * 64] * FRAGMENTS
 
 
 async def _ask(line: JoinLine, request: bytes) -> bytes:
-    """What the rendezvous answers to raw bytes; nothing where it hangs up."""
+    """What the hub answers to raw bytes; nothing where it hangs up."""
     context = ssl._create_unverified_context()
     reader, writer = await asyncio.open_connection(line.host, line.port, ssl=context)
     try:
@@ -252,7 +252,7 @@ def _fill(path: Path, room: int) -> None:
 # Death at any instant.
 
 
-def test_a_rendezvous_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
+def test_a_hub_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.outer_deaths", str(tmp_path / "state")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -289,7 +289,7 @@ def test_what_it_is_told_wrongly_is_named(
             (("--settings", str(rules)), "wait"),
             (("--run-file", str(tmp_path / "none.yaml")), "the run file cannot be read"),
         ]:
-            assert rendezvous.main([str(state), "--run", "tiny", *arguments]) in (1, 5)
+            assert hub.main([str(state), "--run", "tiny", *arguments]) in (1, 5)
             said = capsys.readouterr().err
             assert says in said and "fix:" in said
         assert (state / "token").stat().st_mode & 0o777 == 0o600
@@ -297,7 +297,7 @@ def test_what_it_is_told_wrongly_is_named(
         other = tmp_path / "other"
         other.mkdir()
         (other / JOURNAL).write_bytes(b"x" * 5000)
-        assert rendezvous.main([str(other), "--run", "tiny"]) == 1
+        assert hub.main([str(other), "--run", "tiny"]) == 1
         assert "memory is damaged" in capsys.readouterr().err
     finally:
         os.umask(before)
