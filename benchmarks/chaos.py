@@ -62,7 +62,7 @@ class Watch:
     @property
     def turn(self) -> int:
         """The last turn that the furthest cluster has applied; before the first -1."""
-        turns = [c.turns()[-1]["turn"] for c in self.run.clusters.values() if c.turns()]
+        turns = [c.turns()[-1]["outer_step"] for c in self.run.clusters.values() if c.turns()]
         return max(turns, default=-1)
 
     @property
@@ -116,8 +116,10 @@ class Watch:
             text = f"{cluster.name} has ended: {code}"
             assert code == 0 or cluster.came_too_late, f"{text}\n{self.words()}"
             return True
-        last = cluster.turns()[-1] if cluster.turns() else {"turn": -1, "weights": {}}
-        return last["turn"] > max(since + 1, self.turn - 2) and cluster.name in last["weights"]
+        last = cluster.turns()[-1] if cluster.turns() else {"outer_step": -1, "weights": {}}
+        return (
+            last["outer_step"] > max(since + 1, self.turn - 2) and cluster.name in last["weights"]
+        )
 
     def finish(self) -> None:
         """Wait until all have ended, as they should."""
@@ -163,7 +165,7 @@ def judge(run: Run, journal: Journal, watch: Watch) -> dict[str, Any]:
     digests: dict[int, set[str]] = {}
     for cluster in run.clusters.values():
         for row in cluster.turns():
-            digests.setdefault(row["turn"], set()).add(row["digest"])
+            digests.setdefault(row["outer_step"], set()).add(row["digest"])
     ends: dict[int, dict[str, str]] = {}
     for cluster in run.clusters.values():
         version = int(find_checkpoint(cluster.directory, None).manifest["outer"]["version"])
@@ -216,7 +218,9 @@ def lost_steps(cluster: Cluster) -> int:
     Each step must be in one average of each fragment.
     """
     steps = int(find_checkpoint(cluster.directory, None).manifest["outer"]["steps"])
-    turns = {r["turn"]: r for r in read_rows(cluster.directory.metrics) if r["kind"] == "outer"}
+    turns = {
+        r["outer_step"]: r for r in read_rows(cluster.directory.metrics) if r["kind"] == "outer"
+    }
     counted = [0] * FRAGMENTS
     for row in turns.values():
         if cluster.name in row["weights"]:

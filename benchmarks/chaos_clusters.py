@@ -224,7 +224,7 @@ class Cluster:
             self._place = inode, stream.tell() - len(data) + len(whole)
         for line in whole.splitlines():
             row = json.loads(line)
-            self.rows[(row["kind"], row.get("turn", row["step"]), row.get("at", 0.0))] = row
+            self.rows[(row["kind"], row.get("outer_step", row["step"]), row.get("at", 0.0))] = row
 
     def steps_at(self) -> list[float]:
         """When each inner step was done."""

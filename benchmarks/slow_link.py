@@ -168,7 +168,7 @@ def outer_figures(run: Run, first: int, last: int) -> dict[str, float]:
     for row in turns[0]:
         up, down = row["sent_bytes"] / 1e6, row["received_bytes"] / 1e6
         print(
-            f"{row['turn']:>6}  {row['mode']:<8}{up:>6.1f}{row['send_s']:>7.2f}{down:>10.1f}"
+            f"{row['outer_step']:>6}  {row['mode']:<8}{up:>6.1f}{row['send_s']:>7.2f}{down:>10.1f}"
             f"{row['receive_s']:>7.2f}{row['exposed_s']:>11.3f}{row['hidden_s']:>10.2f}"
         )
     cpu = {kind: run.cpu_s(kind, first, last) for kind in ("ranks", "hub")}

@@ -88,7 +88,7 @@ class Processes:
         with suppress(sqlite3.Error):
             journal = sqlite3.connect(f"file:{self.state / 'hub.sqlite'}?mode=ro", uri=True)
             try:
-                sql = "SELECT COUNT(*) FROM turns WHERE state = 'committed'"
+                sql = "SELECT COUNT(*) FROM rounds WHERE state = 'committed'"
                 return int(journal.execute(sql).fetchone()[0])
             finally:
                 journal.close()
@@ -97,7 +97,7 @@ class Processes:
     def half_uploaded(self, name: str = "") -> bool:
         """Whether a contribution is on its way now: some of its chunks are there, not all."""
         number = _numbers(self)[name] if name else "*"
-        for notes in self.state.glob(f"turns/*/{number}.part.chunks"):
+        for notes in self.state.glob(f"rounds/*/{number}.part.chunks"):
             with suppress(OSError):
                 if 0 < len(notes.read_text().splitlines()) < -(-4 * ELEMENTS // CHUNK_BYTES):
                     return True
@@ -129,9 +129,9 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
         killed_at = world.committed()
         until(lambda: world.committed() >= killed_at + 2, "turns after the first kill")
 
-        until(lambda: list(world.state.glob("turns/*/average.partial")), "an average", 2e-3)
+        until(lambda: list(world.state.glob("rounds/*/average.partial")), "an average", 2e-3)
         world.kill("hub")
-        assert list(world.state.glob("turns/*/average.partial")), "it was done already"
+        assert list(world.state.glob("rounds/*/average.partial")), "it was done already"
         world.serve()
         killed_at = world.committed()
         until(lambda: world.committed() > killed_at, "a turn after the second kill")
@@ -153,7 +153,7 @@ def test_kills_at_any_instant_lose_nothing_and_split_nobody(tmp_path: Path) -> N
     samples = Samples(journal)
     assert overlaps(journal) == []
     assert samples.counts()["averaged"] == TURNS * len(NAMES) * SAMPLES
-    taken = journal.rows("SELECT participants FROM turns WHERE state = 'committed'")
+    taken = journal.rows("SELECT participants FROM rounds WHERE state = 'committed'")
     assert [sorted(json.loads(row["participants"])) for row in taken] == [[1, 2, 3]] * TURNS
     journal.close()
     token = (world.state / "token").read_text().strip()
@@ -264,12 +264,12 @@ async def _unknown(folder: Path) -> None:
             # Refused in words, by name; the others go on.
             bad = numbers("a", 0, elements)
             bad[elements // 2] = np.nan
-            with pytest.raises(HubRefusal, match="contribution of a to turn 0 is refused"):
+            with pytest.raises(HubRefusal, match="contribution of a to round 0 is refused"):
                 await part(client, folder, 0, bad.tobytes())
             heartbeat = await client.heartbeat(
                 Heartbeat(id=client.id, step=1, version=0), DEADLINE_S
             )
-            assert heartbeat.command == "reset" and "turn 0" in heartbeat.command_reason
+            assert heartbeat.command == "reset" and "round 0" in heartbeat.command_reason
             assert (await client.wait_round(0, DEADLINE_S)).size_bytes == 0
             for outer_step in (1, 2):
                 await part(client, folder, outer_step, numbers("a", outer_step, elements).tobytes())
@@ -364,7 +364,7 @@ async def _straggler(folder: Path) -> None:
         own = [next_outer_params(at_six[0], target.read_bytes()), at_six[1]]
         assert own == outer_params
         assert (await c.join(join("c", elements, 7, own), DEADLINE_S)).standing == "current"
-        with pytest.raises(CommunicationError, match="turn 7 is future after 0 s"):
+        with pytest.raises(CommunicationError, match="outer step 7 is future after 0 s"):
             await c.wait_round(7, 0.2)
 
 

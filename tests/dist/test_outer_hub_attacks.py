@@ -172,7 +172,7 @@ async def _poison(folder: Path, codec: str) -> None:
             try:
                 await part(bad, folder, outer_step, bytes(wrong), "b")
             except HubRefusal as error:
-                assert error.kind == "refused" and "b to turn" in error.what
+                assert error.kind == "refused" and "b to round" in error.what
                 refused = error.what
             await part(good, folder, outer_step, bytes(honest))
             answer = await good.wait_round(outer_step, DEADLINE_S)

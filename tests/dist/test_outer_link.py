@@ -92,7 +92,7 @@ class Clusters:
         with suppress(sqlite3.Error):
             journal = sqlite3.connect(f"file:{self.state / 'hub.sqlite'}?mode=ro", uri=True)
             try:
-                sql = "SELECT COUNT(*) FROM turns WHERE state = 'committed'"
+                sql = "SELECT COUNT(*) FROM rounds WHERE state = 'committed'"
                 return int(journal.execute(sql).fetchone()[0])
             finally:
                 journal.close()
@@ -135,7 +135,7 @@ def check_ledger(clusters: Clusters, everybody: bool, names: int) -> None:
     journal = Journal(clusters.state / "hub.sqlite")
     assert overlaps(journal) == []
     if everybody:
-        taken = journal.rows("SELECT participants FROM turns WHERE state = 'committed'")
+        taken = journal.rows("SELECT participants FROM rounds WHERE state = 'committed'")
         everyone = list(range(1, names + 1))
         assert [sorted(json.loads(row["participants"])) for row in taken] == [
             everyone

@@ -119,7 +119,7 @@ def start_cluster(
 
 def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     """What the run has recorded of its turns."""
-    return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+    return {row["outer_step"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
 
 
 def model_of(run_dir: RunDir, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -153,7 +153,10 @@ def test_one_cluster_with_rate_one_is_plain_training(made_up: Path) -> None:
     assert [row["step"] for row in rows.values()] == [4, 8, 12, 12]
     assert [row["mode"] for row in rows.values()] == ["on_time"] * 4
     assert spans_of(rows) == list(range(12 * 12))
-    assert "outer" not in read_record(plain.status) and read_record(alone.status)["outer"]["turn"]
+    assert (
+        "outer" not in read_record(plain.status)
+        and read_record(alone.status)["outer"]["outer_step"]
+    )
 
 
 @pytest.mark.long
@@ -281,7 +284,7 @@ def test_unequal_clusters_keep_the_same_weights_through_a_kill(
         <= {"overlap", "on_time", "late", "idle"}
     )
     last = read_record(a.status)["outer"]
-    assert last["turn"] == len(rows) and last["sent_bytes"] > 0 < last["received_bytes"]
+    assert last["outer_step"] == len(rows) and last["sent_bytes"] > 0 < last["received_bytes"]
     line = (state / "join").read_text().strip()
     secret = line.rpartition("#")[2].partition(".")[0]
     for file in (path for path in a.path.rglob("*") if path.is_file() and path.name != "join"):
@@ -366,7 +369,7 @@ def test_a_stop_while_the_others_are_waited_for_at_the_end_loses_no_average(
         b, _, b_gang = start_cluster(made_up, "b", 1, outer, *options)
         until(lambda: turns_of(b), "a turn", a_gang, b_gang)
         b_gang.signal(signal.SIGSTOP)
-        until(lambda: _phase(a) == "waiting for clusters turn 1", "the last wait", a_gang)
+        until(lambda: _phase(a) == "waiting for clusters outer step 1", "the last wait", a_gang)
         a_gang.signal(signal.SIGTERM)
         assert a_gang.wait(DEADLINE_S) == [int(ExitCode.REQUEUE)]
         assert [info.step for info in list_checkpoints(a)][-1] == 80

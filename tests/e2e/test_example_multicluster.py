@@ -208,7 +208,7 @@ def test_one_worker_of_two_ranks_over_hivemind(folder: Path, peer: str) -> None:
     assert all(row["weights"].keys() == {"worker-0"} for row in rows)
     assert all(name in row for row in rows for name in OF_A_TURN)
     status = read_record(run_dir.status) or {}
-    assert status["world_size"] == 2 and status["outer"]["turn"] == 3
+    assert status["world_size"] == 2 and status["outer"]["outer_step"] == 3
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ STEPS = 40
 
 def turns(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     """The turns that a cluster has applied, by number."""
-    return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+    return {row["outer_step"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
 
 
 def kill(pid: int) -> None:
@@ -76,7 +76,7 @@ def test_two_sites_train_one_model_and_the_hub_dies(run_file: Path, tmp_path: Pa
             assert row["digest"] == found["b"][turn]["digest"]
             assert set(row["weights"]) == {"a", "b"}
         status = ask_hub(line, "/v1/status", 20)
-        assert status["is_over"] and status["turn"] == STEPS // 10
+        assert status["is_over"] and status["round"] == STEPS // 10
         for run_dir in runs.values():
             texts = {p: p.read_bytes() for p in run_dir.path.rglob("*") if p.is_file()}
             holders = [p for p, text in texts.items() if line.token.encode() in text]

@@ -89,7 +89,7 @@ def isles(*words: str) -> str:
 
 
 def turns_of(run_dir: RunDir) -> dict[int, dict[str, Any]]:
-    return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+    return {row["outer_step"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
 
 
 def averaged(command: Command) -> set[str]:

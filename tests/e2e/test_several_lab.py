@@ -77,7 +77,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def turns(run_dir: RunDir) -> dict[int, dict[str, Any]]:
     """The turns that a cluster has applied, by number."""
-    return {row["turn"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
+    return {row["outer_step"]: row for row in read_rows(run_dir.metrics) if row["kind"] == "outer"}
 
 
 def assert_secret_is_kept(lab: Lab, runs: dict[str, RunDir], job_id: str) -> None:

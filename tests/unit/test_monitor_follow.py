@@ -199,7 +199,13 @@ def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
 
 
 def test_an_averaging_is_one_line() -> None:
-    row = {"kind": "outer", "step": 500, "turn": 3, "weights": {"a": 9, "b": 7}, "mode": "late"}
+    row = {
+        "kind": "outer",
+        "step": 500,
+        "outer_step": 3,
+        "weights": {"a": 9, "b": 7},
+        "mode": "late",
+    }
     row |= {"sent_bytes": 2048, "received_bytes": 0, "exposed_s": 1.25}
     assert row_text(row, {}) == (
         "step 500  averaged outer step 3 of a 56%, b 44%  without this cluster  2.0 KiB up  "

@@ -105,8 +105,8 @@ def in_a_queue(path: Path) -> None:
 
 
 def of_clusters(folder: Path) -> None:
-    outer = {"turn": 7, "sent_bytes": 2048, "received_bytes": 4096, "exposed_s": 30.0}
-    outer |= {"last_turn": {"turn": 7, "digest": "d", "weights": {"a": 300, "b": 100}}}
+    outer = {"outer_step": 7, "sent_bytes": 2048, "received_bytes": 4096, "exposed_s": 30.0}
+    outer |= {"last_outer_step": {"outer_step": 7, "digest": "d", "weights": {"a": 300, "b": 100}}}
     last = {"step": 8, "total_steps": 8, "loss": 2.0, "outer": {**outer, "is_averaged": True}}
     clusters = []
     for name, end in (("a", {"state": "finished", "step": 8}), ("b", {"state": "stopped"})):

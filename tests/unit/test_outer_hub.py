@@ -294,7 +294,7 @@ def test_time_boxed_goes_on_without_the_late(tmp_path: Path) -> None:
     assert world.close() == ["a"]
     with pytest.raises(Refusal) as caught:
         world.complete("b", 0)
-    assert caught.value.kind == "late" and "turn 1" in caught.value.what
+    assert caught.value.kind == "late" and "round 1" in caught.value.what
     world.complete("b", 1, tokens=30)
     world.complete("a", 1)
     assert world.close() == ["a", "b"]
@@ -400,7 +400,7 @@ def test_standings_and_stragglers(tmp_path: Path) -> None:
             world.applied("b", outer_step, f"{outer_step + 1:064x}")
     # The third average was kept until the sixth was there: b has missed too many.
     assert (
-        world.heartbeat("b").command == "pull" and "turn 2" in world.heartbeat("b").command_reason
+        world.heartbeat("b").command == "pull" and "round 2" in world.heartbeat("b").command_reason
     )
     with pytest.raises(Refusal, match="must pull the state"):
         world.complete("b", 6)
@@ -534,9 +534,9 @@ def test_outliers_and_what_is_not_finite_are_refused_by_name(tmp_path: Path) -> 
     world.complete("a", 3), world.complete("b", 3, leased, norm=10.5)
     assert world.close() == ["a"]
     assert "its norm 10.5 is above 10" in world.core.answer(3).refused["b"]
-    assert world.events("refused")[0].startswith("b: turn 3: its norm 10.5")
+    assert world.events("refused")[0].startswith("b: round 3: its norm 10.5")
     assert world.core.samples.counts() == {"leased": 5}  # still b's, not averaged
-    with pytest.raises(Refusal, match=r"contribution of b to turn 4 is refused: .*nan"):
+    with pytest.raises(Refusal, match=r"contribution of b to round 4 is refused: .*nan"):
         world.complete("b", 4, norm=float("nan"))
     assert world.heartbeat("b").command == "reset"
     world.complete("a", 4)

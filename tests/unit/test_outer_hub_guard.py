@@ -96,7 +96,7 @@ def test_a_contribution_weighs_no_more_than_its_samples(tmp_path: Path) -> None:
     world.complete("a", 0, a, tokens=30)
     assert world.close() == ["a", "b"]
     assert world.core.answer(0).weights == {"a": 30, "b": 32}
-    assert "b: turn 0: it claims 1000000000000000000 tokens" in world.events("weight")[0]
+    assert "b: round 0: it claims 1000000000000000000 tokens" in world.events("weight")[0]
     # Samples count for each fragment, but once each.
     world.complete("b", 1, b, tokens=10**18), world.complete("a", 1, [], tokens=32)
     world.close()
@@ -174,7 +174,7 @@ def test_a_cluster_that_never_ends_its_pull_does_not_fill_the_disk(tmp_path: Pat
         world.close()
         world.applied("a", outer_step, ZERO)
         world.core.want_state(member_id("n"))
-        kept.append(world.core.journal.number("SELECT COUNT(*) FROM turns WHERE kept = 1"))
+        kept.append(world.core.journal.number("SELECT COUNT(*) FROM rounds WHERE kept = 1"))
     assert (
         max(kept) == 2 * 16 and kept[-1] == 2
     )  # the state is too old by now: there will be another
@@ -311,11 +311,11 @@ def test_status_says_who_is_waited_for_and_why(tmp_path: Path) -> None:
     told = status(world.core)
     a, b, c = told["members"]
     assert (a["weight"], b["weight"], c["weight"]) == (0.75, 0.25, 0.0)
-    assert c["refused"].startswith("turn 0: ") and a["slow"] == ""
+    assert c["refused"].startswith("round 0: ") and a["slow"] == ""
     assert b["slow"] == "training: 0 inner steps since its last turn"
     assert c["slow"] == "not heard for 20s"
     (opened,) = told["open"]
-    assert (opened["turn"], opened["since_s"]) == (1, 20.0)
+    assert (opened["round"], opened["since_s"]) == (1, 20.0)
     assert opened["missing"] == {"b": b["slow"], "c": c["slow"]}
     (commit,) = told["commits"]
     assert commit["participants"] == ["a", "b"] and commit["seconds"] == 3.0

@@ -206,8 +206,13 @@ def test_a_failure_counts_before_a_stop(tmp_path: Path) -> None:
 
 
 def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
-    last = {"turn": 7, "weights": {"a": 300, "b": 100}}
-    outer = {"last_turn": last, "sent_bytes": 2048, "received_bytes": 4096, "is_connected": True}
+    last = {"outer_step": 7, "weights": {"a": 300, "b": 100}}
+    outer = {
+        "last_outer_step": last,
+        "sent_bytes": 2048,
+        "received_bytes": 4096,
+        "is_connected": True,
+    }
     outer |= {"exposed_s": 30.0, "hidden_s": 90.0, "hidden_share": 0.75}
     loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}]")
     a, b = cluster_run(tmp_path, "a", step=4, outer=outer), cluster_run(tmp_path, "b", "failed")
@@ -223,9 +228,9 @@ def test_status_says_who_is_slow_and_who_is_away(tmp_path: Path) -> None:
         {"name": "a", "state": "living", "is_behind": False, "heard_s": 1.0},
         {"name": "b", "state": "dropped", "is_behind": False, "heard_s": 40.0},
     ]
-    waiting = {"turn": 8, "waits_for": ["b"], "contributed": ["a"], "due_in_s": None}
+    waiting = {"round": 8, "waits_for": ["b"], "contributed": ["a"], "due_in_s": None}
     waiting["missing"] = {"b": "not heard for 40s"}
-    answer = {"turn": 8, "fragments": 2, "members": members, "open": [waiting]}
+    answer = {"round": 8, "fragments": 2, "members": members, "open": [waiting]}
     text = "\n".join(multi_cluster_lines(MultiClusterReport(run, "running", reports, answer, "")))
     row = next(line for line in text.splitlines() if line.startswith("  a "))
     shown = "a local running 4 - 1.0k 75% 2.0 KiB 4.0 KiB 2m 00s 75% 1s ago"
@@ -249,7 +254,11 @@ def test_the_list_has_clusters_below_their_run(tmp_path: Path) -> None:
 def test_only_clusters_of_the_same_turns_are_said_to_hold_the_same(tmp_path: Path) -> None:
     loaded = load(tmp_path, "[{name: a}, {name: b}, {name: c}, {name: d}]")
     outers = [
-        {"turn": outer_step, "last_turn": {"digest": str(outer_step)}, "is_averaged": is_averaged}
+        {
+            "outer_step": outer_step,
+            "last_outer_step": {"digest": str(outer_step)},
+            "is_averaged": is_averaged,
+        }
         for outer_step, is_averaged in ((7, True), (9, True), (9, True), (9, False))
     ]
     clusters = [

@@ -153,7 +153,7 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
         return [] if is_over else [f"  hub        at {place}: {report.hub_error}"]
     fragments = int(answer.get("fragments") or 0)
     parts = f" ({fragments} fragments)" if fragments > 1 else ""
-    lines = [f"  hub        at {place}, round {answer.get('turn')}{parts}"]
+    lines = [f"  hub        at {place}, round {answer.get('round')}{parts}"]
     for entry in answer.get("open") or []:
         missing = entry.get("missing") or {}
         names = [
@@ -163,7 +163,7 @@ def _hub_lines(report: MultiClusterReport) -> list[str]:
         if names and entry.get("contributed"):
             due = entry.get("due_in_s")
             by = f", for {format_duration(due)} more" if due is not None else ""
-            lines.append(f"  waiting    round {entry['turn']} waits for {', '.join(names)}{by}")
+            lines.append(f"  waiting    round {entry['round']} waits for {', '.join(names)}{by}")
     return lines
 
 
@@ -172,8 +172,8 @@ def _rows(report: MultiClusterReport) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [(*head, "sync", "hidden", "last seen")]
     # Weights of the last average that any cluster has taken in.
     outers = [r.outer or {} for r in report.clusters.values()]
-    averages = [average for outer in outers if (average := outer.get("last_turn"))]
-    newest = max(averages, key=lambda average: average.get("turn", -1), default=None)
+    averages = [average for outer in outers if (average := outer.get("last_outer_step"))]
+    newest = max(averages, key=lambda average: average.get("outer_step", -1), default=None)
     tokens = (newest or {}).get("weights") or {}
     whole = sum(tokens.values())
     for cluster in report.run.clusters:
@@ -366,7 +366,9 @@ def _model_lines(run: MultiClusterRun, reports: Mapping[str, RunReport]) -> list
 def _version(report: RunReport) -> tuple[int, str]:
     # How many averages a cluster has taken in, and the digest of the last.
     outer = report.outer or {}
-    return int(outer.get("turn") or 0), str((outer.get("last_turn") or {}).get("digest"))
+    return int(outer.get("outer_step") or 0), str(
+        (outer.get("last_outer_step") or {}).get("digest")
+    )
 
 
 def stop_clusters(run: MultiClusterRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:

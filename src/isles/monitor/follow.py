@@ -316,7 +316,7 @@ def _outer_text(row: dict[str, Any]) -> str:
     tokens = row.get("weights") or {}
     whole = sum(tokens.values())
     shares = [f"{name} {count / whole:.0%}" for name, count in tokens.items() if whole]
-    parts = [f"averaged outer step {row.get('turn')} of {', '.join(shares) or 'nobody'}"]
+    parts = [f"averaged outer step {row.get('outer_step')} of {', '.join(shares) or 'nobody'}"]
     if row.get("mode") == "late":
         parts.append("without this cluster")
     for key, word in (("sent_bytes", "up"), ("received_bytes", "down")):

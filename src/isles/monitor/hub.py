@@ -63,7 +63,7 @@ def hub_lines(state: Path, record: dict[str, Any]) -> list[str]:
         lines.append(f"  error      {record['error']}")
     answer = record["hub"]
     if answer is not None:
-        lines[-1] += f", round {answer['turn']}"
+        lines[-1] += f", round {answer['round']}"
         lines += _member_lines(answer["members"])
     if record["state"] == "stopped":
         lines.append("  `isles hub` with its run file goes on with it")
@@ -126,7 +126,7 @@ class HubNews:
             starts = [event["at"] for event in events if event["kind"] == "started"]
             since = max(starts, default=0.0) if self._since is None else self._since
             self._event = max([e["number"] for e in events if e["at"] < since], default=-1)
-            self._round = max([c["turn"] for c in commits if c["at"] < since], default=-1)
+            self._round = max([c["round"] for c in commits if c["at"] < since], default=-1)
         found = []
         for event in events:
             if event["number"] > self._event:
@@ -135,12 +135,12 @@ class HubNews:
                 text = f"{who}{event['kind'].replace('_', ' ')}: {event['what']}".rstrip("; ")
                 found.append((float(event["at"]), str(event["kind"]), printable(text)))
         for commit in reversed(commits):
-            if commit["turn"] > self._round:
-                self._round = commit["turn"]
+            if commit["round"] > self._round:
+                self._round = commit["round"]
                 total = sum(commit["weights"].values()) or 1
                 parts = [f"{name} {n / total:.0%}" for name, n in commit["weights"].items()]
                 text = (
-                    f"round {commit['turn']} averaged: {', '.join(parts) or 'nobody'}; "
+                    f"round {commit['round']} averaged: {', '.join(parts) or 'nobody'}; "
                     f"{format_bytes(commit['size_bytes'])} in {format_duration(commit['seconds'])}"
                 )
                 found.append((float(commit["at"]), "round", printable(text)))

@@ -192,7 +192,7 @@ class Cluster:
                 f"the average of fragment {fragment} is not finite",
                 where=str(average),
                 fix="a cluster of another version of isles, or a broken one, has taken part: "
-                "look at the hub' log",
+                "look at the hub's log",
             )
         scale = clip_scale(norm, self._settings.max_norm)
         self._moves[fragment] = share.step(

@@ -79,14 +79,14 @@ def _outer_steps_fit(outer: DiLoCoConfig, key: str, every: int) -> Iterator[Issu
     if outer.fragments > every:
         yield Issue(
             ("outer.fragments", f"outer.{key}"),
-            f"{outer.fragments} fragments cannot have a turn each in {key} {every} steps",
+            f"{outer.fragments} fragments cannot have a round each in {key} {every} steps",
             f"use at most {every} fragments",
         )
     elif outer.delay >= every / outer.fragments:
         apart = every / outer.fragments
         yield Issue(
             ("outer.delay", f"outer.{key}"),
-            f"delay {outer.delay} lasts until the next turn, {apart:g} steps later",
+            f"delay {outer.delay} lasts until the next round, {apart:g} steps later",
             f"use less than {apart:g}, or a longer {key}",
         )
 
@@ -133,11 +133,11 @@ def _waits(outer: DiLoCoConfig) -> Iterator[Issue]:
         says = both if wait.quorum else f"{both} says"
         yield Issue(
             ("outer.wait.quorum", "outer.wait"),
-            f"{says} when a turn is closed",
+            f"{says} when a round is closed",
             "write wait: all, or {time_boxed: 60s}, or {quorum: 2, grace: 30s}",
         )
     elif wait.quorum is None:
-        yield from no_effect(wait, "outer.wait.grace", "a turn without quorum", "add quorum")
+        yield from no_effect(wait, "outer.wait.grace", "a round without quorum", "add quorum")
     if wait.quorum is not None and wait.quorum < outer.min_clusters:
         yield Issue(
             ("outer.wait.quorum", "outer.min_clusters"),

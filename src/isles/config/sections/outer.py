@@ -63,14 +63,14 @@ class CodecConfig(Section):
 
 
 class WaitConfig(Section):
-    """A turn that does not wait for every cluster."""
+    """A round that does not wait for every cluster."""
 
     time_boxed: Annotated[DurationS, Field(gt=0)] | None = None
-    """So long after the first contribution a turn is closed. A slower cluster contributes what it
+    """So long after the first contribution a round is closed. A slower cluster contributes what it
     has by then, weighted by its tokens."""
 
     quorum: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """A turn is closed when so many clusters have contributed and `grace` is over."""
+    """A round is closed when so many clusters have contributed and `grace` is over."""
 
     grace: Annotated[DurationS, Field(ge=0)] = 30.0
     """quorum: for so long the others may still come."""
@@ -159,11 +159,11 @@ class DiLoCoConfig(Section):
     """engine hivemind: addresses."""
 
     wait: Literal["all"] | WaitConfig = "all"
-    """Whom a turn waits for: all clusters that live, or {time_boxed: 60s}, or
+    """Whom a round waits for: all clusters that live, or {time_boxed: 60s}, or
     {quorum: 2, grace: 30s}."""
 
     min_clusters: Annotated[int, Field(ge=1, le=4096)] = 1
-    """A turn has at least so many contributions."""
+    """A round has at least so many contributions."""
 
     hub: Address | None = None
     """Where the clusters meet, host:port. null: a hub is started with the run."""
@@ -179,15 +179,15 @@ class DiLoCoConfig(Section):
     """An update is refused, with its cluster's name, when it is so many times larger than usual."""
 
     dead_after: Annotated[DurationS, Field(ge=1)] = 10.0
-    """A cluster that is not heard for so long is dropped from the turn; it may come back."""
+    """A cluster that is not heard for so long is dropped from the round; it may come back."""
 
     deadline: Annotated[DurationS, Field(ge=1)] = 60.0
     """Longest wait of a cluster for an average; then its inner steps go on, and the average is
     taken in when it comes."""
 
-    def is_warmup(self, turn: int, num_fragments: int) -> bool:
-        """Whether a turn, of a layout of so many fragments, is of the rounds that only average."""
-        return turn // num_fragments < self.warmup_rounds
+    def is_warmup(self, outer_step: int, num_fragments: int) -> bool:
+        """Whether a round, of a layout of so many fragments, is of the rounds that only average."""
+        return outer_step // num_fragments < self.warmup_rounds
 
     @property
     def codec_config(self) -> CodecConfig:

@@ -195,8 +195,8 @@ class HubApi:
             if loop.time() >= end:
                 waits = ", ".join(answer.waits_for) or "nobody"
                 raise CommunicationError(
-                    f"turn {outer_step} is {answer.state} after {deadline_s:.0f} s; it waits for "
-                    f"{waits}",
+                    f"outer step {outer_step} is {answer.state} after {deadline_s:.0f} s; "
+                    f"it waits for {waits}",
                     where=str(self.channel.line),
                     fix="look at the clusters named; `wait: time_boxed` goes on without the slow",
                 )

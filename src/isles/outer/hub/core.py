@@ -55,7 +55,7 @@ class Core:
         self.samples = Samples(self.journal)
         self.membership = Membership(self.journal, settings, self.samples, clock)
         self.rounds = Rounds(
-            self.journal, settings, self.samples, self.membership, folder / "turns", clock
+            self.journal, settings, self.samples, self.membership, folder / "rounds", clock
         )
         self.states = States(self.journal, settings, self.membership, folder / "states", clock)
         self.codec = ""
@@ -65,7 +65,7 @@ class Core:
         self.sizes: list[int] = []
         """Of each fragment the bytes of a contribution to it."""
         self._learn()
-        self.journal.note("", "started", f"turn {self.rounds.next} is next")
+        self.journal.note("", "started", f"round {self.rounds.next} is next")
         self._oldest = self.rounds.next - settings.keep_averages
         self._sweep()
 
@@ -134,17 +134,17 @@ class Core:
         lost = self.samples.take_up(number, join.holding)
         following = rounds.next
         is_behind = standing == "behind"
-        from_step = before["from_turn"]
+        from_step = before["from_round"]
         if not was_living or before["is_behind"]:
             from_step = following + int(rounds.has_begun(following))
         command = "pull" if is_behind else ""
         values = (int(is_behind), from_step, join.version, command, why, number)
         journal.run(
-            "UPDATE members SET is_behind = ?, from_turn = ?, version = ?, orders = ?, "
+            "UPDATE members SET is_behind = ?, from_round = ?, version = ?, orders = ?, "
             "order_reason = ? WHERE number = ?",
             *values,
         )
-        journal.note(join.name, "joined", f"{standing}, from turn {from_step} on; {why}")
+        journal.note(join.name, "joined", f"{standing}, from round {from_step} on; {why}")
         return JoinAnswer(
             standing=standing,
             outer_step=following,
@@ -214,7 +214,7 @@ class Core:
             raise Refusal(
                 409,
                 "ahead",
-                f"{join.name} has applied {join.version} turns, and the hub knows of {following}",
+                f"{join.name} has applied {join.version} rounds, and the hub knows of {following}",
                 "it joins the wrong run, or the hub was set back to an old copy: start a "
                 "hub with an empty folder, and let the most advanced cluster join first",
             )
@@ -222,14 +222,14 @@ class Core:
             right = self.rounds.outer_params(fragment, join.version)
             if right and outer_params != right:
                 return "behind", (
-                    f"its outer parameters of fragment {fragment} after {join.version} turns are "
+                    f"its outer parameters of fragment {fragment} after {join.version} rounds are "
                     "not those of the run"
                 )
         if join.version == following:
             return "current", ""
         if self.rounds.is_kept_since(max(join.version, min(join.has, following))):
             return "late", ""
-        return "behind", f"the average of turn {join.version} is not kept any more"
+        return "behind", f"the average of round {join.version} is not kept any more"
 
     # Members.
 
@@ -262,11 +262,11 @@ class Core:
         following = self.rounds.next
         with self.journal.transaction():
             self.journal.run(
-                "UPDATE members SET state = 'living', from_turn = ? WHERE number = ?",
+                "UPDATE members SET state = 'living', from_round = ? WHERE number = ?",
                 following + int(self.rounds.has_begun(following)),
                 member["number"],
             )
-            self.journal.note(member["name"], "back", f"heard again before turn {following}")
+            self.journal.note(member["name"], "back", f"heard again before round {following}")
         return self.membership.get(member["number"])
 
     def _end(self, number: int) -> int | None:
@@ -279,7 +279,7 @@ class Core:
     def _fell_behind(self, member: sqlite3.Row) -> None:
         with self.journal.transaction():
             self._command_pull(
-                member, f"the average of turn {member['version']} is not kept any more"
+                member, f"the average of round {member['version']} is not kept any more"
             )
 
     def _command_pull(self, member: sqlite3.Row, why: str) -> None:
@@ -343,7 +343,7 @@ class Core:
         number = member["number"]
         if self.rounds.is_counted(outer_step, number):
             raise Refusal(
-                409, "counted", f"the contribution to turn {outer_step} is counted already"
+                409, "counted", f"the contribution to round {outer_step} is counted already"
             )
         self.rounds.check(member, outer_step)
         return number, outer_step % len(self.pieces), self.rounds.part_path(outer_step, number)
@@ -384,7 +384,7 @@ class Core:
         member = self.caller(applied.id)
         outer_step = applied.outer_step
         if self.rounds.state(outer_step) != "committed":
-            raise Refusal(409, "early", f"turn {outer_step} is not committed")
+            raise Refusal(409, "early", f"round {outer_step} is not committed")
         with self.journal.transaction():
             self.journal.run(
                 "INSERT OR REPLACE INTO applied VALUES (?, ?, ?)",
@@ -395,10 +395,12 @@ class Core:
             self.membership.reached(member["number"], outer_step + 1)
             if outer_step < self._oldest and self.rounds.has_outer_params(outer_step):
                 return  # what the others have reported is forgotten, and what was right is known
-            rows = self.journal.rows("SELECT * FROM applied WHERE turn = ?", outer_step)
+            rows = self.journal.rows("SELECT * FROM applied WHERE round = ?", outer_step)
             right, wrong = divergence({row["member"]: row["outer_params"] for row in rows})
-            self.journal.run("UPDATE turns SET outer_params = ? WHERE turn = ?", right, outer_step)
-            reason = f"its outer parameters after turn {outer_step} are not those of most"
+            self.journal.run(
+                "UPDATE rounds SET outer_params = ? WHERE round = ?", right, outer_step
+            )
+            reason = f"its outer parameters after round {outer_step} are not those of most"
             for row in rows:
                 other = self.membership.get(row["member"])
                 is_commanded = other["order_reason"] == reason
@@ -427,7 +429,7 @@ class Core:
                     409, "diverged", f"the outer parameters of {member['name']} are not the run's"
                 )
         if not self.rounds.is_kept_since(offer.version):
-            raise Refusal(409, "late", f"the average of turn {offer.version} is not kept any more")
+            raise Refusal(409, "late", f"the average of round {offer.version} is not kept any more")
         state = self.states.offer(member["number"], offer, self.pieces)
         self._sweep()
         return state
@@ -444,18 +446,18 @@ class Core:
             oldest = min(oldest, max(pinned, least))
         self._oldest = oldest
         with self.journal.transaction():
-            self.journal.run("UPDATE turns SET kept = 0 WHERE turn < ? AND kept = 1", oldest)
-            self.journal.run("DELETE FROM applied WHERE turn < ?", oldest)  # see `applied`
+            self.journal.run("UPDATE rounds SET kept = 0 WHERE round < ? AND kept = 1", oldest)
+            self.journal.run("DELETE FROM applied WHERE round < ?", oldest)  # see `applied`
             self.states.forget_useless(self.rounds.is_kept_since)
         self._sweep()
 
     def _sweep(self) -> None:
         following = self.rounds.next
-        for folder in (self.folder / "turns").glob("[0-9]*"):
+        for folder in (self.folder / "rounds").glob("[0-9]*"):
             outer_step = int(folder.name)
             if outer_step >= following:
                 continue
-            row = self.journal.row("SELECT kept FROM turns WHERE turn = ?", outer_step)
+            row = self.journal.row("SELECT kept FROM rounds WHERE round = ?", outer_step)
             if row is None or not (row["kept"] or outer_step >= self._oldest):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue

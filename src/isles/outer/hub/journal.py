@@ -25,33 +25,33 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
   number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('living', 'dropped', 'left')),
-  is_behind INTEGER NOT NULL DEFAULT 0, from_turn INTEGER NOT NULL DEFAULT 0,
+  is_behind INTEGER NOT NULL DEFAULT 0, from_round INTEGER NOT NULL DEFAULT 0,
   version INTEGER NOT NULL DEFAULT 0, refusals INTEGER NOT NULL DEFAULT 0,
   orders TEXT NOT NULL DEFAULT '', order_reason TEXT NOT NULL DEFAULT '',
   claim INTEGER NOT NULL DEFAULT 0, claimed TEXT NOT NULL DEFAULT '[]',
   has_finished INTEGER NOT NULL DEFAULT 0, refusal TEXT NOT NULL DEFAULT '');
-CREATE TABLE IF NOT EXISTS turns (
-  turn INTEGER PRIMARY KEY,
+CREATE TABLE IF NOT EXISTS rounds (
+  round INTEGER PRIMARY KEY,
   state TEXT NOT NULL CHECK (state IN ('collecting', 'averaging', 'committed')),
   participants TEXT NOT NULL DEFAULT '[]', digest TEXT NOT NULL DEFAULT '',
   size INTEGER NOT NULL DEFAULT 0, kept INTEGER NOT NULL DEFAULT 0,
   outer_params TEXT NOT NULL DEFAULT '',
   committed_at REAL NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS parts (
-  turn INTEGER NOT NULL, member INTEGER NOT NULL,
+  round INTEGER NOT NULL, member INTEGER NOT NULL,
   state TEXT NOT NULL CHECK (state IN ('complete', 'refused')),
   tokens INTEGER NOT NULL, steps INTEGER NOT NULL, norm REAL NOT NULL, digest TEXT NOT NULL,
   reason TEXT NOT NULL DEFAULT '', samples INTEGER NOT NULL DEFAULT 0,
   spans TEXT NOT NULL DEFAULT '[]',
-  PRIMARY KEY (turn, member));
+  PRIMARY KEY (round, member));
 CREATE TABLE IF NOT EXISTS blocks (
   start INTEGER PRIMARY KEY, stop INTEGER NOT NULL CHECK (stop > start),
   member INTEGER, read INTEGER NOT NULL CHECK (read BETWEEN 0 AND stop - start));
 CREATE INDEX IF NOT EXISTS blocks_by_member ON blocks (member);
 CREATE TABLE IF NOT EXISTS applied (
-  turn INTEGER NOT NULL, member INTEGER NOT NULL, outer_params TEXT NOT NULL,
-  PRIMARY KEY (turn, member));
-CREATE TABLE IF NOT EXISTS ended (member INTEGER PRIMARY KEY, turns INTEGER NOT NULL);
+  round INTEGER NOT NULL, member INTEGER NOT NULL, outer_params TEXT NOT NULL,
+  PRIMARY KEY (round, member));
+CREATE TABLE IF NOT EXISTS ended (member INTEGER PRIMARY KEY, rounds INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS states (
   number INTEGER PRIMARY KEY, member INTEGER NOT NULL, version INTEGER NOT NULL,
   offer TEXT NOT NULL, is_complete INTEGER NOT NULL DEFAULT 0);
@@ -152,5 +152,5 @@ def damaged(path: Path, what: str) -> ConfigError:
         f"the hub's memory is damaged: {what}",
         where=str(path),
         fix="take a copy back if there is one; else move the file away, start the hub "
-        "again, and then the clusters: the one that has applied most turns first",
+        "again, and then the clusters: the one that has applied most rounds first",
     )

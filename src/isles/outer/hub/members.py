@@ -250,7 +250,7 @@ class Membership:
             row["number"]
             for row in self.living()
             if not (row["is_behind"] or row["has_finished"] or self.stalled(row["number"]))
-            and row["from_turn"] <= outer_step
+            and row["from_round"] <= outer_step
         )
 
     def end(self, number: int, rounds: int, *, is_decided: bool) -> int | None:
@@ -270,8 +270,8 @@ class Membership:
         if is_decided and all(row["has_finished"] and not row["is_behind"] for row in rows):
             for row in rows:
                 self._db.run("INSERT OR IGNORE INTO ended VALUES (?, ?)", row["number"], rounds)
-        ended = self._db.row("SELECT turns FROM ended WHERE member = ?", number)
-        return None if ended is None else int(ended["turns"])
+        ended = self._db.row("SELECT rounds FROM ended WHERE member = ?", number)
+        return None if ended is None else int(ended["rounds"])
 
     def command(self, number: int, command: str, reason: str = "") -> None:
         """Set the order that a member's heartbeats are answered with until it joins again."""

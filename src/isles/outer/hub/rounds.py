@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 class Rounds:
     """All rounds of a run, by outer step; one after the other is committed.
 
-    The journal has a row for each round (table `turns`), and one for each contribution that is
+    The journal has a row for each round (table `rounds`), and one for each contribution that is
     complete or refused (table `parts`).
     """
 
@@ -60,11 +60,11 @@ class Rounds:
     def next(self) -> int:
         """The outer step that is committed next: so many have been."""
         start = int(self._db.get("start") or 0)
-        last = self._db.row("SELECT MAX(turn) AS t FROM turns WHERE state = 'committed'")
+        last = self._db.row("SELECT MAX(round) AS t FROM rounds WHERE state = 'committed'")
         return start if last is None or last["t"] is None else int(last["t"]) + 1
 
     def _row(self, outer_step: int) -> sqlite3.Row | None:
-        return self._db.row("SELECT * FROM turns WHERE turn = ?", outer_step)
+        return self._db.row("SELECT * FROM rounds WHERE round = ?", outer_step)
 
     def state(self, outer_step: int) -> str:
         """committed, averaging, collecting or future."""
@@ -79,8 +79,8 @@ class Rounds:
     def outer_params(self, fragment: int, version: int) -> str:
         """The digest of a fragment's outer parameters after so many outer steps; empty: unknown."""
         row = self._db.row(
-            "SELECT outer_params FROM turns WHERE turn < ? AND turn % ? = ? "
-            "AND state = 'committed' ORDER BY turn DESC LIMIT 1",
+            "SELECT outer_params FROM rounds WHERE round < ? AND round % ? = ? "
+            "AND state = 'committed' ORDER BY round DESC LIMIT 1",
             version,
             self._fragments,
             fragment,
@@ -96,7 +96,7 @@ class Rounds:
     def is_kept_since(self, version: int) -> bool:
         """Whether the averages are on the disk that lead from a version to now."""
         following = self.next
-        sql = "SELECT COUNT(*) FROM turns WHERE turn >= ? AND turn < ? AND kept = 1"
+        sql = "SELECT COUNT(*) FROM rounds WHERE round >= ? AND round < ? AND kept = 1"
         return self._db.number(sql, version, following) == following - version
 
     def part_path(self, outer_step: int, number: int) -> Path:
@@ -106,7 +106,7 @@ class Rounds:
         return self._folder / f"{outer_step:08d}" / "average"
 
     def _parts(self, outer_step: int) -> list[sqlite3.Row]:
-        return self._db.rows("SELECT * FROM parts WHERE turn = ?", outer_step)
+        return self._db.rows("SELECT * FROM parts WHERE round = ?", outer_step)
 
     def is_counted(self, outer_step: int, number: int) -> bool:
         """Whether a member's contribution is complete."""
@@ -135,16 +135,16 @@ class Rounds:
             raise Refusal(
                 409,
                 "late",
-                f"turn {outer_step} is decided without {member['name']}; the next is turn "
+                f"round {outer_step} is decided without {member['name']}; the next is round "
                 f"{max(following, outer_step + 1)}",
-                "apply its average and contribute to the next turn; no step of yours is lost",
+                "apply its average and contribute to the next round; no step of yours is lost",
             )
         if outer_step >= following + self._settings.open_rounds:
             raise Refusal(
                 409,
                 "early",
-                f"turn {outer_step} is far off; the next is turn {following}",
-                "apply the averages of the turns before it",
+                f"round {outer_step} is far off; the next is round {following}",
+                "apply the averages of the rounds before it",
             )
 
     def complete(
@@ -172,7 +172,9 @@ class Rounds:
         reason = failure or ("" if math.isfinite(norm) else f"its norm is {norm}")
         with self._db.transaction():
             if self.state(outer_step) == "future":
-                self._db.run("INSERT INTO turns (turn, state) VALUES (?, 'collecting')", outer_step)
+                self._db.run(
+                    "INSERT INTO rounds (round, state) VALUES (?, 'collecting')", outer_step
+                )
             if reason:
                 self._write(outer_step, number, contribution, norm=-1.0, reason=reason)
                 self._refuse(member, outer_step, reason, reset=True)
@@ -182,14 +184,14 @@ class Rounds:
             raise Refusal(
                 422,
                 "refused",
-                f"the contribution of {member['name']} to turn {outer_step} is refused: {reason}",
+                f"the contribution of {member['name']} to round {outer_step} is refused: {reason}",
                 "go back to the outer parameters; look for the step at which its loss became nan",
             )
         self._note_times(outer_step)
 
     def _count(self, member: sqlite3.Row, outer_step: int, part: Contribution, norm: float) -> None:
         number = member["number"]
-        sql = "SELECT spans FROM parts WHERE member = ? AND state = 'complete' ORDER BY turn DESC"
+        sql = "SELECT spans FROM parts WHERE member = ? AND state = 'complete' ORDER BY round DESC"
         rows = self._db.rows(f"{sql} LIMIT ?", number, _LOOKED_AT)
         new = without(self._samples.own(number, part.samples), _spans(rows))  # each counts once
         counted = sum(stop - start for start, stop in new)
@@ -197,23 +199,23 @@ class Rounds:
         self._write(outer_step, number, part, norm=norm, samples=counted, tokens=weight)
         if weight < part.tokens:
             what = f"it claims {part.tokens} tokens; its samples have {weight} at most"
-            self._db.note(member["name"], "weight", f"turn {outer_step}: {what}")
+            self._db.note(member["name"], "weight", f"round {outer_step}: {what}")
 
     def _weight(self, outer_step: int, number: int, tokens: int, samples: int) -> int:
         # At most the tokens of the samples behind a contribution: those in it, and those in the
         # same member's contributions to other fragments since the last one to this fragment.
         if not self._sample_tokens:
             return tokens
-        own = "member = ? AND state = 'complete' AND turn < ?"
+        own = "member = ? AND state = 'complete' AND round < ?"
         last = self._db.row(
-            f"SELECT MAX(turn) AS turn FROM parts WHERE {own} AND turn % ? = ?",
+            f"SELECT MAX(round) AS round FROM parts WHERE {own} AND round % ? = ?",
             number,
             outer_step,
             self._fragments,
             outer_step % self._fragments,
         )
-        since = -1 if last is None or last["turn"] is None else last["turn"]
-        sql = f"SELECT SUM(samples) FROM parts WHERE {own} AND turn > ?"
+        since = -1 if last is None or last["round"] is None else last["round"]
+        sql = f"SELECT SUM(samples) FROM parts WHERE {own} AND round > ?"
         earlier = self._db.number(sql, number, outer_step, since)
         return max(1, min(tokens, (earlier + samples) * self._sample_tokens))
 
@@ -243,11 +245,11 @@ class Rounds:
         )
 
     def _refuse(self, member: sqlite3.Row, outer_step: int, reason: str, *, reset: bool) -> None:
-        what = f"turn {outer_step}: {reason}"
+        what = f"round {outer_step}: {reason}"
         self._db.note(member["name"], "refused", what)
         self._db.run("UPDATE members SET refusal = ? WHERE number = ?", what, member["number"])
         if reset:
-            why = f"the contribution to turn {outer_step} was refused: {reason}"
+            why = f"the contribution to round {outer_step} was refused: {reason}"
             self._membership.command(member["number"], "reset", why)
 
     # The rule.
@@ -305,7 +307,7 @@ class Rounds:
                     key=lambda n: (self._membership.get(n)["name"], n),
                 )
                 self._db.run(
-                    "UPDATE turns SET state = 'averaging', participants = ? WHERE turn = ?",
+                    "UPDATE rounds SET state = 'averaging', participants = ? WHERE round = ?",
                     json.dumps(taken),
                     outer_step,
                 )
@@ -323,8 +325,8 @@ class Rounds:
 
     def _refuse_outliers(self, outer_step: int) -> None:
         history = self._db.rows(
-            "SELECT norm, tokens FROM parts WHERE state = 'complete' AND turn < ? "
-            "AND turn % ? = ? ORDER BY turn DESC, member LIMIT ?",
+            "SELECT norm, tokens FROM parts WHERE state = 'complete' AND round < ? "
+            "AND round % ? = ? ORDER BY round DESC, member LIMIT ?",
             outer_step,
             self._fragments,
             outer_step % self._fragments,
@@ -336,7 +338,7 @@ class Rounds:
         for number, reason in outliers(self._settings.outlier, usual, norms).items():
             member = self._membership.get(number)
             self._db.run(
-                "UPDATE parts SET state = 'refused', reason = ? WHERE turn = ? AND member = ?",
+                "UPDATE parts SET state = 'refused', reason = ? WHERE round = ? AND member = ?",
                 reason,
                 outer_step,
                 number,
@@ -353,8 +355,8 @@ class Rounds:
             assert row is not None and row["state"] == "averaging", f"outer step {outer_step}"
             assert outer_step == self.next
             self._db.run(
-                "UPDATE turns SET state = 'committed', digest = ?, size = ?, kept = 1, "
-                "committed_at = ?, seconds = ? WHERE turn = ?",
+                "UPDATE rounds SET state = 'committed', digest = ?, size = ?, kept = 1, "
+                "committed_at = ?, seconds = ? WHERE round = ?",
                 average.digest,
                 average.size_bytes,
                 time.time(),
@@ -372,7 +374,7 @@ class Rounds:
     def take_over(self, answer: RoundAnswer, outer_params: str, numbers: Mapping[str, int]) -> None:
         """A round was decided by a hub that is gone; its average is on the disk."""
         self._db.run(
-            "INSERT INTO turns (turn, state, participants, digest, size, kept, outer_params, "
+            "INSERT INTO rounds (round, state, participants, digest, size, kept, outer_params, "
             "committed_at) VALUES (?, 'committed', ?, ?, ?, 1, ?, ?)",
             answer.outer_step,
             json.dumps(sorted(numbers[name] for name in answer.weights)),
@@ -384,7 +386,7 @@ class Rounds:
         for name, number in numbers.items():
             reason = answer.refused.get(name, "")
             self._db.run(
-                "INSERT INTO parts (turn, member, state, tokens, steps, norm, digest, reason) "
+                "INSERT INTO parts (round, member, state, tokens, steps, norm, digest, reason) "
                 "VALUES (?, ?, ?, ?, 0, -1, '', ?)",
                 answer.outer_step,
                 number,
@@ -397,13 +399,13 @@ class Rounds:
 
     def open_rounds(self) -> list[OpenRound]:
         """The rounds that collect."""
-        rows = self._db.rows("SELECT turn FROM turns WHERE state = 'collecting' ORDER BY turn")
+        rows = self._db.rows("SELECT round FROM rounds WHERE state = 'collecting' ORDER BY round")
         return [
             OpenRound(
-                outer_step=row["turn"],
-                due_in_s=self._due_in_s(row["turn"]),
-                contributed=self._membership.names(self._members(row["turn"], "complete")),
-                waits_for=self._membership.names(self._waits_for(row["turn"])),
+                outer_step=row["round"],
+                due_in_s=self._due_in_s(row["round"]),
+                contributed=self._membership.names(self._members(row["round"], "complete")),
+                waits_for=self._membership.names(self._waits_for(row["round"])),
             )
             for row in rows
         ]

@@ -355,9 +355,9 @@ class Routes:
         outer_step = _number(request, "outer_step")
         answer = await self._work.look(self._core.answer, outer_step)
         if answer.state != "committed":
-            raise Refusal(409, "early", f"turn {outer_step} is {answer.state}, not committed")
+            raise Refusal(409, "early", f"round {outer_step} is {answer.state}, not committed")
         if not answer.is_kept:
-            raise Refusal(410, "gone", f"the average of turn {outer_step} is not kept any more")
+            raise Refusal(410, "gone", f"the average of round {outer_step} is not kept any more")
         return self._core.rounds.average_path(outer_step)
 
     async def average(self, request: web.Request) -> web.StreamResponse:

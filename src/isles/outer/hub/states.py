@@ -156,7 +156,7 @@ class States:
         with self._db.transaction():
             self._db.run("UPDATE states SET is_complete = 1 WHERE number = ?", state)
             name = self._membership.get(row["member"])["name"]
-            self._db.note(name, "state", f"gave the state after turn {row['version'] - 1}")
+            self._db.note(name, "state", f"gave the state after round {row['version'] - 1}")
         self._source = None
         self._tried.clear()
 

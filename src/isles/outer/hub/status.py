@@ -23,7 +23,7 @@ def status(core: Core) -> dict[str, Any]:
     open_rounds = core.rounds.open_rounds()
     last = core.journal.number("SELECT MAX(number) FROM events")
     return {
-        "turn": core.rounds.next,
+        "round": core.rounds.next,
         "fragments": len(core.pieces),
         "is_over": core.is_over(),
         "members": [_member(core, row, commits, open_rounds) for row in core.membership.latest()],
@@ -72,7 +72,7 @@ def _member(
         "is_behind": bool(row["is_behind"]),
         "order": row["order_reason"],
         "version": row["version"],
-        "from_turn": row["from_turn"],
+        "from_round": row["from_round"],
         "heard_s": round(core.membership.last_seen_s(number), 1),
         "tokens": tokens,
         "weight": tokens / sum(weights.values()) if tokens else 0.0,
@@ -86,7 +86,7 @@ def _open(core: Core, each: OpenRound) -> dict[str, Any]:
     rows = {row["name"]: row for row in core.membership.latest()}
     missing = [rows[name] for name in each.waits_for if name in rows]
     return {
-        "turn": each.outer_step,
+        "round": each.outer_step,
         **each.model_dump(exclude={"outer_step"}),
         "since_s": round(core.rounds.open_for_s(each.outer_step), 1),
         "missing": {row["name"]: _why(core, row, each.outer_step) for row in missing},
@@ -110,7 +110,7 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
     if still_s > max(_QUIET_S, core.settings.stalled_after_s / 10):
         return f"no inner step for {format_duration(still_s)}; it says: {phase or 'nothing'}"
     speed = f", {heartbeat.tokens_per_s:,.0f} tokens/s" if heartbeat.tokens_per_s else ""
-    return f"{phase or 'training'}: {heartbeat.since} inner steps since its last turn{speed}"
+    return f"{phase or 'training'}: {heartbeat.since} inner steps since its last round{speed}"
 
 
 def _arrived(core: Core, outer_step: int, number: int) -> float:
@@ -128,13 +128,13 @@ def _commits(core: Core) -> list[dict[str, Any]]:
     # The last rounds that are decided, the newest first.
     found = []
     for row in core.journal.rows(
-        "SELECT * FROM turns WHERE state = 'committed' ORDER BY turn DESC LIMIT ?", _COMMITS
+        "SELECT * FROM rounds WHERE state = 'committed' ORDER BY round DESC LIMIT ?", _COMMITS
     ):
-        answer = core.answer(row["turn"])
+        answer = core.answer(row["round"])
         found.append(
             {
-                "turn": row["turn"],
-                "fragment": row["turn"] % len(core.pieces),
+                "round": row["round"],
+                "fragment": row["round"] % len(core.pieces),
                 "at": row["committed_at"],
                 "seconds": round(row["seconds"], 3),
                 "participants": core.membership.names(frozenset(json.loads(row["participants"]))),

@@ -214,12 +214,12 @@ class Work:
         try:
             await self._average(job)
         except (OSError, sqlite3.OperationalError) as error:  # a full disk, say
-            log.error("turn %d cannot be averaged now: %s; tried again", job.outer_step, error)
+            log.error("round %d cannot be averaged now: %s; tried again", job.outer_step, error)
             await asyncio.sleep(_RETRY_S)
         except Exception as error:
-            log.exception("turn %d cannot be averaged now", job.outer_step)
+            log.exception("round %d cannot be averaged now", job.outer_step)
             why = (
-                f"turn {job.outer_step} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
+                f"round {job.outer_step} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
             )
             await self.ask(self.core.journal.note, "", "fault", why)
             await asyncio.sleep(_RETRY_S)
@@ -236,7 +236,7 @@ class Work:
         for path in [path for path in self._incoming if not path.exists()]:
             await self.forget(path)
         log.info(
-            "turn=%d committed fragment=%d clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
+            "round=%d committed fragment=%d clusters=%d bytes=%d average_s=%.2f commit_s=%.2f",
             job.outer_step,
             job.fragment,
             len(job.parts),

@@ -173,7 +173,7 @@ class Outer:
         exchange, coordinator = self.exchange, self._coordinator
         decided = self._world.broadcast(0 if coordinator is None else coordinator.hub.state.decided)
         if self._lacks(decided):
-            self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"turn {decided - 1}")
+            self._wait(lambda: not self._lacks(decided), _LAST_WAIT_S, f"outer step {decided - 1}")
             if self._lacks(decided):
                 return False
         for _ in range(
@@ -216,7 +216,7 @@ class Outer:
             self._recorder.note(
                 f"the other clusters have not ended after {format_duration(waited_s)} "
                 f"({self._others()}): this one ends with the weights after "
-                f"{self.exchange.version} turns, and they may end with more"
+                f"{self.exchange.version} outer steps, and they may end with more"
             )
         return is_late or self._is_last()
 
@@ -271,9 +271,9 @@ class Outer:
         self._waited.add(outer_step)
         exchange.record.waits(outer_step)
         exchange.encoded(outer_step)
-        if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"turn {outer_step}"):
+        if self._wait(lambda: exchange.is_done(outer_step), limit_s, f"outer step {outer_step}"):
             self._recorder.note(
-                f"turn {outer_step} is not decided after {format_duration(limit_s)} "
+                f"outer step {outer_step} is not decided after {format_duration(limit_s)} "
                 f"({self._others()}); {otherwise}"
             )
         exchange.record.waits_no_more(outer_step)

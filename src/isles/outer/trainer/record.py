@@ -67,7 +67,7 @@ class OuterRecord:
         row: dict[str, Any] = {
             "kind": "outer",
             "step": self._progress.step,
-            "turn": outer_step,
+            "outer_step": outer_step,
             "fragment": outer_step % self._fragments,
             "round": outer_step // self._fragments,
             "mode": mode,
@@ -88,7 +88,7 @@ class OuterRecord:
             "hidden_s": hidden_s,
             "at": time.time(),
         }
-        kept = ("turn", "step", "mode", "weights", "refused", "norm", "digest", "at")
+        kept = ("outer_step", "step", "mode", "weights", "refused", "norm", "digest", "at")
         self._last = {name: row[name] for name in kept}
         self._recorded_at = -math.inf
         self._recorder.row(row)
@@ -105,12 +105,12 @@ class OuterRecord:
         total_s = self._exposed_s + self._hidden_s
         self._recorder.update(
             outer={
-                "turn": sync_state.version,
+                "outer_step": sync_state.version,
                 "round": sync_state.version // self._fragments,
                 "fragments": self._fragments,
                 "sync_every": coordinator.sync_every_at(sync_state.version),
                 "steps_since": sync_state.steps - sync_state.contributed_at,
-                "waits_for_turns": list(sync_state.sent),
+                "waits_for_outer_steps": list(sync_state.sent),
                 "is_averaged": not sync_state.sent and not sync_state.has_learnt,
                 "clusters": list(hub.members),
                 "is_connected": hub.is_connected,
@@ -121,6 +121,6 @@ class OuterRecord:
                 "exposed_s": self._exposed_s,
                 "hidden_s": self._hidden_s,
                 "hidden_share": self._hidden_s / total_s if total_s else None,
-                "last_turn": self._last,
+                "last_outer_step": self._last,
             }
         )

@@ -333,7 +333,7 @@ class Exchange:
             self.hub.adopted(adopt.version, outer_params)
         self.progress.skip_to(adopt.step)
         self._recorder.note(
-            f"the weights of {adopt.source} after {adopt.version} turns are taken over"
+            f"the weights of {adopt.source} after {adopt.version} outer steps are taken over"
         )
 
     def go_back(self) -> None:

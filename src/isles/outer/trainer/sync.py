@@ -327,7 +327,9 @@ class Coordinator:
                 self.speed.outer_step_done(command, self._num_fragments)
                 self._choose_sync_every()
                 for name, why in command.refused.items():
-                    self._recorder.note(f"turn {command.outer_step}: {name} was refused: {why}")
+                    self._recorder.note(
+                        f"outer step {command.outer_step}: {name} was refused: {why}"
+                    )
                 command = replace(command, step=self._capped(self.step_of(command.outer_step)))
             case Adopt():
                 self._commands = [c for c in self._commands if not isinstance(c, Apply)]
