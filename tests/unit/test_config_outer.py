@@ -79,7 +79,7 @@ def outer(folder: Path, text: str) -> DiLoCoConfig:
         ),
         (
             ["outer={kind: diloco, warmup_rounds: 2, warmup_sync_every: 2, fragments: 3}"],
-            "3 fragments cannot have a turn each in warmup_sync_every 2 steps",
+            "3 fragments cannot have a round each in warmup_sync_every 2 steps",
             "at most 2",
         ),
         (

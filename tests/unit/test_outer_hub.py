@@ -361,7 +361,7 @@ def test_a_turn_that_was_closed_is_averaged_over_the_same_after_a_restart(tmp_pa
         ({"codec": "int8"}, "other_run", "codec is int8 in b and none in the run"),
         ({"pieces": [[5]]}, "other_run", "pieces"),
         ({"called": "a"}, "name_taken", "called 'a'"),
-        ({"version": 3}, "ahead", "applied 3 turns"),
+        ({"version": 3}, "ahead", "applied 3 rounds"),
         ({"protocol": 99}, "protocol", "version 99"),
     ],
 )

@@ -312,7 +312,7 @@ def test_status_says_who_is_waited_for_and_why(tmp_path: Path) -> None:
     a, b, c = told["members"]
     assert (a["weight"], b["weight"], c["weight"]) == (0.75, 0.25, 0.0)
     assert c["refused"].startswith("round 0: ") and a["slow"] == ""
-    assert b["slow"] == "training: 0 inner steps since its last turn"
+    assert b["slow"] == "training: 0 inner steps since its last round"
     assert c["slow"] == "not heard for 20s"
     (opened,) = told["open"]
     assert (opened["round"], opened["since_s"]) == (1, 20.0)
