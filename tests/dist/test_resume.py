@@ -51,8 +51,8 @@ def saving(run_dir: RunDir, gang: Gang) -> bool:
             return False
 
 
-@pytest.mark.brief("6")
-@pytest.mark.parametrize("number", [6, 30])
+@pytest.mark.brief("4")
+@pytest.mark.parametrize("number", [4, 30])
 def test_thirty_kills_change_no_bit(run_file: Path, number: int) -> None:
     with_dropout(run_file)
     steps = 300 + 20 * number

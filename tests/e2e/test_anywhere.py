@@ -197,6 +197,7 @@ def test_a_run_elsewhere_is_found_shown_and_stopped(lab: Lab) -> None:
     assert isles(lab, "ctl", "status").stdout.splitlines()[1].split()[1] == "stopped"
 
 
+@pytest.mark.long
 def test_a_machine_that_is_down_is_a_row_that_says_so(lab: Lab) -> None:
     other, run = Run(lab, "i-1"), Run(lab, "b-1", "a3")
     run.order("status", phase="training", step=9, total_steps=60, loss=4.5)

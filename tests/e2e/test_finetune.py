@@ -156,6 +156,7 @@ def assert_answers(folder: Path, answers: dict[str, str]) -> None:
     assert said == answers
 
 
+@pytest.mark.long
 def test_the_base_learnt_the_wrong_answers(workshop: Path) -> None:
     assert_answers(workshop / "runs" / "base-1" / "model", OTHERS)
 

@@ -198,6 +198,7 @@ def goes_on(site: Site, name: str, save_after: int) -> RunDir | None:
     return None
 
 
+@pytest.mark.long
 def test_time_is_up_and_the_next_job_goes_on(site: Site) -> None:
     """Twenty seconds a job, or as long as the machine needs for the first steps."""
     waits = (20, 60, 240)
