@@ -139,7 +139,7 @@ def test_any_strategy_goes_on_from_any_other(run_file: Path, base: Path) -> None
         check_state(reference, run_dir, 2 * number, f"{name} on {ranks}")
 
 
-@pytest.mark.brief("fsdp")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_same_ranks_resume_bit_for_bit_and_on_the_same_base(
     run_file: Path, base: Path, name: str

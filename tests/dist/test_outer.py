@@ -265,7 +265,7 @@ def check_contribution(side: Side, start: dict[str, Tensor], path: Path) -> None
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.brief("2")
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", CASES)
 def test_every_strategy_keeps_the_bits_of_one_rank_under_ddp(
     plain_run_file: Path, tmp_path: Path, world_size: int

@@ -69,6 +69,7 @@ def test_two_hosts_out_of_reach_are_both_named(lab: Lab) -> None:
     assert "host a3: the host does not answer" in text and "ping a3" in text
 
 
+@pytest.mark.long
 def test_hosts_that_do_not_fit_are_named(lab: Lab) -> None:
     text = refused(lab, hosts=["a1", "nowhere"])
     assert "host nowhere: no such host is known" in text
