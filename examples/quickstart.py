@@ -23,13 +23,13 @@ STOP_AT = 100
 DEADLINE_S = 600
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}", flush=True)
 
 
 def isles(*arguments: str, expected: int = 0) -> None:
     """Run one isles command in the foreground."""
-    say(f"$ isles {shlex.join(arguments)}")
+    log(f"$ isles {shlex.join(arguments)}")
     code = subprocess.run([*ISLES, *arguments], check=False).returncode
     if code != expected:
         sys.exit(f"isles {arguments[0]} ended with {code}, expected {expected}")
@@ -46,8 +46,8 @@ def main() -> None:
     # The run file asks for two ranks; a machine with one GPU has place for one.
     ranks = ["clusters.0.gpus_per_node=1"] if len(find_gpus().gpus) == 1 else []
     train = ["train", str(RUN_FILE), *ranks]
-    say("1. Train a small language model on Python's own reference manual, on two processes.")
-    say(f"$ isles {shlex.join(train)}")
+    log("1. Train a small language model on Python's own reference manual, on two processes.")
+    log(f"$ isles {shlex.join(train)}")
     training = subprocess.Popen([*ISLES, *train])
     before = step()  # of a run that is there already, and is not this one
     while training.poll() is None:
@@ -58,17 +58,17 @@ def main() -> None:
             sys.exit(f"no step {STOP_AT} after {DEADLINE_S} s; see `isles logs quickstart`")
         time.sleep(0.5)
     if training.poll() is None:
-        say("2. Stop it, as if from another terminal: it saves first.")
+        log("2. Stop it, as if from another terminal: it saves first.")
         isles("stop", "quickstart")
     training.wait(60)
 
-    say("3. The same command again goes on where it stopped.")
+    log("3. The same command again goes on where it stopped.")
     isles(*train)
 
-    say("4. Ask the model for text.")
+    log("4. Ask the model for text.")
     isles("generate", "quickstart", "--prompt", "The for statement", "--max-new-tokens", "80")
 
-    say(f"Done in {time.monotonic() - begun:.0f} s. Three things to try next:")
+    log(f"Done in {time.monotonic() - begun:.0f} s. Three things to try next:")
     print(f"  (isles is {Path(sys.executable).with_name('isles')}; activate its environment first)")
     print("  isles eval quickstart                     loss and perplexity on held-out text")
     print("  isles train examples/quickstart.yaml name=longer training.max_steps=1000")

@@ -300,7 +300,7 @@ def is_caught(fault: Fault) -> bool:
     return done.returncode == FAILED
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -314,8 +314,8 @@ def main() -> int:
         caught = is_caught(fault)
         missed += not caught
         seconds = time.monotonic() - began
-        _say(f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  {fault.name}")
-    _say(f"{len(wanted) - missed} of {len(wanted)} faults are caught")
+        _print_line(f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  {fault.name}")
+    _print_line(f"{len(wanted) - missed} of {len(wanted)} faults are caught")
     return int(missed > 0)
 
 

@@ -58,10 +58,10 @@ class Output:
 
     def __init__(self, log: IO[str], name: str, level: str) -> None:
         """Level INFO leaves lines of DEBUG out."""
-        self._log, self._name, self._level = log, name, level
+        self._stream, self._name, self._level = log, name, level
         self._lock = threading.Lock()
 
-    def say(self, level: str, text: str) -> None:
+    def log(self, level: str, text: str) -> None:
         """One line of this script itself."""
         if level != "DEBUG" or self._level == "DEBUG":
             self.put(f"{datetime.now():%Y-%m-%d %H:%M:%S} [{level}] {self._name}: {text}")
@@ -73,7 +73,7 @@ class Output:
     def put(self, text: str) -> None:
         """Text as it is."""
         with self._lock:
-            for stream in (sys.stdout, self._log):
+            for stream in (sys.stdout, self._stream):
                 stream.write(text + "\n")
                 stream.flush()
 
@@ -99,12 +99,12 @@ def check_node(node: Node, here: Path, timeout_s: float, output: Output) -> tupl
         UserError: a check has failed.
     """
     words, text = check_config(node.config, here)
-    output.say("INFO", f"check 1/5 configuration: {text}")
-    output.say("INFO", f"check 2/5 environment: {check_environment()}")
+    output.log("INFO", f"check 1/5 configuration: {text}")
+    output.log("INFO", f"check 2/5 environment: {check_environment()}")
     nproc, text = check_gpus(output)
-    output.say("INFO", f"check 3/5 GPUs and memory: {text}")
+    output.log("INFO", f"check 3/5 GPUs and memory: {text}")
     text = check_network(node, timeout_s, output)
-    output.say("INFO", f"check 4/5 network: {text}")
+    output.log("INFO", f"check 4/5 network: {text}")
     return words, nproc
 
 
@@ -191,7 +191,7 @@ def check_gpus(output: Output) -> tuple[int, str]:
     """How many processes this node has, once isles has looked at its GPUs and its memory."""
     found, host = find_gpus(), socket.gethostname()
     if found.warning:
-        output.say("WARNING", found.warning)
+        output.log("WARNING", found.warning)
     asked, is_nccl = os.environ.get("NPROC_PER_NODE"), os.environ["BACKEND"] == "nccl"
     if is_nccl and not found.gpus:
         raise PreflightError(
@@ -207,7 +207,7 @@ def check_gpus(output: Output) -> tuple[int, str]:
         )
     for number, gpu in enumerate(found.gpus):
         memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
-        output.say("INFO", f"GPU {number}: {gpu.name}, {memory}")
+        output.log("INFO", f"GPU {number}: {gpu.name}, {memory}")
     numbers = ask_isles(host, output)
     gpus = f"{len(found.gpus)} GPUs" if found.gpus else "no GPU"
     return nproc, f"{gpus}, ranks: {nproc}; {numbers}"
@@ -228,7 +228,7 @@ def ask_isles(host: str, output: Output) -> str:
         text = f"{finding['id']}: {finding['text']}"
         fix = f"; fix: {finding['fix']}" if finding["fix"] else ""
         levels = {"ok": "DEBUG", "warning": "WARNING", "error": "ERROR"}
-        output.say(levels[finding["level"]], text + fix)
+        output.log(levels[finding["level"]], text + fix)
         errors += [text] if finding["level"] == "error" else []
     if errors:
         raise PreflightError("; ".join(errors), where=host, fix="each is said above, with its fix")
@@ -245,7 +245,7 @@ def check_network(node: Node, timeout_s: float, output: Output) -> str:
         raise cannot_connect(at, f"{node.address} is no name that this machine knows") from error
     if node.nodes > 1 and address.startswith("127."):
         text = f"{node.address} is {address}, this machine alone: right if all nodes are on it"
-        output.say("WARNING", text)
+        output.log("WARNING", text)
     if node.rank == 0:
         listen(address, node)
         return f"node 0 can listen at {at}"
@@ -261,7 +261,7 @@ def check_network(node: Node, timeout_s: float, output: Output) -> str:
             raise cannot_connect(at, f"{why}, for {timeout_s:.0f} s")
         if now - said_at >= SAY_EVERY_S:
             said_at = now
-            output.say("INFO", f"waiting for node 0 at {at}: {why}")
+            output.log("INFO", f"waiting for node 0 at {at}: {why}")
         time.sleep(LOOK_S)
 
 

@@ -48,7 +48,7 @@ def main() -> int:
 def run(node: Node, output: Output) -> int:
     """The checks that need no other rank, then the ranks."""
     name = socket.gethostname()
-    output.say("INFO", f"node {node.rank} of {node.nodes} on {name}; the log is {node.log}")
+    output.log("INFO", f"node {node.rank} of {node.nodes} on {name}; the log is {node.log}")
     timeout_s = float(os.environ["START_TIMEOUT"])
     words, nproc = check_node(node, HERE, timeout_s, output)
     set_debugging(output)
@@ -71,10 +71,10 @@ def set_debugging(output: Output) -> None:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
     if "NCCL_TREE_THRESHOLD" in os.environ:
         text = "NCCL_TREE_THRESHOLD is set: NCCL 2.5 and later have NCCL_ALGO in its place"
-        output.say("WARNING", text)
+        output.log("WARNING", text)
     prefixes = ("NCCL_", "GLOO_", "TORCH_", "CUDA_VISIBLE")
     for key in sorted(key for key in os.environ if key.startswith(prefixes)):
-        output.say("DEBUG", f"{key}={os.environ[key]}")
+        output.log("DEBUG", f"{key}={os.environ[key]}")
 
 
 def render(node: Node, words: list[str], nproc: int, output: Output) -> Path:
@@ -93,9 +93,9 @@ def render(node: Node, words: list[str], nproc: int, output: Output) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise UserError(f"isles render has ended with {done.returncode}: {done.stderr.strip()}")
-    output.say("INFO", f"starting {nproc} x {shlex.join(words)}; the command is in {script}")
+    output.log("INFO", f"starting {nproc} x {shlex.join(words)}; the command is in {script}")
     for line in script.read_text(encoding="utf-8").splitlines():
-        output.say("DEBUG", line)
+        output.log("DEBUG", line)
     return script
 
 
@@ -164,7 +164,7 @@ class Ranks:
             if not self.has_met.is_set() and now - said_at >= SAY_EVERY_S:
                 said_at = now
                 left_s = max(0.0, timeout_s - (now - began))
-                self.output.say("INFO", f"waiting for {whom} ({left_s:.0f} s left)")
+                self.output.log("INFO", f"waiting for {whom} ({left_s:.0f} s left)")
             if not self.has_met.is_set() and now - began > timeout_s and not is_late:
                 is_late = True
                 self.kill(signal.SIGTERM)
@@ -182,10 +182,10 @@ class Ranks:
 def conclude(node: Node, ranks: Ranks, status: int | None, timeout_s: float, output: Output) -> int:
     """Say how it ended, with what can be done about it; returns the exit code."""
     if ranks.signal:
-        output.say("INFO", f"ended by {signal.Signals(ranks.signal).name}")
+        output.log("INFO", f"ended by {signal.Signals(ranks.signal).name}")
         return 128 + ranks.signal
     if status == 0:
-        output.say("INFO", "training has finished")
+        output.log("INFO", "training has finished")
         return 0
     if "NCCL initialization failed" in ranks.seen or "nodes differ" in ranks.seen:
         return int(ExitCode.PREFLIGHT)  # the rank has said what to do

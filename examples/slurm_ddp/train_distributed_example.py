@@ -97,7 +97,7 @@ class Training:
         self.model = make_model(options, self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=options.lr)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A line of rank 0."""
         if self.rank == 0:
             print(line, flush=True)
@@ -123,7 +123,7 @@ class Training:
                 self.optimizer.zero_grad()
             total += loss.detach()
             if batch % 10 == 0:
-                self.say(f"Batch {batch}, Loss: {loss.item() / len(inputs):.4f}")
+                self.log(f"Batch {batch}, Loss: {loss.item() / len(inputs):.4f}")
         dist.all_reduce(total)
         return total.item() / mine / self.world_size
 
@@ -165,18 +165,18 @@ class Training:
 
 def run(training: Training, tracker: Tracker) -> None:
     """All epochs, from where a checkpoint ends. All ranks must call this."""
-    options, say = training.options, training.say
+    options, log = training.options, training.log
     folder, model, optimizer = options.output_dir, training.model, training.optimizer
     path = newest(folder) if options.resume == "auto" else Path(options.resume)
     state = read_checkpoint(None if options.resume == "no" else path, training.device)
     done = restore(state, model, optimizer) if state else 0
     if done:
-        say(f"Going on after epoch {done}")
+        log(f"Going on after epoch {done}")
     for epoch in range(done + 1, options.epochs + 1):
         average = training.train_epoch(epoch)
-        say(f"Epoch {epoch}/{options.epochs}, Average Loss: {average:.4f}")
+        log(f"Epoch {epoch}/{options.epochs}, Average Loss: {average:.4f}")
         loss, share = training.validate()
-        say(f"Epoch {epoch}/{options.epochs}, Validation Loss: {loss:.4f}, within 0.1: {share:.1%}")
+        log(f"Epoch {epoch}/{options.epochs}, Validation Loss: {loss:.4f}, within 0.1: {share:.1%}")
         tracker.log({"loss": average, "val_loss": loss, "val_within_0.1": share}, epoch)
         if training.rank == 0:
             report(epoch, options.epochs, average)
@@ -187,7 +187,7 @@ def run(training: Training, tracker: Tracker) -> None:
     if training.rank == 0:
         save(whole, folder / "model_distributed.pt")
     dist.barrier()
-    say("Training completed successfully!")
+    log("Training completed successfully!")
 
 
 def main() -> int:
@@ -200,12 +200,12 @@ def main() -> int:
         training = Training(options)
         settings = {key: str(value) for key, value in vars(options).items()}
         tracker = Tracker(options.track if training.rank == 0 else "none", settings)
-        training.say("Starting distributed training")
+        training.log("Starting distributed training")
         place = f"Rank: {training.rank}, Local rank: {training.local_rank}"
-        training.say(f"World size: {training.world_size}, {place}")
-        training.say(f"Device: {training.device}")
+        training.log(f"World size: {training.world_size}, {place}")
+        training.log(f"Device: {training.device}")
         sizes = f"Epochs: {options.epochs}, Batch size: {options.batch_size}, LR: {options.lr}"
-        training.say(sizes)
+        training.log(sizes)
         run(training, tracker)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")

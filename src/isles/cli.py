@@ -108,7 +108,7 @@ def train(
         overrides,
         resume,
         dry_run,
-        _say,
+        _print_line,
         _warn,
         cluster=cluster,
         join=join,
@@ -245,7 +245,7 @@ def _report(error: Exception) -> int:
     return code
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 

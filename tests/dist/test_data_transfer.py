@@ -189,8 +189,8 @@ def hang_on_rank_one(env: RankEnv, does: str) -> Any:
 
     from isles.dist.world import is_communication_error, join_world, work_together
 
-    def work(say: Any) -> None:
-        say("begun")
+    def work(print_line: Any) -> None:
+        print_line("begun")
         if does == "die":
             os._exit(9)
         if does == "fail":

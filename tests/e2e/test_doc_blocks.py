@@ -44,7 +44,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     yield World(home)
     # Where a page failed, what it would have stopped further down.
     for attempts in home.glob("*/runs/*/attempts"):
-        end_here(RunDir(attempts.parent), say=lambda _: None)
+        end_here(RunDir(attempts.parent), print_line=lambda _: None)
     for state in home.glob("*/runs/*-hub-*"):
         end_hub(state)
 

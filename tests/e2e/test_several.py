@@ -118,7 +118,7 @@ def kill_all(run: MultiClusterRun, command: Command) -> None:
     kill_now(process)
     assert wait_for_end(process, DEADLINE_S)
     for cluster in run.clusters:
-        end_here(RunDir(Path(cluster.path)), say=lambda _: None)
+        end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
 
 
 def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
     finally:
         command.process.kill()
         for cluster in (found := find_any("t", output_dir)).clusters:
-            end_here(RunDir(Path(cluster.path)), say=lambda _: None)
+            end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
         end_hub(found.state)
     _assert_finished(run, command, secret)
 
@@ -256,7 +256,7 @@ def test_clusters_of_engine_hivemind_are_started_from_one_file(two: Path, first_
     finally:
         command.process.kill()
         for cluster in find_any("t", output_dir).clusters:
-            end_here(RunDir(Path(cluster.path)), say=lambda _: None)
+            end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
     assert "going on with t-1" in command.text and "the same weights" in command.text
     assert not run.state.exists()
     runs = [find_cluster("t", output_dir, name) for name in "ab"]

@@ -118,7 +118,7 @@ def test_a_run_that_is_seen_by_its_files_only_is_stopped_by_them(tmp_path: Path)
 
     thread = threading.Thread(target=rank_0)
     thread.start()
-    assert stop_run(run_dir, now=False, timeout_s=DEADLINE_S, say=said.append) == 0
+    assert stop_run(run_dir, now=False, timeout_s=DEADLINE_S, print_line=said.append) == 0
     thread.join()
     request = read_stop_request(attempt)
     assert request is not None
@@ -133,7 +133,7 @@ def test_a_silent_run_keeps_the_request_and_says_when_it_was_heard(tmp_path: Pat
     write_launch(attempt, FAR, world_size=4, device="cuda", command=())
     assert "last seen 10m" in collect(run_dir).hint
     with pytest.raises(UserError, match="has not been heard of for 10m"):
-        stop_run(run_dir, now=False, timeout_s=1.0, say=print)
+        stop_run(run_dir, now=False, timeout_s=1.0, print_line=print)
     assert attempt.stop_request.exists()
 
 

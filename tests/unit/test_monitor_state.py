@@ -38,7 +38,7 @@ def ended_run(path: Path, outcome: dict[str, Any] | None, world_size: int = 1) -
 
 def stop(run_dir: RunDir, *, now: bool = False, timeout_s: float = DEADLINE_S) -> tuple[int, str]:
     said: list[str] = []
-    code = stop_run(run_dir, now=now, timeout_s=timeout_s, say=said.append)
+    code = stop_run(run_dir, now=now, timeout_s=timeout_s, print_line=said.append)
     return code, "\n".join(said)
 
 
@@ -142,7 +142,7 @@ def test_stop_has_a_deadline_and_says_what_it_waits_for(tmp_path: Path) -> None:
         agent.order("status", phase="saving", detail="step 7")
         said: list[str] = []
         with pytest.raises(UserError, match="has not ended within"):
-            stop_run(run_dir, now=False, timeout_s=0.2, say=said.append)
+            stop_run(run_dir, now=False, timeout_s=0.2, print_line=said.append)
         assert said[-1] == "  waiting: saving, step 7"
         assert agent.process.is_alive()
 

@@ -156,7 +156,7 @@ Said = Callable[..., str]
 def said(folder: Path, capfd: pytest.CaptureFixture[str]) -> Said:
     """What a command prints, without times, ages and names of this machine."""
 
-    def say(*words: str) -> str:
+    def print_line(*words: str) -> str:
         code = main(words)
         out, err = capfd.readouterr()
         err = "".join(f"! {line}\n" for line in err.splitlines())
@@ -167,7 +167,7 @@ def said(folder: Path, capfd: pytest.CaptureFixture[str]) -> Said:
         text = re.sub(r" +\n", "\n", text)
         return re.sub(r'("\w+_(?:at|s)": )[\d.]{3,}', r"\g<1>0", text)
 
-    return say
+    return print_line
 
 
 def test_status(said: Said) -> None:

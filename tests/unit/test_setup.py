@@ -36,19 +36,21 @@ def load(folder: Path, *clusters: str) -> Loaded:
 def test_every_cluster_elsewhere_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 
-    def set_up(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: module.Say) -> bool:
+    def set_up(
+        loaded: Loaded, cluster: ClusterConfig, *, check: bool, print_line: module.PrintLine
+    ) -> bool:
         done.append((cluster.name, check))
         return cluster.name != "attic"
 
     monkeypatch.setattr(module, "_setup_cluster", set_up)
     lines: list[str] = []
     loaded = load(tmp_path, HERE, ATTIC, CAMPUS)
-    assert not module.setup(loaded, check=True, say=lines.append), "not all are equal"
+    assert not module.setup(loaded, check=True, print_line=lines.append), "not all are equal"
     assert done == [("attic", True), ("campus", True)]
     assert lines == ["cluster attic", "cluster campus"]
-    assert module.setup(load(tmp_path, HERE, CAMPUS), check=False, say=lines.append)
+    assert module.setup(load(tmp_path, HERE, CAMPUS), check=False, print_line=lines.append)
     with pytest.raises(ConfigError, match="no other machine to set up"):
-        module.setup(load(tmp_path, HERE), check=False, say=lines.append)
+        module.setup(load(tmp_path, HERE), check=False, print_line=lines.append)
 
 
 def test_extras_are_those_of_the_cluster(tmp_path: Path) -> None:

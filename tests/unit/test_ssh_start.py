@@ -144,7 +144,7 @@ def test_pip_that_never_ends_is_said(
     monkeypatch.setattr(launch_setup, "_INSTALL_S", 0.5)
     loaded = load_run_file(run_file, ["clusters.0.launcher={kind: ssh, hosts: [a1]}"])
     with pytest.raises(PreflightError, match="it has not been set up within 0s") as caught:
-        launch_setup.setup(loaded, check=False, say=str)
+        launch_setup.setup(loaded, check=False, print_line=str)
     assert caught.value.where == "host a1" and "grep pip" in caught.value.fix
 
 

@@ -38,7 +38,7 @@ def said(
     # cyclopts keeps the console, and with it the width, of the first help that a process prints.
     monkeypatch.setattr(app, "console", Console(width=100))
 
-    def say(*words: str) -> str:
+    def print_line(*words: str) -> str:
         code = main(words)
         out, err = capfd.readouterr()
         err = "".join(f"! {line}\n" for line in err.splitlines())
@@ -47,7 +47,7 @@ def said(
         text = re.sub(r"(?m)^env .*$", "env …", text)  # variables that depend on the machine
         return re.sub(r"(?m) +$", "", text)
 
-    return say
+    return print_line
 
 
 def test_help_of_every_verb(said: Said) -> None:

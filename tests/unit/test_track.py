@@ -53,7 +53,7 @@ def end_of(background: Background, summary: dict[str, Any] | None = None) -> Non
 def test_rows_arrive_once_and_in_order() -> None:
     kept, said = Kept(), list[str]()
     rows = [row(step) for step in range(1, 1201)]
-    background = Background("kept", kept.open, say=said.append)
+    background = Background("kept", kept.open, print_line=said.append)
     for one in rows:
         background.log(one)
     end_of(background, {"steps": 1200})
@@ -63,7 +63,7 @@ def test_rows_arrive_once_and_in_order() -> None:
 
 def test_one_that_fails_is_named_once_and_gets_later_rows_when_it_is_back() -> None:
     kept, said = Kept(failures=3), list[str]()
-    background = Background("kept", kept.open, say=said.append)
+    background = Background("kept", kept.open, print_line=said.append)
     end, step = time.monotonic() + DEADLINE_S, 0
     while not kept.rows and time.monotonic() < end:
         step += 1
@@ -84,7 +84,7 @@ def test_one_that_is_too_slow_loses_rows_and_says_how_many() -> None:
         assert opens.wait(DEADLINE_S)
         return kept.open()
 
-    background = Background("kept", open_slowly, say=said.append, max_rows=5)
+    background = Background("kept", open_slowly, print_line=said.append, max_rows=5)
     for step in range(1, 9):
         background.log(row(step))
     background.begin_close(None)
@@ -96,7 +96,7 @@ def test_one_that_is_too_slow_loses_rows_and_says_how_many() -> None:
 
 def test_one_that_is_gone_for_good_says_how_many_rows_it_lacks() -> None:
     kept, said = Kept(failures=1000), list[str]()
-    background = Background("kept", kept.open, say=said.append)
+    background = Background("kept", kept.open, print_line=said.append)
     for step in range(1, 9):
         background.log(row(step))
     end_of(background)
@@ -114,7 +114,7 @@ def test_a_server_that_never_answers_costs_a_step_nothing_and_the_end_its_deadli
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
         facts = RunFacts("run-1", tmp_path, tmp_path / "track" / "mlflow.json", {"seed": 0})
         config = MLflowConfig(tracking_uri=uri)
-        remote = Background("mlflow", lambda: MLflowTracker(config, facts), say=said.append)
+        remote = Background("mlflow", lambda: MLflowTracker(config, facts), print_line=said.append)
         local = JsonlTracker(tmp_path / "metrics.jsonl", resumed_step=0)
         trackers = Trackers([local], [remote], said.append)
         server.settimeout(DEADLINE_S)

@@ -145,7 +145,7 @@ def _check_nodes(options: argparse.Namespace) -> None:
     if options.num_nodes == 1:
         for name in ("master_addr", "node_rank"):
             if getattr(options, name) not in (None, 0, "127.0.0.1"):
-                _say(f"--{name} means nothing with one node")
+                _log(f"--{name} means nothing with one node")
         return
     if not options.master_addr:
         raise ConfigError(
@@ -225,9 +225,9 @@ def _check_config(options: argparse.Namespace) -> Mapped:
     if options.use_deepspeed and kind != "deepspeed":
         mapped = map_config(options.config, Path("config/ds_config.json"), ranks)
     if kind == "deepspeed" and not options.use_deepspeed:
-        _say(f"{options.config} says use_deepspeed: true, and so it trains under DeepSpeed")
+        _log(f"{options.config} says use_deepspeed: true, and so it trains under DeepSpeed")
     for line in mapped.said:
-        _say(line)
+        _log(line)
     return mapped
 
 
@@ -248,7 +248,7 @@ def _write(path: Path, text: str, *, executable: bool = False) -> None:
     print(f"{word} {path}")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"note: {line}\n")
 
 

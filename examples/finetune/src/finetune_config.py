@@ -233,10 +233,10 @@ class _Mapping:
             )
         if self.faults or not (use or self.flag):
             if named and not use:
-                self._say(f"{self.where('distributed', 'deepspeed_config')} is not used")
+                self._log(f"{self.where('distributed', 'deepspeed_config')} is not used")
             return None
         if self.flag is not None and named is not None and Path(named) != self.flag:
-            self._say(f"--deepspeed {self.flag} is used, not deepspeed_config {named}")
+            self._log(f"--deepspeed {self.flag} is used, not deepspeed_config {named}")
         path = self.flag or (Path(named) if named else None)
         if path is None:
             self._fault(
@@ -271,7 +271,7 @@ class _Mapping:
         named = self.distributed.get("fsdp_config")
         if not self.distributed.get("use_fsdp"):
             if named:
-                self._say(f"{self.where('distributed', 'fsdp_config')} is not used")
+                self._log(f"{self.where('distributed', 'fsdp_config')} is not used")
             return
         assert not has_deepspeed, "refused before"
         self.data["strategy"] = {"kind": "fsdp"}
@@ -315,7 +315,7 @@ class _Mapping:
             return
         if "micro_batch_size" not in self.training:
             self._set("training.micro_batch_size", 1, origin)
-            self._say("training.micro_batch_size is not given: 1 row on each rank at a time")
+            self._log("training.micro_batch_size is not given: 1 row on each rank at a time")
         size = self.training["micro_batch_size"]
         if not isinstance(size, int):
             self._fault(
@@ -356,7 +356,7 @@ class _Mapping:
             return 1
         return sum(int(count) for count in counts)
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self.mapped.said.append(line)
 
 

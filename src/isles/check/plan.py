@@ -22,7 +22,7 @@ from isles.launch.ssh.channel import Channel
 from isles.launch.ssh.hosts import Reach
 from isles.run.env import hub_cache
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 Device = Literal["cpu", "cuda"]
 
 Answers = dict[str, dict[str, Any]]
@@ -200,13 +200,13 @@ class Hosts:
         channels: to every host, in order; the caller closes them.
         run: what is checked.
         extent: how much of it.
-        say: takes a line about what is done now.
+        print_line: takes a line about what is done now.
     """
 
     def __init__(
-        self, channels: Sequence[Channel], run: RunFacts, extent: Extent, say: Say
+        self, channels: Sequence[Channel], run: RunFacts, extent: Extent, print_line: PrintLine
     ) -> None:
-        self.run, self.extent, self.say = run, extent, say
+        self.run, self.extent, self.print_line = run, extent, print_line
         self.findings: list[Finding] = []
         self.facts: Answers = {}
         self.nproc: dict[str, int] = {}

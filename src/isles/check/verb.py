@@ -24,7 +24,7 @@ from isles.check.checks.network import choose_reach, hub_stand_in, try_hub
 from isles.check.checks.ranks import try_reduce
 from isles.check.checks.versions import compare_versions, duplicates
 from isles.check.finding import Finding, exit_code, record, report_lines
-from isles.check.plan import QUICK_S, Extent, Hosts, RunFacts, Say, error_finding, findings_of
+from isles.check.plan import QUICK_S, Extent, Hosts, PrintLine, RunFacts, error_finding, findings_of
 from isles.check.queue.job import check_in_job
 from isles.check.queue.nodes import queue_findings
 from isles.config.clusters import keys_of_cluster, named_cluster
@@ -130,11 +130,11 @@ def _check_one(
     begin = time.monotonic()
     is_terminal = sys.stdout.isatty() and not options.as_json
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         if sys.stderr.isatty() and not options.as_json:
             sys.stderr.write(f"{line} …\n")
 
-    found, columns = _check_cluster(run, options, say)
+    found, columns = _check_cluster(run, options, print_line)
     # To itself a cluster is the only one; the user reads its place in the run file.
     findings = [replace(each, fix=keys_of_cluster(each.fix, index)) for each in found]
     seconds = time.monotonic() - begin
@@ -142,9 +142,9 @@ def _check_one(
     return exit_code(findings), "\n".join(lines), record(findings, seconds=seconds)
 
 
-def _check_cluster(run: RunFacts, options: CheckOptions, say: Say) -> Found:
+def _check_cluster(run: RunFacts, options: CheckOptions, print_line: PrintLine) -> Found:
     if options.in_job:
-        say("waiting for nodes, and checking them")
+        print_line("waiting for nodes, and checking them")
         return check_in_job(run, options.extent.timeout_s, options.overrides)
     extent = options.extent
     match run.cluster.launcher:
@@ -152,35 +152,38 @@ def _check_cluster(run: RunFacts, options: CheckOptions, say: Say) -> Found:
             contact_s = connect_s + min(_ANSWER_S, extent.timeout_s)
             shells = {host.ssh: Shell(host.ssh, connect_s) for host in run.cluster.hosts}
             with _channels(run, shells) as channels:
-                found = check_hosts(run, channels, replace(extent, contact_s=contact_s), say)
+                found = check_hosts(run, channels, replace(extent, contact_s=contact_s), print_line)
             return found, list(shells)
         case SlurmLauncherConfig() | PbsLauncherConfig() as launcher:
-            return _check_queue(run, launcher, extent, say)
+            return _check_queue(run, launcher, extent, print_line)
         case ManualLauncherConfig(hosts=hosts):
-            found, columns = _check_here(run, extent, say)
+            found, columns = _check_here(run, extent, print_line)
             text = f"only this machine was checked; the run's are {', '.join(hosts)}, which ssh "
             text += "does not know"
             fix = f"isles check --hosts {' '.join(hosts)}, or isles check on each of them"
             unseen = Finding("host.unseen", "warning", "other hosts", text, fix=fix)
             return [*found, unseen], columns
         case _:
-            return _check_here(run, extent, say)
+            return _check_here(run, extent, print_line)
 
 
-def _check_here(run: RunFacts, extent: Extent, say: Say) -> Found:
+def _check_here(run: RunFacts, extent: Extent, print_line: PrintLine) -> Found:
     variables = run.cluster.environment.variables
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     name = socket.gethostname()
     with _channel(Shell(), lines, sys.executable, name) as channel:
-        return check_hosts(run, [channel], extent, say), [name]
+        return check_hosts(run, [channel], extent, print_line), [name]
 
 
 def _check_queue(
-    run: RunFacts, launcher: SlurmLauncherConfig | PbsLauncherConfig, extent: Extent, say: Say
+    run: RunFacts,
+    launcher: SlurmLauncherConfig | PbsLauncherConfig,
+    extent: Extent,
+    print_line: PrintLine,
 ) -> Found:
     shell = Shell(launcher.login)
     name = launcher.login or socket.gethostname()
-    say(f"asking {launcher.kind} on {name}")
+    print_line(f"asking {launcher.kind} on {name}")
     if launcher.login is not None:
         try:
             shell.run(["true"], timeout_s=extent.contact_s)
@@ -213,12 +216,12 @@ def _channel(shell: Shell, lines: Sequence[str], python: str, name: str) -> Chan
 
 
 def check_hosts(
-    run: RunFacts, channels: Sequence[Channel], extent: Extent, say: Say
+    run: RunFacts, channels: Sequence[Channel], extent: Extent, print_line: PrintLine
 ) -> list[Finding]:
     """Check hosts, and the links between them; the arguments are those of `Hosts`."""
-    hosts = Hosts(channels, run, extent, say)
+    hosts = Hosts(channels, run, extent, print_line)
     names = hosts.names
-    say(f"asking {names[0]}" if len(names) == 1 else f"asking {len(names)} hosts")
+    print_line(f"asking {names[0]}" if len(names) == 1 else f"asking {len(names)} hosts")
     port = {"port": run.cluster.network.port}
     hosts.facts = hosts.ask("facts", port, timeout_s=extent.contact_s)()
     if not hosts.facts:
@@ -246,7 +249,7 @@ def check_hosts(
     hosts.findings += files()
     try_shared(hosts)
     hosts.findings += joined(repos())
-    say("importing torch and launching a kernel on every device")
+    print_line("importing torch and launching a kernel on every device")
     answers = ranks()
     hosts.findings += findings_of(answers)
     found = gpus()
@@ -259,7 +262,7 @@ def check_hosts(
         try_reduce(hosts)
     hosts.ask("end_ranks", finding_id="host.answers")()
     if extent.smoke:
-        say("training three steps on each machine alone")
+        print_line("training three steps on each machine alone")
         hosts.findings += hosts.check("smoke", timeout_s=_SMOKE_S, finding_id="train.smoke")()
     return hosts.findings
 

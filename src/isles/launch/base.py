@@ -21,7 +21,7 @@ from isles.run.paths import Attempt, RunDir
 from isles.run.process import ProcessId
 from isles.run.remote import RemoteRun
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StartOptions:
     Args:
         resume: `auto`, `no`, or a path; see `isles.run.begin.choose_run`.
         dry_run: only say what would be done.
-        say, warn: take lines for the user.
+        print_line, warn: take lines for the user.
         cluster: of several in the run file, the one that is started; empty: there is one.
         join: a join line, a secret: how the started cluster reaches the others. It lies in the file
             `join` of the run directory, and nowhere else. Empty: a run that goes on keeps its own.
@@ -44,8 +44,8 @@ class StartOptions:
     overrides: tuple[str, ...]
     resume: str
     dry_run: bool
-    say: Say
-    warn: Say
+    print_line: PrintLine
+    warn: PrintLine
     cluster: str = ""
     join: str = field(default="", repr=False)
     loaded: Loaded | None = None
@@ -99,7 +99,7 @@ def resolve_checked(
     return resolved
 
 
-def resolve_here(loaded: Loaded, warn: Say, *, needs_data: bool) -> Resolved:
+def resolve_here(loaded: Loaded, warn: PrintLine, *, needs_data: bool) -> Resolved:
     """`resolve_checked` for the GPUs of this machine; `warn` takes a warning about them."""
     finding = find_gpus()
     if finding.warning:

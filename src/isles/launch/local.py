@@ -71,7 +71,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
             raise ConfigErrors(faults)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         if begun.note:
-            options.say(begun.note)
+            options.print_line(begun.note)
         attempt = new_attempt(begun.run_dir, loaded.text, typed=options.typed)
     job = local_job(
         begun.run_dir,
@@ -87,7 +87,7 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         head = f"{ranks}; the command that would start them:"
         return f"{show(resolved).rstrip()}\n\n{note}\n{head}\n\n{LocalLauncher().render(job)}"
     process = LocalLauncher().submit(job)
-    options.say(f"started {begun.run_dir.name}: {ranks}, in {begun.run_dir.path}")
+    options.print_line(f"started {begun.run_dir.name}: {ranks}, in {begun.run_dir.path}")
     return Started(begun.run_dir, attempt, process)
 
 
@@ -234,7 +234,7 @@ def _join_running(resolved: Resolved, options: StartOptions) -> Started | None:
     for node in missing:
         place_here(run_dir, attempt, fleet, node)
     num_nodes = len(fleet.nodes)
-    options.say(
+    options.print_line(
         f"{run_dir.name} is running with {num_nodes - len(missing)} of {num_nodes} nodes: "
         f"bringing back node {', '.join(map(str, missing))}"
     )

@@ -199,11 +199,11 @@ def setup(run_file: Path, /, *overrides: str, check: bool = False) -> int:
     from isles.config.load import load_run_file
     from isles.launch.remote.setup import setup as set_up
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
-    is_equal = set_up(load_run_file(run_file, overrides), check=check, say=say)
+    is_equal = set_up(load_run_file(run_file, overrides), check=check, print_line=print_line)
     return ExitCode.OK if is_equal else ExitCode.PREFLIGHT
 
 

@@ -175,7 +175,7 @@ def run_all(
     commands: Mapping[str, Sequence[str]],
     *,
     doing: str,
-    say: Callable[[str], object],
+    print_line: Callable[[str], object],
     show: Callable[[Line], object] = lambda _: None,
     stdin: str = "",
     environs: Mapping[str, Mapping[str, str]] | None = None,
@@ -219,7 +219,9 @@ def run_all(
             take_one()
             if children.left and time.monotonic() - reported_at > _PATIENCE_S:
                 reported_at = time.monotonic()
-                say(f"{doing}: waiting for {', '.join(n + last[n] for n in sorted(children.left))}")
+                print_line(
+                    f"{doing}: waiting for {', '.join(n + last[n] for n in sorted(children.left))}"
+                )
     except KeyboardInterrupt:
         # Nothing that they have begun may go on.
         children.interrupt()

@@ -41,7 +41,7 @@ _ENDS = {
     "running": "still runs",
 }
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 
 def cluster_reports(run: MultiClusterRun) -> dict[str, RunReport]:
@@ -371,7 +371,9 @@ def _version(report: RunReport) -> tuple[int, str]:
     )
 
 
-def stop_clusters(run: MultiClusterRun, *, now: bool, timeout: str, say: Say, warn: Say) -> int:
+def stop_clusters(
+    run: MultiClusterRun, *, now: bool, timeout: str, print_line: PrintLine, warn: PrintLine
+) -> int:
     """Stop all clusters of a run at once, then their hub.
 
     Returns:
@@ -383,15 +385,15 @@ def stop_clusters(run: MultiClusterRun, *, now: bool, timeout: str, say: Say, wa
 
     def show(line: Line) -> None:
         if line.kind != "end":
-            (say if line.kind == "out" else warn)(f"{line.child.ljust(width)} | {line.text}")
+            (print_line if line.kind == "out" else warn)(f"{line.child.ljust(width)} | {line.text}")
 
     commands = {c.name: ["stop", place_of(c), *words] for c in run.clusters if c.path}
-    ended = run_all(commands, doing="stopping", say=say, show=show)
+    ended = run_all(commands, doing="stopping", print_line=print_line, show=show)
     code = max((end.code for end in ended.values()), default=ExitCode.OK)
     if code and run.meets:
-        say("the hub goes on for those that run")
+        print_line("the hub goes on for those that run")
     elif run.meets and not run.hub and end_hub(run.state):
-        say(f"{run.name} has stopped, and its hub has ended")
+        print_line(f"{run.name} has stopped, and its hub has ended")
     elif not code:
-        say(f"{run.name} has stopped")
+        print_line(f"{run.name} has stopped")
     return code

@@ -72,7 +72,7 @@ class Follower:
     def close(self) -> None:
         """Release what following holds; may be called more than once."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line beside the progress."""
         print_lines(self.errors, [line])
 
@@ -89,7 +89,9 @@ class Follower:
                     return code
                 pause(_POLL_S)
         except BrokenPipeError:
-            self.say(f"nobody reads this any more; {self.name} goes on: isles status {self.typed}")
+            self.print_line(
+                f"nobody reads this any more; {self.name} goes on: isles status {self.typed}"
+            )
             raise
         finally:
             self.close()
@@ -153,26 +155,30 @@ class RunFollower(Follower):
     def handle(self, number: signal.Signals) -> int | None:
         """The first Ctrl+C saves and stops, the second stops now; SIGTERM saves."""
         try:
-            stopping = Stopping(self._run_dir, self._attempt, self.say)
+            stopping = Stopping(self._run_dir, self._attempt, self.print_line)
             if number == signal.SIGTERM:
                 stopping.ask("save")
             elif not self._was_interrupted:
                 if stopping.state.state == "queued":
-                    self.say(f"taking {stopping.place} out of the queue")
+                    self.print_line(f"taking {stopping.place} out of the queue")
                 elif script_of(self._run_dir) is not None:
-                    self.say("the script gets SIGTERM, to save and end; Ctrl+C again kills it")
+                    self.print_line(
+                        "the script gets SIGTERM, to save and end; Ctrl+C again kills it"
+                    )
                 else:
-                    self.say("saving a checkpoint and stopping; Ctrl+C again stops now, without it")
+                    self.print_line(
+                        "saving a checkpoint and stopping; Ctrl+C again stops now, without it"
+                    )
                 stopping.ask("interrupt")
                 self._was_interrupted = True
             else:
                 stopping.ask("now")
                 self._was_killed = True
                 stopping.wait_now()
-                self.say("stopped now; the last saved checkpoint is as it was")
+                self.print_line("stopped now; the last saved checkpoint is as it was")
                 return ExitCode.INTERRUPTED
         except UserError as error:
-            self.say(f"error: {error}")
+            self.print_line(f"error: {error}")
         return None
 
     def close(self) -> None:

@@ -84,13 +84,13 @@ def _member_lines(members: list[dict[str, Any]]) -> list[str]:
     return ["", *(f"  {printable(text)}" for text in (*columns(rows), *remarks)), ""]
 
 
-def stop_hub(state: Path, *, say: Callable[[str], object]) -> int:
+def stop_hub(state: Path, *, print_line: Callable[[str], object]) -> int:
     """End a hub; its clusters train on, each alone, and it may be opened again."""
     begun = time.monotonic()
     if not end_hub(state):
-        say(f"{state.name} does not run")
+        print_line(f"{state.name} does not run")
         return ExitCode.OK
-    say(
+    print_line(
         f"{state.name} has ended after {format_duration(time.monotonic() - begun)}; its clusters "
         "train on by themselves until it is opened again"
     )

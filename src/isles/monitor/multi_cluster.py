@@ -214,7 +214,10 @@ class MultiClusterStart:
         commands = {name: self._words(name, "--dry-run") for name in self.choice.todo}
         with interruptible():  # there is nothing yet that Ctrl+C could be for
             ended = run_all(
-                commands, doing="looking", say=self._options.say, environs=self._environs
+                commands,
+                doing="looking",
+                print_line=self._options.print_line,
+                environs=self._environs,
             )
         self._drop_refused(ended, "cannot be started")
         return {name: "\n".join(end.out) for name, end in ended.items() if not end.code}
@@ -241,9 +244,9 @@ class MultiClusterStart:
         Raises:
             UserError: clusters cannot be started.
         """
-        say = self._options.say
+        print_line = self._options.print_line
         if self.choice.note:
-            say(self.choice.note)
+            print_line(self.choice.note)
         with interruptible() as hand_back:
             try:
                 self._make_folder()
@@ -251,7 +254,7 @@ class MultiClusterStart:
                 ended = run_all(
                     {name: self._words(name, "--announce") for name in self.choice.todo},
                     doing="starting",
-                    say=say,
+                    print_line=print_line,
                     show=self._take,
                     stdin=line.secret_text() if line is not None else "",
                     environs=self._environs,
@@ -322,7 +325,7 @@ class MultiClusterStart:
             run_file=shared_text(self._loaded.config),
             until_finished=True,
         )
-        self._options.say(f"the clusters meet at {line.address}, on this machine")
+        self._options.print_line(f"the clusters meet at {line.address}, on this machine")
         if any(is_elsewhere(cluster) for cluster in self._loaded.config.clusters):
             self._options.warn(
                 "clusters elsewhere meet on this machine: should it go to sleep or offline, they "
@@ -383,18 +386,20 @@ class MultiClusterStart:
             self.run.write()
             self._begun.add(line.child)
         elif line.kind == "out":
-            self._options.say(f"{line.child} | {line.text}")
+            self._options.print_line(f"{line.child} | {line.text}")
         elif line.kind == "err" and line.text.startswith("warning: "):
             text = self._with_keys(line.child, line.text.removeprefix("warning: "))
             self._options.warn(f"{line.child}: {text}")
 
     def _undo(self) -> None:
         if self._begun:
-            self._options.say(f"ending again: {', '.join(sorted(self._begun))}")
+            self._options.print_line(f"ending again: {', '.join(sorted(self._begun))}")
             places = {name: place_of(self.run.cluster(name)) for name in self._begun}
             more = ["--now", f"--output-dir={self.run.path.parent}"]
             commands = {name: ["stop", place, *more] for name, place in places.items()}
-            for name, end in run_all(commands, doing="ending", say=self._options.say).items():
+            for name, end in run_all(
+                commands, doing="ending", print_line=self._options.print_line
+            ).items():
                 if end.code:
                     words = " ".join(end.err).removeprefix("error: ")
                     self._options.warn(f"{name} still runs ({places[name]}): {words}")
@@ -455,7 +460,7 @@ class ClustersFollower(Follower):
     def handle(self, number: signal.Signals) -> int | None:
         if number == signal.SIGINT and not self._was_interrupted:
             self._was_interrupted = True
-            self.say("stopping all clusters; Ctrl+C again stops them now")
+            self.print_line("stopping all clusters; Ctrl+C again stops them now")
         self._children.send(WORDS[number])
         return None
 

@@ -191,7 +191,7 @@ class RemoteFollower(Follower):
         self.close()
         if self._lost_at is None or now - self._tried_at > _STEADY_S:
             self._lost_at = now
-            self.say(
+            self.print_line(
                 f"the connection to {self._run.host} is lost; the run goes on there. Trying "
                 f"again for {format_duration(_GIVE_UP_S)}; Ctrl+C leaves it running"
             )
@@ -240,7 +240,7 @@ class RemoteFollower(Follower):
                 line = raw.decode(errors="replace").rstrip()
                 lines.append(line)
                 if line not in self._old_stderr:
-                    self.say(line)
+                    self.print_line(line)
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
@@ -276,14 +276,16 @@ class RemoteFollower(Follower):
             )
 
     def _leave(self, what: str) -> int:
-        self.say(f"{what}; {self.name} was left running:")
-        self.say(
+        self.print_line(f"{what}; {self.name} was left running:")
+        self.print_line(
             f"  isles status {self.typed} · isles logs -f {self.typed} · isles stop {self.typed}"
         )
         return ExitCode.COMMUNICATION
 
 
-def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str], object]) -> int:
+def stop_remote(
+    run: RemoteRun, *, now: bool, timeout: str, print_line: Callable[[str], object]
+) -> int:
     """Stop a run where its directory is; with `now` also on the other hosts of one that is lost.
 
     Raises:
@@ -303,7 +305,7 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str],
                 f"themselves, and `isles stop {run.typed} --now` ends them at once",
                 id=error.id,
             ) from error
-        say(f"{error.what}; ending what runs on the other hosts")
+        print_line(f"{error.what}; ending what runs on the other hosts")
 
     def end(host: str) -> str:
         words = ["stop", run.path_on(host), "--now", "--here"]
@@ -314,8 +316,8 @@ def stop_remote(run: RemoteRun, *, now: bool, timeout: str, say: Callable[[str],
     answers, faults = on_all(run.hosts[1:], end)
     for host, answer in zip(run.hosts[1:], answers, strict=True):
         if answer is not None:
-            say(f"  {host.rpartition('@')[2]}: {answer}")
+            print_line(f"  {host.rpartition('@')[2]}: {answer}")
     for host, fault in faults:
-        say(f"  {host.rpartition('@')[2]}: {fault.what.splitlines()[0]}")
-    say(f"  {run.host}: not reached; what still runs there ends with the run's other nodes")
+        print_line(f"  {host.rpartition('@')[2]}: {fault.what.splitlines()[0]}")
+    print_line(f"  {run.host}: not reached; what still runs there ends with the run's other nodes")
     return ExitCode.COMMUNICATION

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from isles.errors import ExitCode
-from isles.monitor.verbs import RUNS, Run, RunsDir, note, say
+from isles.monitor.verbs import RUNS, Run, RunsDir, note, print_line
 
 if TYPE_CHECKING:
     from isles.run.paths import RunDir
@@ -35,7 +35,7 @@ def list_(run: Run = None, /, *, output_dir: RunsDir = RUNS) -> int:
     found = _run_here(run, output_dir, ["checkpoint", "list"])
     if isinstance(found, int):
         return found
-    say("\n".join(checkpoint_lines(found)))
+    print_line("\n".join(checkpoint_lines(found)))
     return ExitCode.OK
 
 
@@ -53,13 +53,13 @@ def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RU
     else:
         folders = sorted(found.checkpoints.glob("step-*"))
     if not folders:
-        say("\n".join(checkpoint_lines(found)))
+        print_line("\n".join(checkpoint_lines(found)))
     code = ExitCode.OK
     for folder in folders:
         faults = verify_checkpoint(folder)
-        say(f"{folder.name}: {'NOT whole' if faults else 'whole'}")
+        print_line(f"{folder.name}: {'NOT whole' if faults else 'whole'}")
         for fault in faults:
-            say(f"  {fault}")
+            print_line(f"  {fault}")
             code = ExitCode.TRAINING
     return code
 

@@ -35,7 +35,7 @@ _COORDINATOR_S = 15.0
 _BY_FILES_S = 60.0
 """How long a run that is seen only by its files may take to end at once."""
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 
 class Signals:
@@ -86,7 +86,7 @@ def caught_signals() -> Iterator[Signals]:
             signal.signal(signum, handler)
 
 
-def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
+def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, print_line: PrintLine) -> int:
     """Stop a run and wait until it has ended; 0 also where it does not run.
 
     Raises:
@@ -95,23 +95,23 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
     attempt = run_dir.last_attempt()
     if attempt is not None:
         refresh(run_dir, attempt, max_age_s=0.0)
-    stopping = Stopping(run_dir, attempt, say) if attempt is not None else None
+    stopping = Stopping(run_dir, attempt, print_line) if attempt is not None else None
     if stopping is None or not (stopping.state.is_alive or stopping.state.state == "unknown"):
-        say(f"{run_dir.name} is not running: {_state_text(run_dir)}")
+        print_line(f"{run_dir.name} is not running: {_state_text(run_dir)}")
         return ExitCode.OK
     if not stopping.ask("now" if now else "save"):
-        say(f"{run_dir.name} has just ended: {_state_text(run_dir)}")
+        print_line(f"{run_dir.name} has just ended: {_state_text(run_dir)}")
         return ExitCode.OK
     is_script = script_of(run_dir) is not None
     if now:
         stopping.wait_now()
         how = "at once" if is_script else "without saving"
-        say(f"{run_dir.name} was ended {how}: {_state_text(run_dir)}")
+        print_line(f"{run_dir.name} was ended {how}: {_state_text(run_dir)}")
         return ExitCode.OK
     what, now_it = "save and stop", "ends it without saving"
     if is_script:
         what, now_it = "stop: its script gets SIGTERM", "kills it"
-    say(
+    print_line(
         f"asked {run_dir.name} ({stopping.place}) to {what}; "
         f"`isles stop {typed_name(run_dir)} --now` {now_it}"
     )
@@ -123,7 +123,7 @@ def stop_run(run_dir: RunDir, *, now: bool, timeout_s: float, say: Say) -> int:
             "--now",
             id="stop.late",
         )
-    say(f"{run_dir.name} has ended: {_state_text(run_dir)}")
+    print_line(f"{run_dir.name} has ended: {_state_text(run_dir)}")
     return ExitCode.OK
 
 
@@ -139,12 +139,12 @@ def _state_text(run_dir: RunDir) -> str:
 class Stopping:
     """Stops one attempt: by its job, by its process on this host, or by its files alone."""
 
-    def __init__(self, run_dir: RunDir, attempt: Attempt, say: Say) -> None:
+    def __init__(self, run_dir: RunDir, attempt: Attempt, print_line: PrintLine) -> None:
         self.state = attempt_state(run_dir, attempt)
         self._run_dir = run_dir
         self._attempt = attempt
         self._job = queue_job(run_dir, attempt)
-        self._say = say
+        self._print_line = print_line
         self._process = self.state.process if self.state.is_here else None
 
     @property
@@ -181,7 +181,7 @@ class Stopping:
             except UserError as error:
                 if not is_written or self.state.state == "queued":
                     raise
-                self._say(f"only asked by its directory: {error.what}")
+                self._print_line(f"only asked by its directory: {error.what}")
             return True
         if self._process is not None:
             if kind == "now":
@@ -200,7 +200,7 @@ class Stopping:
             status = current_status(self._run_dir, self.state.begun_at)
             doing = ", ".join(str(status[key]) for key in ("phase", "detail") if status.get(key))
             if doing and doing != shown and status.get("phase") not in ("stopped", "finished"):
-                self._say(f"  waiting: {doing}")
+                self._print_line(f"  waiting: {doing}")
                 shown = doing
             if time.monotonic() >= deadline:
                 return False
@@ -276,7 +276,7 @@ def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
     return True
 
 
-def end_here(run_dir: RunDir, *, say: Say) -> int:
+def end_here(run_dir: RunDir, *, print_line: PrintLine) -> int:
     """Kill the processes of this host that the records of a run name, and no others."""
     attempt = run_dir.last_attempt()
     paths: list[Path] = []
@@ -290,5 +290,7 @@ def end_here(run_dir: RunDir, *, say: Say) -> int:
         if process is not None and process.is_here():
             with suppress(psutil.NoSuchProcess):
                 killed += kill_now(process)
-    say(f"{killed} processes of {run_dir.name} were ended" if killed else "nothing of it runs here")
+    print_line(
+        f"{killed} processes of {run_dir.name} were ended" if killed else "nothing of it runs here"
+    )
     return ExitCode.OK

@@ -72,7 +72,7 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
     with caught_signals() as signals:
         started = start(options)
         if isinstance(started, str):
-            say(started)
+            print_line(started)
             return ExitCode.OK
         if not isinstance(started, Started):
             from isles.monitor.multi_cluster import ClustersFollower, MultiClusterStart
@@ -80,23 +80,23 @@ def start_and_follow(options: StartOptions, *, detach: bool = False, announce: b
             clusters = MultiClusterStart(started, options)
             texts = clusters.look()
             if options.dry_run:
-                say(clusters.dry_run_text(texts))
+                print_line(clusters.dry_run_text(texts))
                 return ExitCode.OK
             name, what, them = typed_name(clusters.start()), "saves and stops all clusters", "them"
         else:
             if started.text:
-                say(started.text)
+                print_line(started.text)
             if announce:
-                say(started_line(started))
+                print_line(started_line(started))
             if started.text or announce:
                 return ExitCode.OK
             is_script = started.remote is None and script_of(started.run_dir) is not None
             what, them = "lets the script stop" if is_script else "saves and stops", "it"
             name = started.remote.typed if started.remote else typed_name(started.run_dir)
         if detach:
-            say(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
+            print_line(f"  isles status {name} · isles logs -f {name} · isles stop {name}")
             return ExitCode.OK
-        say(f"Ctrl+C {what}; closing this terminal leaves {them} running")
+        print_line(f"Ctrl+C {what}; closing this terminal leaves {them} running")
         # The ranks are on their way: what draws their progress is loaded beside them.
         from isles.monitor.table import console
 
@@ -134,25 +134,27 @@ def status(run: str | None = None, /, *, json: bool = False, output_dir: RunsDir
 
     if (state := find_hub(run, output_dir)) is not None:
         record = hub_record(state)
-        say(dumps(record, indent=1) if json else "\n".join(hub_lines(state, record)))
+        print_line(dumps(record, indent=1) if json else "\n".join(hub_lines(state, record)))
     elif run is None:
         reports = reports_of_all(output_dir)
         if json:
-            say(dumps([entry.record() for entry in reports], indent=1))
+            print_line(dumps([entry.record() for entry in reports], indent=1))
             return ExitCode.OK
         hubs = running_hubs(output_dir)
         if reports:
             console().print(runs_table(group_by_run(reports, output_dir)))
         elif not hubs:
-            say(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
+            print_line(f"there is no run in {output_dir}/; start one with `isles train run.yaml`")
         for state in hubs:
-            say(f"{state.name} is a hub, which runs: isles status {state.name}")
+            print_line(f"{state.name} is a hub, which runs: isles status {state.name}")
     elif isinstance(found := find_any(run, output_dir), MultiClusterRun):
         whole = multi_cluster_report(found)
-        say(dumps(whole.record(), indent=1) if json else "\n".join(multi_cluster_lines(whole)))
+        print_line(
+            dumps(whole.record(), indent=1) if json else "\n".join(multi_cluster_lines(whole))
+        )
     else:
         entry = report_of(found, output_dir)
-        say(dumps(entry.record(), indent=1) if json else "\n".join(report_lines(entry)))
+        print_line(dumps(entry.record(), indent=1) if json else "\n".join(report_lines(entry)))
     return ExitCode.OK
 
 
@@ -164,7 +166,7 @@ def report(*paths: Path) -> int:
     """
     from isles.monitor.remote import records_of
 
-    say(records_of(paths))
+    print_line(records_of(paths))
     return ExitCode.OK
 
 
@@ -249,17 +251,17 @@ def stop(
     except ValueError as error:
         raise UserError(str(error), where="--timeout", fix="for example --timeout 5m") from error
     if (state := find_hub(run, output_dir)) is not None:
-        return stop_hub(state, say=say)
+        return stop_hub(state, print_line=print_line)
     found = find_any(run, output_dir)
     if cluster is not None:
         found = find_cluster(run, output_dir, cluster)
     if isinstance(found, MultiClusterRun):
-        return stop_clusters(found, now=now, timeout=timeout, say=say, warn=note)
+        return stop_clusters(found, now=now, timeout=timeout, print_line=print_line, warn=note)
     if isinstance(found, RemoteRun):
-        return stop_remote(found, now=now, timeout=timeout, say=say)
+        return stop_remote(found, now=now, timeout=timeout, print_line=print_line)
     if here:
-        return end_here(found, say=say)
-    return stop_run(found, now=now, timeout_s=timeout_s, say=say)
+        return end_here(found, print_line=print_line)
+    return stop_run(found, now=now, timeout_s=timeout_s, print_line=print_line)
 
 
 def follow(
@@ -331,11 +333,11 @@ def hub(
 
     with caught_signals() as signals:
         meeting = start_hub(run_file, overrides, public=public, listen=listen, is_anew=new)
-        say("\n".join(opening_lines(meeting, shows_line=sys.stdout.isatty())))
+        print_line("\n".join(opening_lines(meeting, shows_line=sys.stdout.isatty())))
         if detach:
             return ExitCode.OK
         how = "ends it; typed again it goes on" if meeting.is_new else "leaves it running"
-        say(f"Ctrl+C {how}; closing this terminal leaves it running\n")
+        print_line(f"Ctrl+C {how}; closing this terminal leaves it running\n")
         return HubFollower(meeting, console(), console(stderr=True)).follow(signals)
 
 
@@ -388,12 +390,12 @@ def join(
     site = Site(Path(files[0]) if files else None, words[len(files) :], name, on or "")
     loaded = joining_run(found, site, warn)
     options = StartOptions(
-        loaded.path, (), resume, dry_run, say, warn, join=found.secret_text(), loaded=loaded
+        loaded.path, (), resume, dry_run, print_line, warn, join=found.secret_text(), loaded=loaded
     )
     return start_and_follow(options, detach=detach)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 CLOSE_S = 30.0
 """Longest wait for all trackers together, once training is over."""
-_SAY_AFTER_S = 2.0
+_WARN_AFTER_S = 2.0
 
 MAX_ROWS = 10_000
 """Rows that wait for a remote tracker at most; newer ones are left out, and counted."""
@@ -83,7 +83,7 @@ class Background:
     Args:
         name: for messages.
         open_tracker: opens the tracker, again after a failure; called in the thread.
-        say: takes a line for the user; called in the thread.
+        print_line: takes a line for the user; called in the thread.
         max_rows: rows that wait at most.
     """
 
@@ -92,12 +92,12 @@ class Background:
         name: str,
         open_tracker: Callable[[], RemoteTracker],
         *,
-        say: Callable[[str], object] = lambda _: None,
+        print_line: Callable[[str], object] = lambda _: None,
         max_rows: int = MAX_ROWS,
     ) -> None:
         self.name = name
         self._open = open_tracker
-        self._say = say
+        self._print_line = print_line
         self._rows: queue.Queue[Row | None] = queue.Queue(max_rows)
         self._num_logged = self._num_sent = 0
         self._has_failed = False
@@ -133,7 +133,7 @@ class Background:
         left = self._num_logged - self._num_sent
         if not is_done or left:
             silent = "" if is_done else " has not answered in time;"
-            self._say(
+            self._print_line(
                 f"{self.name}:{silent} {left} recorded rows were not sent; metrics.jsonl has them"
             )
 
@@ -168,7 +168,9 @@ class Background:
         self._has_failed = True
         log.info("%s failed\n%s", self.name, text)
         first = (redacted(str(error)).strip().splitlines() or [type(error).__name__])[0]
-        self._say(f"{self.name} failed; training goes on, and later rows try again: {first[:300]}")
+        self._print_line(
+            f"{self.name} failed; training goes on, and later rows try again: {first[:300]}"
+        )
 
 
 class Trackers:
@@ -177,18 +179,18 @@ class Trackers:
     Args:
         trackers: written to at once; one that fails is left out from then on.
         remote: behind a thread each.
-        say: takes a line for the user.
+        print_line: takes a line for the user.
     """
 
     def __init__(
         self,
         trackers: Sequence[Tracker],
         remote: Sequence[Background] = (),
-        say: Callable[[str], object] = lambda _: None,
+        print_line: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._trackers = list(trackers)
         self._remote = tuple(remote)
-        self._say = say
+        self._print_line = print_line
 
     def log(self, row: Row) -> None:
         """Hand a row to every tracker."""
@@ -207,10 +209,10 @@ class Trackers:
         for remote in self._remote:
             remote.begin_close(summary)
         self._each_local(lambda tracker: tracker.close())
-        soon = min(end, time.monotonic() + _SAY_AFTER_S)
+        soon = min(end, time.monotonic() + _WARN_AFTER_S)
         late = [remote.name for remote in self._remote if not remote.wait(soon)]
         if late:
-            self._say(f"waiting for {' and '.join(late)}, {timeout_s:.0f}s at most")
+            self._print_line(f"waiting for {' and '.join(late)}, {timeout_s:.0f}s at most")
         for remote in self._remote:
             remote.end_close(end)
 
@@ -221,7 +223,7 @@ class Trackers:
             except Exception as error:  # a curve is not worth a run; the traceback says why
                 name = type(tracker).__name__.removesuffix("Tracker")
                 log.info("%s failed", name, exc_info=error)
-                self._say(f"{name} failed and is left out; training goes on: {error}")
+                self._print_line(f"{name} failed and is left out; training goes on: {error}")
                 self._trackers.remove(tracker)
 
 

@@ -259,4 +259,4 @@ def _open(
         log.info("%s failed", section.kind, exc_info=True)
         recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
         return None
-    return Background(section.kind, open_tracker, say=recorder.note)
+    return Background(section.kind, open_tracker, print_line=recorder.note)

@@ -250,7 +250,7 @@ def try_links(hosts: Hosts) -> None:
     """Try the ports and the bandwidth of every pair of hosts, and their names."""
     if not hosts.reach:
         return
-    hosts.say("trying every link")
+    hosts.print_line("trying every link")
     port = {"port": hosts.run.cluster.network.port}
     ports = hosts.ask("listen", port, finding_id="net.connect")()
     peers = [

@@ -220,7 +220,7 @@ def try_reduce(hosts: Hosts) -> None:
         text, fix = f"the all-reduce was not tried ({why})", "mend that first, and check again"
         hosts.findings.append(Finding("reduce.works", "warning", "all hosts", text, fix=fix))
         return
-    hosts.say("adding up tensors over all ranks")
+    hosts.print_line("adding up tensors over all ranks")
     asked = {"port": hosts.run.cluster.network.port}
     free = hosts.ask("facts", asked, only=names[:1])()
     if not free:

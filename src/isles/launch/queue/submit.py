@@ -89,7 +89,7 @@ def start_in_queue(
                 write_dialect(attempt, launcher.dialect)
             job_id = submit(queue, attempt, loaded)
         if begun.note:
-            options.say(begun.note)
+            options.print_line(begun.note)
         write_job_launch(
             attempt,
             launcher=launcher.kind,
@@ -101,9 +101,11 @@ def start_in_queue(
             bin_path=launcher.bin_path,
         )
     report = refresh(run_dir, attempt, max_age_s=0.0)
-    options.say(f"submitted {run_dir.name} as {queue.name} job {job_id}, in {run_dir.path}")
+    options.print_line(f"submitted {run_dir.name} as {queue.name} job {job_id}, in {run_dir.path}")
     if report is not None and report.state == "pending" and report.word not in queue.new_words:
-        options.say(f"it waits: {report.reason}" + (f" ({report.fix})" if report.fix else ""))
+        options.print_line(
+            f"it waits: {report.reason}" + (f" ({report.fix})" if report.fix else "")
+        )
     return Started(run_dir, attempt, None)
 
 

@@ -66,7 +66,7 @@ def ensure(asked: dict[str, Any]) -> tuple[str, bool]:
         found, _ = look()
         if found is not None and found["code"] == wanted["code"] and stamp == wanted:
             return "", False
-        _say(f"installing isles and what it needs into {sys.prefix}")
+        _print_line(f"installing isles and what it needs into {sys.prefix}")
         with tempfile.TemporaryDirectory(prefix="isles-setup-") as folder:
             error = install(asked, Path(folder))
         if not error:
@@ -88,10 +88,10 @@ def main() -> None:
     found, why = look()
     if found is None and not error:
         error = f"isles is not installed for {sys.executable}: {why}"
-    _say("RESULT " + json.dumps({"changed": changed, "error": error, "fingerprint": found}))
+    _print_line("RESULT " + json.dumps({"changed": changed, "error": error, "fingerprint": found}))
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

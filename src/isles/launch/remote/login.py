@@ -76,7 +76,7 @@ def start_on_login(loaded: Loaded, options: StartOptions) -> Started | str:
         elif options.dry_run:
             printed.append(line)
         else:
-            options.say(line)
+            options.print_line(line)
 
     shell = Shell(login)
     command = ["bash", "-c", script]

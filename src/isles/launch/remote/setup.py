@@ -33,7 +33,7 @@ from isles.launch.ssh.facts import PACKAGES, code_files, fingerprint
 from isles.launch.ssh.hosts import refuse
 from isles.launch.ssh.shell import SSH_FAILED, Shell, on_all
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 _MAKE_S = 600.0
 _INSTALL_S = 3600.0
@@ -43,12 +43,12 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: isles\nRoot-Is-Purelib: true\nTag: py3-
 _THEN = (2020, 1, 1, 0, 0, 0)
 
 
-def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
+def setup(loaded: Loaded, *, check: bool, print_line: PrintLine) -> bool:
     """Make the environments of the hosts of each cluster equal, or only compare them.
 
     Args:
         check: install nothing.
-        say: takes a line for each step of each host.
+        print_line: takes a line for each step of each host.
 
     Returns:
         Whether all hosts are equal in what must be.
@@ -69,12 +69,14 @@ def setup(loaded: Loaded, *, check: bool, say: Say) -> bool:
     is_equal = True
     for cluster in clusters:
         if len(clusters) > 1:
-            say(f"cluster {cluster.name}")
-        is_equal &= _setup_cluster(loaded, cluster, check=check, say=say)
+            print_line(f"cluster {cluster.name}")
+        is_equal &= _setup_cluster(loaded, cluster, check=check, print_line=print_line)
     return is_equal
 
 
-def _setup_cluster(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: Say) -> bool:
+def _setup_cluster(
+    loaded: Loaded, cluster: ClusterConfig, *, check: bool, print_line: PrintLine
+) -> bool:
     hosts = _hosts(cluster)
     timeout_s = 10.0
     if isinstance(cluster.launcher, SshLauncherConfig):
@@ -83,11 +85,11 @@ def _setup_cluster(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: 
     workdir = cluster.workdir or str(Path.cwd())
     payload = _payload(loaded, cluster, check)
     if not check:
-        _make_environments(cluster.environment, workdir, shells, say)
+        _make_environments(cluster.environment, workdir, shells, print_line)
     lines, python = setting_lines(cluster, workdir), shlex.quote(python_of(cluster.environment))
     program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
     script = "\n".join([*lines, f"exec {python} -c {shlex.quote(program)}"])
-    results, faults = on_all(shells, lambda shell: _install(shell, script, payload, say))
+    results, faults = on_all(shells, lambda shell: _install(shell, script, payload, print_line))
     refuse([fault for _, fault in faults], len(shells))
     found = {
         shell.name: dict(result["fingerprint"])
@@ -97,8 +99,8 @@ def _setup_cluster(loaded: Loaded, cluster: ClusterConfig, *, check: bool, say: 
     if not check:
         for shell, result in zip(shells, results, strict=True):
             did = "installed" if result and result["changed"] else "was ready"
-            say(f"{shell.name}: {did}")
-    return _compare(found, say)
+            print_line(f"{shell.name}: {did}")
+    return _compare(found, print_line)
 
 
 def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]:
@@ -122,7 +124,7 @@ def difference_lines(found: dict[str, dict[str, str]]) -> tuple[list[str], bool]
     return lines, is_bad
 
 
-def _compare(found: dict[str, dict[str, str]], say: Say) -> bool:
+def _compare(found: dict[str, dict[str, str]], print_line: PrintLine) -> bool:
     lines, is_bad = difference_lines(found)
     if not is_bad:
         # Of the launching machine only isles itself must be equal: it may have no torch.
@@ -131,12 +133,14 @@ def _compare(found: dict[str, dict[str, str]], say: Say) -> bool:
         more, is_bad = difference_lines(own)
         lines += more
     for line in lines:
-        say(line)
+        print_line(line)
     if not is_bad:
         first = next(iter(found.values()))
         keys = [key for key in ("python", "isles", "torch") if key in first]
         words = " · ".join(f"{key} {first[key]}" for key in keys)
-        say(f"{len(found)} hosts are equal: {words}" if len(found) > 1 else f"ready: {words}")
+        print_line(
+            f"{len(found)} hosts are equal: {words}" if len(found) > 1 else f"ready: {words}"
+        )
     return not is_bad
 
 
@@ -192,7 +196,7 @@ def _payload(loaded: Loaded, cluster: ClusterConfig, check: bool) -> str:
 
 
 def _make_environments(
-    environment: EnvironmentConfig, workdir: str, shells: Sequence[Shell], say: Say
+    environment: EnvironmentConfig, workdir: str, shells: Sequence[Shell], print_line: PrintLine
 ) -> None:
     # Where the named environment is missing.
     script = _make_script(environment, workdir)
@@ -203,7 +207,7 @@ def _make_environments(
         done = shell.run(["bash", "-c", script], timeout_s=_MAKE_S)
         for line in done.stdout.splitlines():
             if line.startswith("made "):
-                say(f"{shell.name}: {line}")
+                print_line(f"{shell.name}: {line}")
         if done.returncode:
             words = (done.stderr.strip() or done.stdout.strip()).splitlines()
             raise PreflightError(
@@ -253,7 +257,7 @@ def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
     return None
 
 
-def _install(shell: Shell, script: str, payload: str, say: Say) -> dict[str, Any]:
+def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> dict[str, Any]:
     # Run `install.py` there, and pass its steps on.
     result: dict[str, Any] = {}
 
@@ -261,7 +265,7 @@ def _install(shell: Shell, script: str, payload: str, say: Say) -> dict[str, Any
         if line.startswith(_RESULT):
             result.update(json.loads(line.removeprefix(_RESULT)))
         elif not result and line.startswith("installing "):
-            say(f"{shell.name}: {line}")
+            print_line(f"{shell.name}: {line}")
 
     command = ["bash", "-c", script]
     code, text = shell.stream(command, take, stdin=payload, timeout_s=_INSTALL_S)

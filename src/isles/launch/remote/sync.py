@@ -64,7 +64,7 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
             process.terminate()
     refuse([fault for _, fault in faults], len(said))
     for host, line in zip(cluster.hosts, said, strict=True):
-        options.say(f"copied to {host.ssh}:{workdir}: {line}")
+        options.print_line(f"copied to {host.ssh}:{workdir}: {line}")
     return ""
 
 
@@ -80,7 +80,7 @@ def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: S
     text = f"would copy {', '.join(sync.paths)} to {workdir} on every host"
     missing = [shell.name for shell, is_it in zip(shells, found, strict=True) if not is_it]
     if not missing:
-        options.say(text)
+        options.print_line(text)
         return ""
     return (
         f"{text}; it is not there yet on {', '.join(missing)}, and would be made.\n"

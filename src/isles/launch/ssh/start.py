@@ -208,12 +208,12 @@ class _SshStart:
         Args:
             hand_back: called once the run goes on by itself; see `interruptible`.
         """
-        say, fleet = self.options.say, self.fleet
+        print_line, fleet = self.options.print_line, self.fleet
         begun = self._begin(dry_run=False)
         if begun["note"]:
-            say(begun["note"])
-        say(f"starting {_fleet_text(fleet, begun['run_dir'])}")
-        say(network_line(self.cluster.network, fleet.head.interface, fleet.device))
+            print_line(begun["note"])
+        print_line(f"starting {_fleet_text(fleet, begun['run_dir'])}")
+        print_line(network_line(self.cluster.network, fleet.head.interface, fleet.device))
         try:
             started = self._start(begun)
             self._see_them_begin()
