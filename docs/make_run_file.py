@@ -49,7 +49,7 @@ editors use to complete and check keys while you type.
   `data.sources.0.path=notes.txt`. Values are YAML as well: `'track=[jsonl]'`.
 - **Unknown keys are refused**, with the nearest name. A key that another tool uses, such as
   `per_device_train_batch_size` or `lr`, is answered with what it is called here.
-- **Every fault is reported at once**, each with the file, the line, the key and a way to mend it.
+- **Every issue is reported at once**, each with the file, the line, the key and a way to mend it.
 - **Values are never changed** by the checks. What follows from them, such as the number of ranks,
   is shown under `# derived` by `isles config show`.
 

@@ -66,7 +66,7 @@ class Output:
         if level != "DEBUG" or self._level == "DEBUG":
             self.put(f"{datetime.now():%Y-%m-%d %H:%M:%S} [{level}] {self._name}: {text}")
 
-    def fault(self, what: str, *fixes: str) -> None:
+    def issue(self, what: str, *fixes: str) -> None:
         """An error, and what can be done about it."""
         self.put(f"error: {what}{bullets(fixes)}")
 

@@ -190,19 +190,19 @@ def conclude(node: Node, ranks: Ranks, status: int | None, timeout_s: float, out
     if "NCCL initialization failed" in ranks.seen or "nodes differ" in ranks.seen:
         return int(ExitCode.PREFLIGHT)  # the rank has said what to do
     if "CUDA out of memory" in ranks.seen:
-        output.fault("CUDA out of memory", *OUT_OF_MEMORY)
+        output.issue("CUDA out of memory", *OUT_OF_MEMORY)
         return int(ExitCode.OUT_OF_MEMORY)
     if status is None or not ranks.has_met.is_set():
         at = f"{node.address}:{node.port}"
         when = f"within {timeout_s:.0f} s" if status is None else f"(torchrun ended with {status})"
-        output.fault(
+        output.issue(
             f"the ranks of {node.nodes} nodes have not met at {at} {when}",
             "start the same command on every node, each with its own node_rank",
             "see the lines above, and the logs of the other nodes",
             "open all ports between the nodes: gloo and NCCL use more than the master port",
         )
         return int(ExitCode.COMMUNICATION)
-    output.fault(
+    output.issue(
         f"training has ended with exit code {status}",
         f"see the lines above, or {node.log}",
         "LOG_LEVEL=DEBUG says more",

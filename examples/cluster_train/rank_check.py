@@ -26,8 +26,8 @@ SIZE = 1 << 18  # numbers in fp32: 1 MiB
 
 def main() -> None:
     """Check, then become the training."""
-    if (fault := check()) is not None:
-        sys.stderr.write(f"error: {fault}\n")
+    if (issue := check()) is not None:
+        sys.stderr.write(f"error: {issue}\n")
         sys.stderr.flush()
         os._exit(1)  # a backend that has failed may not let Python end
     # The same process, so torchrun goes on following it, and a new Python: nothing is left of this.
@@ -43,8 +43,8 @@ def check() -> str | None:
     # A name space of its own: the training meets in the same store.
     store = PrefixStore("cluster_train", store)
     store.set_timeout(timeout)
-    if (fault := compare(store, rank, world_size)) is not None:
-        return fault
+    if (issue := compare(store, rank, world_size)) is not None:
+        return issue
     began = time.monotonic()
     try:
         device = device_of_rank(backend)

@@ -122,8 +122,8 @@ def train_as_rank(env: RankEnv, values: Sequence[str]) -> int:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     say_if_node_rank_means_nothing(os.environ["GROUP_RANK"])
-    if env.local_world_size < env.world_size and (fault := meet_the_others()):
-        return fail(*fault)
+    if env.local_world_size < env.world_size and (issue := meet_the_others()):
+        return fail(*issue)
     from isles.train.__main__ import main as train
 
     sys.argv[1:] = [str(RUN_FILE), *values]
@@ -180,7 +180,7 @@ def link_checkpoints() -> None:
 
 
 def fail(what: str, fix: str) -> int:
-    """Say a fault as isles does; its exit code."""
+    """Print a failure as isles does; its exit code."""
     sys.stderr.write(f"error: {socket.gethostname()}: {what}\n  fix: {fix}\n")
     return 1
 

@@ -315,7 +315,7 @@ class Given:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says a fault once, not once for each rank."""
+    """Prints a failure once, not once for each rank."""
 
     def error(self, message: str) -> NoReturn:
         text = f"error: {message}\n  fix: `python {self.prog} --help` lists every flag\n"

@@ -52,7 +52,7 @@ def load(given: Given) -> Loaded:
     """The run file that the flags make; of each value, the flag that it came from.
 
     Raises:
-        ConfigError, ConfigErrors: every fault, with the flag.
+        ConfigError, ConfigErrors: every issue, with the flag.
     """
     name = given["path-model"]
     is_missing = name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir()
@@ -71,7 +71,7 @@ def load(given: Given) -> Loaded:
     try:
         loaded = load_run_file(Path(_NAME), given["set"], text=text)
     except ConfigErrors as errors:
-        raise ConfigErrors([_naming_flag(error, given) for error in errors.faults]) from None
+        raise ConfigErrors([_naming_flag(error, given) for error in errors.issues]) from None
     except ConfigError as error:
         raise _naming_flag(error, given) from None
     origins = {

@@ -131,7 +131,7 @@ def check(
 ) -> int:
     """Check machines before a run: each finding with its fix.
 
-    The exit code is 0 where all is well (also with warnings), 1 for a fault in the run file or the
+    The exit code is 0 where all is well (also with warnings), 1 for an issue in the run file or the
     command line, and 2 where there are errors.
 
     Args:
@@ -230,14 +230,14 @@ def _report(error: Exception) -> int:
                     fix = f"a run keeps the values that `isles train` was given; {fix}"
             text, ids = f"error: {what}\n  fix: {fix}", (UserError.id,)
         case ConfigErrors():
-            text, ids = "\n".join(f"error: {fault}" for fault in error.faults), error.ids
+            text, ids = "\n".join(f"error: {issue}" for issue in error.issues), error.ids
         case UserError():
             text, code, ids = f"error: {error}", error.exit_code, error.ids
         case _:
             import traceback
 
             text = "".join(traceback.format_exception(error)) + (
-                "this is a fault in isles itself: please report it with the lines above"
+                "this is a bug in isles: please report it with the lines above"
             )
     with suppress(BrokenPipeError):
         sys.stdout.flush()

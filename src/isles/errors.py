@@ -58,21 +58,21 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """One fault in a run file or in an override."""
+    """One issue in a run file or in an override."""
 
     id = "config"
 
 
 class ConfigErrors(UserError):
-    """Every fault found in a run file, together."""
+    """Every issue found in a run file, together."""
 
     id = "config"
 
-    def __init__(self, faults: Sequence[ConfigError]) -> None:
-        assert faults
-        super().__init__("\n".join(str(fault) for fault in faults))
-        self.faults = tuple(faults)
-        self.ids = ids_of(faults)
+    def __init__(self, issues: Sequence[ConfigError]) -> None:
+        assert issues
+        super().__init__("\n".join(str(issue) for issue in issues))
+        self.issues = tuple(issues)
+        self.ids = ids_of(issues)
 
 
 class DataError(UserError):

@@ -337,7 +337,7 @@ def one_rank_or_two(env: RankEnv, run_file: str, folder: str) -> dict[str, Any]:
             average.write_bytes(mean(side.layout, 0, [((path / "alone.part").read_bytes(), 9.0)]))
         cluster.apply(0, average, "on_time")
     found["alone"] = difference(plain.weights(), side.weights())
-    found["faults"] = list(failures(side, path))
+    found["failures"] = list(failures(side, path))
 
     coarse = Side(run_file, world, "{kind: fsdp}")
     cluster = coarse.outer("int4", OuterSettings(), fragments=2)
@@ -463,7 +463,7 @@ def test_state_goes_to_other_ranks_and_broken_files_change_nothing(
     # One cluster with rate one is plain training, to the last bits of the outer parameters.
     assert first["alone"] < 1e-6
     for result in results:
-        assert [what.split(":")[0] for what in result["faults"]] == [
+        assert [what.split(":")[0] for what in result["failures"]] == [
             "broken.average",
             "broken.average",
             "the average of fragment 0 is not finite",
@@ -472,7 +472,7 @@ def test_state_goes_to_other_ranks_and_broken_files_change_nothing(
             "alone.average is no outer state",
         ]
         signs = ("shorter", "longer", "finite", "No such file", "exists", "head")
-        for what, sign in zip(result["faults"], signs, strict=True):
+        for what, sign in zip(result["failures"], signs, strict=True):
             assert sign in what, what
         assert result["pending"] == [0]
     with safe_open(tmp_path / "0.safetensors", "pt") as file:

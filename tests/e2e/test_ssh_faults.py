@@ -64,7 +64,7 @@ def test_two_hosts_out_of_reach_are_both_named(lab: Lab) -> None:
             text = refused(lab)
     finally:
         lab.link("a3", "restore")
-    assert "2 faults on 3 hosts:" in text
+    assert "2 failures on 3 hosts:" in text
     assert "host a2: the host refuses the key" in text and "ssh-copy-id a2" in text
     assert "host a3: the host does not answer" in text and "ping a3" in text
 

@@ -388,8 +388,8 @@ def test_what_the_file_alone_shows_to_be_wrong(
     file.write_text(GOOD, encoding="utf-8")
     with pytest.raises(ConfigErrors) as caught:
         load_run_file(file, overrides)
-    [fault] = caught.value.faults
-    assert where in fault.where and what in fault.what and fix in fault.fix, fault
+    [issue] = caught.value.issues
+    assert where in issue.where and what in issue.what and fix in issue.fix, issue
 
 
 def test_a_good_file_is_taken(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_faulty_source_is_reported_at_its_line(
 ):
     with pytest.raises(ConfigErrors) as caught:
         load(tmp_path, source, *overrides)
-    found = [fault for fault in caught.value.faults if what in fault.what]
+    found = [issue for issue in caught.value.issues if what in issue.what]
     assert len(found) == 1, str(caught.value)
     assert fix in found[0].fix, str(found[0])
     assert found[0].where.startswith(f"{tmp_path}/run.yaml:6")
@@ -100,7 +100,7 @@ def test_a_faulty_source_is_reported_at_its_line(
 def test_a_faulty_value_is_reported(tmp_path: Path, overrides: list[str], what: str, fix: str):
     with pytest.raises(ConfigErrors) as caught:
         load(tmp_path, "train_on: assistant", *overrides)
-    found = [fault for fault in caught.value.faults if what in fault.what]
+    found = [issue for issue in caught.value.issues if what in issue.what]
     assert len(found) == 1 and fix in found[0].fix, str(caught.value)
 
 
@@ -108,10 +108,10 @@ def test_missing_files_are_reported_before_the_start(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     source = f"columns: {{}}\n      split: train\n    - {{type: tokens, path: {tmp_path}/b.jsonl}}"
     overrides = [f"data.sources.0.path={tmp_path}/a.jsonl", "tokenizer.chat_template=chatlm"]
-    faults = data_issues(load(tmp_path, source, *overrides))
-    assert faults[0].what.startswith("there is no such file")
-    assert "did you mean a.jsonl?" in faults[0].fix and faults[0].where.split(":")[1][0] == "8"
-    assert "there is no chat template" in faults[1].what and "chatml?" in faults[1].fix
+    issues = data_issues(load(tmp_path, source, *overrides))
+    assert issues[0].what.startswith("there is no such file")
+    assert "did you mean a.jsonl?" in issues[0].fix and issues[0].where.split(":")[1][0] == "8"
+    assert "there is no chat template" in issues[1].what and "chatml?" in issues[1].fix
     assert data_issues(load(tmp_path, "", f"data.sources.0.path={tmp_path}/a.jsonl")) == []
 
 
@@ -121,8 +121,8 @@ def test_a_missing_model_is_reported_before_the_start(tmp_path: Path):
     data = f"data.sources.0.path={tmp_path}/a.jsonl"
     for key in ("model", "tokenizer"):
         name = f"{key}.name_or_path"
-        (fault,) = data_issues(load(tmp_path, "", data, f"{name}={tmp_path}/bse"))
-        assert name in fault.where and "there is no such folder" in fault.what
-        assert fault.fix == "did you mean base?"
+        (issue,) = data_issues(load(tmp_path, "", data, f"{name}={tmp_path}/bse"))
+        assert name in issue.where and "there is no such folder" in issue.what
+        assert issue.fix == "did you mean base?"
         for there in (str(tmp_path / "base"), "me/model", "gpt2"):
             assert data_issues(load(tmp_path, "", data, f"{name}={there}")) == []

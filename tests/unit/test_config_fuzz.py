@@ -90,17 +90,17 @@ def check(file: Path, overrides: tuple[str, ...] = ()) -> None:
         loaded = load_run_file(file, overrides)
         resolved = resolve(loaded, num_gpus=0, world_size=None)
     except ConfigError as error:
-        faults: tuple[ConfigError, ...] = (error,)
+        issues: tuple[ConfigError, ...] = (error,)
     except ConfigErrors as error:
-        faults = error.faults
+        issues = error.issues
     else:
         assert load_resolved(dump_resolved(resolved)) == resolved
         return
-    for fault in faults:
-        in_file = re.match(rf"{re.escape(str(file))}:\d+", fault.where)
-        assert in_file or (overrides and fault.where.startswith("command line")), fault
-        assert fault.what and "Input should" not in str(fault), fault
-        assert fault.fix, fault
+    for issue in issues:
+        in_file = re.match(rf"{re.escape(str(file))}:\d+", issue.where)
+        assert in_file or (overrides and issue.where.startswith("command line")), issue
+        assert issue.what and "Input should" not in str(issue), issue
+        assert issue.fix, issue
 
 
 @settings(

@@ -35,12 +35,12 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
     return load_run_file(file, overrides)
 
 
-def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     """Every fault as `run.yaml:3 key | what | fix`."""
     with pytest.raises((ConfigError, ConfigErrors)) as raised:
         load(tmp_path, text, *overrides)
     error = raised.value
-    found: Sequence[ConfigError] = error.faults if isinstance(error, ConfigErrors) else [error]  # type: ignore[list-item]
+    found: Sequence[ConfigError] = error.issues if isinstance(error, ConfigErrors) else [error]  # type: ignore[list-item]
     assert "Input should" not in str(error)
     return [f"{f.where} | {f.what} | {f.fix}".replace(f"{tmp_path}/", "") for f in found]
 
@@ -168,7 +168,7 @@ def test_each_fault_names_its_place_value_and_fix(
     tmp_path: Path, old: str, new: str, *, place: str, what: str, fix: str
 ) -> None:
     assert old in GOOD
-    found = faults(tmp_path, GOOD.replace(old, new))
+    found = issues(tmp_path, GOOD.replace(old, new))
     assert len(found) == 1, found
     assert found[0].startswith(f"run.yaml:{place}")
     assert what in found[0].split(" | ")[1]
@@ -180,7 +180,7 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path
         "lr: 1\nmodel: {name_or_path: llama-2m, init: maybe, init: scratch}\n"
         "data: {sources: [{path: !x a}], seq_length: 1}\ntraining: {max_steps: a, eval_step: 5}\n"
     )
-    found = faults(tmp_path, text, "training.keep=3", "nonsense")
+    found = issues(tmp_path, text, "training.keep=3", "nonsense")
     assert [line.split(" | ")[0] for line in found] == [
         "run.yaml:1 lr",
         "run.yaml:2 model.init",
@@ -196,14 +196,14 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(tmp_path: Path
 def test_one_mistake_is_one_fault(tmp_path: Path) -> None:
     text = GOOD.replace("  name_or_path", "  base_model").replace("max_steps", "maxsteps")
     text = text.replace("  max_time: 23h30m\n", "")
-    assert [line.split(" | ")[0] for line in faults(tmp_path, text)] == [
+    assert [line.split(" | ")[0] for line in issues(tmp_path, text)] == [
         "run.yaml:2 model.base_model",
         "run.yaml:10 training.maxsteps",
     ]
 
 
 def test_rules_are_checked_beside_unknown_keys(tmp_path: Path) -> None:
-    found = faults(tmp_path, f"{GOOD}  warmup_steps: 200\n  zzz: 1\n")
+    found = issues(tmp_path, f"{GOOD}  warmup_steps: 200\n  zzz: 1\n")
     assert [line.split(" | ")[0] for line in found] == [
         "run.yaml:13 training.warmup_steps",
         "run.yaml:14 training.zzz",
@@ -212,7 +212,7 @@ def test_rules_are_checked_beside_unknown_keys(tmp_path: Path) -> None:
 
 def test_sections_of_other_tools_are_taken_apart(tmp_path: Path) -> None:
     text = f"optimizer: {{name: AdamW, lr: 1e-3, eps: 1e-8}}\nhv: {{local_steps: 5}}\n{GOOD}"
-    found = "\n".join(faults(tmp_path, text))
+    found = "\n".join(issues(tmp_path, text))
     for part in (
         "optimizer.lr | unknown key lr, a name from torchtitan (value 0.001) | here it is called"
         " training.learning_rate",
@@ -278,7 +278,7 @@ def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, place: str, words: str) -> None:
-    found = faults(tmp_path, GOOD, override)
+    found = issues(tmp_path, GOOD, override)
     assert len(found) == 1, found
     assert found[0].startswith(f"{place}")
     assert words in found[0]
@@ -344,6 +344,6 @@ def test_no_key_of_isles_is_taken_for_another_tools() -> None:
 def test_every_name_of_another_tool_is_recognised_in_any_spelling() -> None:
     for name, alias in alias_keys().items():
         for spelling in (name, name.upper(), name.replace("_", "-")):
-            (fault,) = unknown_key(tuple(spelling.split(".")), 1)
-            assert f"a name from {alias.tools[0]}" in fault.what
-            assert (alias.target or alias.note) in fault.fix
+            (issue,) = unknown_key(tuple(spelling.split(".")), 1)
+            assert f"a name from {alias.tools[0]}" in issue.what
+            assert (alias.target or alias.note) in issue.fix

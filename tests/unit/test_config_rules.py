@@ -96,7 +96,7 @@ def test_a_broken_rule_is_reported(
 ) -> None:
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, *overrides)
-    found = [fault for fault in raised.value.faults if what in fault.what]
+    found = [issue for issue in raised.value.issues if what in issue.what]
     assert len(found) == 1, str(raised.value)
     assert fix in found[0].fix
     assert found[0].where.startswith(("command line ", f"{tmp_path}/run.yaml:"))
@@ -132,6 +132,6 @@ def test_a_rule_names_the_line_of_a_key_that_was_given(tmp_path: Path) -> None:
     file.write_text(f"{GOOD}  micro_batch_size: 7\n", encoding="utf-8")
     with pytest.raises(ConfigErrors) as raised:
         load_run_file(file)
-    (fault,) = raised.value.faults
-    assert fault.where == f"{file}:5 training.micro_batch_size"
-    assert fault.fix == "use 63 or 70"
+    (issue,) = raised.value.issues
+    assert issue.where == f"{file}:5 training.micro_batch_size"
+    assert issue.fix == "use 63 or 70"

@@ -127,10 +127,10 @@ def test_a_broken_rule_is_one_fault(
 ) -> None:
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, *overrides)
-    (fault,) = raised.value.faults
-    assert what in fault.what
-    assert fix in fault.fix
-    assert fault.where.startswith("command line ")
+    (issue,) = raised.value.issues
+    assert what in issue.what
+    assert fix in issue.fix
+    assert issue.where.startswith("command line ")
 
 
 @each(
@@ -159,7 +159,7 @@ def test_a_host_of_balance_keeps_its_name_on_the_command_line(tmp_path: Path) ->
 def test_shares_outlive_an_unknown_key_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, "balance={a: 1}", "foo=1", "training.warmup_steps=100")
-    assert len(raised.value.faults) == 2, "the rule was checked as well"
+    assert len(raised.value.issues) == 2, "the rule was checked as well"
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ def test_the_shape_is_found_wherever_it_lies(
     for name in (tmp_path / "folder", tmp_path / "folder" / "config.json", "me/mine"):
         bpe = () if name == "me/mine" else ("tokenizer.name_or_path=x",)
         loaded = load(tmp_path, f"model.name_or_path={name}", *bpe)
-        (fault,) = shape_issues(loaded, hub_cache())
-        assert "longer than the model's max_position_embeddings, 8" in fault.what
-        assert fault.where == "command line model.name_or_path"
+        (issue,) = shape_issues(loaded, hub_cache())
+        assert "longer than the model's max_position_embeddings, 8" in issue.what
+        assert issue.where == "command line model.name_or_path"
     for name in ("me/other", "nothing", str(tmp_path)):
         assert shape_issues(load(tmp_path, f"model.name_or_path={name}"), hub_cache()) == []
     (tmp_path / "folder" / "config.json").write_text("[")
@@ -289,9 +289,9 @@ def test_missing_data_is_found_before_the_start(
         ("*.jsonl", "matches no file", "try it with ls"),
     ):
         overrides = ("model.init=scratch", f"data.sources.0.path='{path}'")
-        (fault,) = data_issues(load(tmp_path, *overrides))
-        assert (what in fault.what, fix in fault.fix) == (True, True), str(fault)
-        assert fault.where == "command line data.sources.0.path"
+        (issue,) = data_issues(load(tmp_path, *overrides))
+        assert (what in issue.what, fix in issue.fix) == (True, True), str(issue)
+        assert issue.where == "command line data.sources.0.path"
 
 
 def test_all_that_is_known_before_the_start_is_told_at_once(tmp_path: Path) -> None:
@@ -303,10 +303,10 @@ def test_all_that_is_known_before_the_start_is_told_at_once(tmp_path: Path) -> N
     with pytest.raises(ConfigErrors) as raised:
         resolve_here(load_run_file(tmp_path / "run.yaml"), lambda _: None, needs_data=True)
     words = ("max_position", "tp_size 3 does not divide", "no such file", "a multiple of 3 ranks")
-    assert len(raised.value.faults) == len(words)
-    for word, fault in zip(words, raised.value.faults, strict=True):
-        assert word in fault.what
-        assert fault.where.startswith(f"{tmp_path / 'run.yaml'}:")
+    assert len(raised.value.issues) == len(words)
+    for word, issue in zip(words, raised.value.issues, strict=True):
+        assert word in issue.what
+        assert issue.where.startswith(f"{tmp_path / 'run.yaml'}:")
 
 
 @each(

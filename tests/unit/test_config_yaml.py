@@ -130,7 +130,7 @@ def test_what_is_no_run_file_is_refused_with_its_place(text: str, place: str, wo
     with pytest.raises((ConfigError, ConfigErrors)) as raised:
         parse_yaml(text, "run.yaml")
     error = raised.value
-    first = error.faults[0] if isinstance(error, ConfigErrors) else error
+    first = error.issues[0] if isinstance(error, ConfigErrors) else error
     assert first.where.startswith(place)
     assert words in first.what
     assert first.fix
@@ -139,7 +139,7 @@ def test_what_is_no_run_file_is_refused_with_its_place(text: str, place: str, wo
 def test_all_doubled_keys_and_tags_are_reported_at_once() -> None:
     with pytest.raises(ConfigErrors) as raised:
         parse_yaml("a: 1\na: 2\nb: !x 1\nc:\n  d: 1\n  d: 2\n", "run.yaml")
-    assert [fault.where for fault in raised.value.faults] == [
+    assert [issue.where for issue in raised.value.issues] == [
         "run.yaml:2 a",
         "run.yaml:3 b",
         "run.yaml:6 c.d",

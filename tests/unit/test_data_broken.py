@@ -380,7 +380,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_listed(tokenizer: Any, tmp_
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = SourceConfig(path=str(file), type="chat")
 
-    def fault(limit: float) -> DataError:
+    def error_of(limit: float) -> DataError:
         with pytest.raises(DataError) as caught:
             prepare(
                 open_source(source),
@@ -391,8 +391,8 @@ def test_many_bad_rows_are_counted_and_the_first_are_listed(tokenizer: Any, tmp_
             )
         return caught.value
 
-    few = fault(0.0)  # nobody waits for the rest of a large file to learn of its first bad rows
+    few = error_of(0.0)  # nobody waits for the rest of a large file to learn of its first bad rows
     assert "11 of the first 31 rows" in few.what and f"{file}:28: " in few.what
-    error = fault(0.1)
+    error = error_of(0.1)
     assert "1000 of 3000 rows" in error.what and "and 990 more" in error.what
     assert error.what.count("holds no message") == 10 and "it takes 0.34 here" in error.fix

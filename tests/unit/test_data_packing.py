@@ -485,7 +485,7 @@ def load(tmp_path: Path, *overrides: str) -> Loaded:
 def test_rules_about_packing(tmp_path: Path, overrides: list[str], what: str, fix: str) -> None:
     with pytest.raises(ConfigErrors) as caught:
         load(tmp_path, *overrides)
-    assert any(what in error.what and fix in error.fix for error in caught.value.faults)
+    assert any(what in error.what and fix in error.fix for error in caught.value.issues)
 
 
 @each(

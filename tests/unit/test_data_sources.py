@@ -34,7 +34,7 @@ def rows_of(source: Any, name: str = "text") -> list[Any]:
     return [row.columns[name] for row in source.rows(columns_of(SourceConfig(text_column=name)))]
 
 
-def fault(path: Path | str, **keys: Any) -> DataError:
+def error_of(path: Path | str, **keys: Any) -> DataError:
     with pytest.raises(DataError) as caught:
         documents(path, **keys)
     return caught.value
@@ -74,7 +74,7 @@ def test_a_large_text_file_is_cut_at_lines(tmp_path: Path):
     size = file.stat().st_size
     with file.open("ab") as stream:
         stream.write(b"\xff\n")
-    error = fault(file)
+    error = error_of(file)
     assert f"offset {size}" in error.what and error.where == f"{file}:{size // 2001 + 1}"
 
 
@@ -89,24 +89,24 @@ def test_a_large_text_file_without_lines_is_cut_between_characters(tmp_path: Pat
 def test_not_utf8_names_byte_and_line(tmp_path: Path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"one\ntwo\nthr\xe9e\n")
-    error = fault(file)
+    error = error_of(file)
     assert error.where == f"{file}:3" and "0xe9 at offset 11" in error.what
     file.write_bytes("a\nb".encode("utf-16"))
-    assert "UTF-16" in fault(file).fix
+    assert "UTF-16" in error_of(file).fix
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n"])
 def test_an_empty_file_is_named(tmp_path: Path, content: bytes):
     file = tmp_path / "a.txt"
     file.write_bytes(content)
-    error = fault(file)
+    error = error_of(file)
     assert "is empty" in error.what and error.where == str(file)
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path):
     (tmp_path / "corpus.txt").write_text("x")
-    assert "did you mean corpus.txt?" in fault(tmp_path / "corpsu.txt").fix
-    assert str(tmp_path.absolute()) in fault(tmp_path / "no" / "such" / "file.txt").fix
+    assert "did you mean corpus.txt?" in error_of(tmp_path / "corpsu.txt").fix
+    assert str(tmp_path.absolute()) in error_of(tmp_path / "no" / "such" / "file.txt").fix
 
 
 @pytest.mark.parametrize("closed", ["file", "folder"])
@@ -155,17 +155,17 @@ def test_a_glob_without_a_match_names_pattern_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    error = fault("data/*.jsonl")
+    error = error_of("data/*.jsonl")
     assert "data/*.jsonl" in error.what and str(tmp_path) in error.where
 
 
 def test_a_plain_folder_suggests_the_glob(tmp_path: Path):
     (tmp_path / "a.md").write_text("x")
     (tmp_path / "b.md").write_text("x")
-    error = fault(tmp_path)
+    error = error_of(tmp_path)
     assert f"{tmp_path}/**/*.md (2 files)" in error.fix
     (tmp_path / "none").mkdir()
-    assert "no files" in fault(tmp_path / "none").what
+    assert "no files" in error_of(tmp_path / "none").what
 
 
 def test_a_relative_path_is_a_path_and_not_a_hub_id(
@@ -175,7 +175,7 @@ def test_a_relative_path_is_a_path_and_not_a_hub_id(
     (tmp_path / "data").mkdir()
     (tmp_path / "data/corpus").write_text("x")
     assert documents("data/corpus") == ["x"]
-    assert "did you mean corpus?" in fault("data/corpse").fix
+    assert "did you mean corpus?" in error_of("data/corpse").fix
 
 
 # JSON lines
@@ -205,7 +205,7 @@ def test_json_lines(tmp_path: Path, name: str):
 def test_a_bad_json_line_is_named(tmp_path: Path, line: bytes, what: str, fix: str):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    error = fault(file)
+    error = error_of(file)
     assert error.where == f"{file}:2" and what in error.what and fix in error.fix
 
 
@@ -217,7 +217,7 @@ def test_a_json_array(tmp_path: Path, name: str):
     assert documents(file) == ["a", "b"]
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'[{"text": "a"}\n]')
-    assert "NAME.json" in fault(file).fix
+    assert "NAME.json" in error_of(file).fix
 
 
 def test_csv(tmp_path: Path):
@@ -237,7 +237,7 @@ def test_a_damaged_gzip_file(tmp_path: Path, damage: str):
     if damage == "flip":
         data[len(data) // 2] ^= 255
     file.write_bytes({"cut": data[:-200], "junk": b"no gzip at all", "flip": data}[damage])
-    error = fault(file)
+    error = error_of(file)
     assert "damaged" in error.what and error.where == str(file)
 
 
@@ -248,9 +248,9 @@ def test_parquet(tmp_path: Path):
     texts = [f"row {i}" for i in range(3000)]
     file = write_parquet(tmp_path / "a.parquet", {"id": list(range(3000)), "body": texts})
     assert documents(file, text_column="body") == texts
-    error = fault(file, text_column="bodi")
+    error = error_of(file, text_column="bodi")
     assert "there are: id, body" in error.what and "to body" in error.fix
-    error = fault(file, text_column="id")
+    error = error_of(file, text_column="id")
     assert f"{file} row 0: column 'id' holds int '0', not text" in error.what
     assert "11 of the first 11 rows" in error.what and "column of strings" in error.fix
 
@@ -259,10 +259,10 @@ def test_damaged_parquet(tmp_path: Path):
     file = write_parquet(tmp_path / "a.parquet", {"text": [os.urandom(30).hex()] * 5000})
     data = bytearray(file.read_bytes())
     file.write_bytes(b"junk" * 100)
-    assert "damaged" in fault(file).what
+    assert "damaged" in error_of(file).what
     data[4:60] = os.urandom(56)
     file.write_bytes(data)
-    error = fault(file)
+    error = error_of(file)
     assert "damaged" in error.what or "cannot be read" in error.what
     assert error.where == str(file)
 
@@ -279,15 +279,15 @@ def test_saved_datasets(tmp_path: Path):
     both.save_to_disk(tmp_path / "both")
     assert documents(tmp_path / "one") == ["a", "b"]
     assert documents(tmp_path / "both", split="test") == ["b"]
-    error = fault(tmp_path / "both", split="tset")
+    error = error_of(tmp_path / "both", split="tset")
     assert "there are: train, test" in error.what and "to test" in error.fix
-    assert "there are: text, n" in fault(tmp_path / "one", text_column="body").what
-    assert "2 of 2 rows" in fault(tmp_path / "one", text_column="n").what
+    assert "there are: text, n" in error_of(tmp_path / "one", text_column="body").what
+    assert "2 of 2 rows" in error_of(tmp_path / "one", text_column="n").what
     source = open_source(SourceConfig(path=str(tmp_path / "one")))
     assert source.identity() == open_source(SourceConfig(path=str(tmp_path / "one"))).identity()
     for arrow in (tmp_path / "one").glob("*.arrow"):
         arrow.write_bytes(b"junk")
-    assert "cannot be loaded" in fault(tmp_path / "one").what
+    assert "cannot be loaded" in error_of(tmp_path / "one").what
 
 
 def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

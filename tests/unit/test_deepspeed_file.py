@@ -222,24 +222,24 @@ def test_a_contradiction_is_named_with_both_values(
     tmp_path: Path, content: dict[str, Any], training: dict[str, Any], words: list[str]
 ) -> None:
     path = write(tmp_path, content)
-    faults = deepspeed_file_issues(path, run_config(path, **training))
-    assert len(faults) == 1, faults
-    assert faults[0].what.startswith(f"{path}:"), "file and line"
-    assert all(word in faults[0].what for word in words), faults[0].what
-    assert faults[0].fix
-    assert faults[0].keys[-1] == "strategy.config_file"
+    issues = deepspeed_file_issues(path, run_config(path, **training))
+    assert len(issues) == 1, issues
+    assert issues[0].what.startswith(f"{path}:"), "file and line"
+    assert all(word in issues[0].what for word in words), issues[0].what
+    assert issues[0].fix
+    assert issues[0].keys[-1] == "strategy.config_file"
 
 
 def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, EXAMPLE | {"zero_optimisation": {}})
     strategy = {"zero_stage": 3, "offload_optimizer": "nvme", "nvme_path": "/fast"}
-    faults = deepspeed_file_issues(path, run_config(path, strategy, precision="32-true"))
+    issues = deepspeed_file_issues(path, run_config(path, strategy, precision="32-true"))
     lines = path.read_text().splitlines()
     found = []
-    for fault in faults:
-        where, key, *_ = fault.what.split(" ")
+    for issue in issues:
+        where, key, *_ = issue.what.split(" ")
         line = lines[int(where.rpartition(":")[2]) - 1]
-        assert json.dumps(key.rpartition(".")[2]) in line, fault
+        assert json.dumps(key.rpartition(".")[2]) in line, issue
         found.append(key)
     assert found == [
         "zero_optimisation",
@@ -253,9 +253,9 @@ def test_every_contradiction_is_named_at_once_with_its_line(tmp_path: Path) -> N
 
 def test_offloading_of_the_run_file_needs_the_stage_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, {"zero_optimization": {"stage": 2}})
-    (fault,) = deepspeed_file_issues(path, run_config(path, {"offload_param": "cpu"}))
-    assert "only ZeRO stage 3" in fault.what and "the stage is 2" in fault.what
-    assert fault.keys[0] == "strategy.offload_param"
+    (issue,) = deepspeed_file_issues(path, run_config(path, {"offload_param": "cpu"}))
+    assert "only ZeRO stage 3" in issue.what and "the stage is 2" in issue.what
+    assert issue.keys[0] == "strategy.offload_param"
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_offloading_of_the_run_file_needs_the_stage_of_the_file(tmp_path: Path) 
     [({"precision": "bf16-true"}, "no fp32 weights"), ({"optimizer": "muon"}, "whole matrices")],
 )
 def test_what_deepspeed_cannot_do_is_refused(training: dict[str, Any], words: str) -> None:
-    (fault,) = check_rules(run_config(None, **training))
-    assert words in fault.what and fault.fix
+    (issue,) = check_rules(run_config(None, **training))
+    assert words in issue.what and issue.fix
 
 
 def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
@@ -289,14 +289,14 @@ def test_accumulation_is_checked_against_the_ranks(tmp_path: Path) -> None:
 )
 def test_what_is_no_deepspeed_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = write(tmp_path, text)
-    (fault,) = deepspeed_file_issues(path, run_config(path))
-    assert str(path) in fault.what and words in fault.what
+    (issue,) = deepspeed_file_issues(path, run_config(path))
+    assert str(path) in issue.what and words in issue.what
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing.json"
-    (fault,) = deepspeed_file_issues(path, run_config(path))
-    assert "missing.json" in fault.what and "no such file" in fault.what
+    (issue,) = deepspeed_file_issues(path, run_config(path))
+    assert "missing.json" in issue.what and "no such file" in issue.what
 
 
 def test_lines_are_known_between_tabs_too(tmp_path: Path) -> None:
@@ -324,8 +324,8 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
         return None if name == "deepspeed" else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    fault = missing_deepspeed()
-    assert fault is not None and "pip install 'isles[deepspeed]'" in fault.fix
+    issue = missing_deepspeed()
+    assert issue is not None and "pip install 'isles[deepspeed]'" in issue.fix
 
 
 def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:

@@ -98,27 +98,27 @@ def test_commands_between_backticks_exist(page: Path) -> None:
 
 @each("page", ALL, ids=IDS)
 def test_commands_of_blocks_are_understood(page: Path) -> None:
-    faults = [
-        f"{page.name}:{block.line}: {line}: {fault}"
+    issues = [
+        f"{page.name}:{block.line}: {line}: {issue}"
         for block in blocks(page)
         if block.language in SHELLS or is_shell_all_the_same(block)
         if block.kind != "not isles"
         for line in block.lines
-        if (fault := line_fault(line, block))
+        if (issue := line_fault(line, block))
     ]
-    assert not faults, "\n".join(faults)
+    assert not issues, "\n".join(issues)
 
 
 @each("page", ALL, ids=IDS)
 def test_run_files_and_sections_resolve(page: Path) -> None:
-    faults = [
-        f"{page.name}:{block.line}: {fault}"
+    issues = [
+        f"{page.name}:{block.line}: {issue}"
         for block in blocks(page)
         if block.language == "yaml" and not block.mark
         for text in documents_of(block.text)
-        if (fault := run_file_fault(text, page))
+        if (issue := run_file_fault(text, page))
     ]
-    assert not faults, "\n".join(faults)
+    assert not issues, "\n".join(issues)
 
 
 @each("page", ALL, ids=IDS)
@@ -177,7 +177,7 @@ def line_fault(line: str, block: Block) -> str:
     if is_meant_to_fail(line, block):
         return ""
     found = (command_fault(words) for words in simple_commands(line))
-    return "; ".join(fault for fault in found if fault)
+    return "; ".join(issue for issue in found if issue)
 
 
 def is_meant_to_fail(line: str, block: Block) -> bool:
@@ -278,8 +278,8 @@ def file_text(name: str) -> str:
 def torchrun_fault(words: list[str]) -> str:
     """What is wrong with torchrun's own flags, and with what it starts."""
     own = words[: next((n for n, word in enumerate(words) if word == "-m" or word[0] != "-"), None)]
-    fault = flags_fault(module_text("torch.distributed.run"), own)
-    return fault or script_fault(words[len(own) :])
+    issue = flags_fault(module_text("torch.distributed.run"), own)
+    return issue or script_fault(words[len(own) :])
 
 
 def hivemind_fault(words: list[str]) -> str:

@@ -203,9 +203,9 @@ def test_many_faults_name_each_id_once_at_the_end(
 
 
 def test_faults_of_several_hosts_keep_their_ids() -> None:
-    faults = [PreflightError("a", id="ssh.connect"), PreflightError("b", id="gpu.count")]
+    issues = [PreflightError("a", id="ssh.connect"), PreflightError("b", id="gpu.count")]
     with pytest.raises(PreflightError) as caught:
-        refuse([*faults, faults[0]], 3)
+        refuse([*issues, issues[0]], 3)
     assert caught.value.ids == ("ssh.connect", "gpu.count")
 
 

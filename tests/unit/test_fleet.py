@@ -231,7 +231,7 @@ def test_who_does_not_belong_is_refused_on_both_sides(
         made.look_until(lambda: made.server.connected() == [0], "one has come")
         unknown = made.join(1, other)
         made.look_until(lambda: unknown.state == "refused", "the other is refused")
-        assert words in str(unknown.fault) and "fix: " in str(unknown.fault)
+        assert words in str(unknown.failure) and "fix: " in str(unknown.failure)
         assert words in capfd.readouterr().err
         assert first.state == "connected" and not made.coordinator.is_over
 
@@ -242,7 +242,7 @@ def test_another_program_on_the_port_is_found_out(tmp_path: Path) -> None:
         connection = dial(other.getsockname()[1], {})
         made.look_until(lambda: connection.state == "refused", "it is found out")
         assert "is not the coordinator of this run: not a message: b'SSH-2.0" in str(
-            connection.fault
+            connection.failure
         )
 
 

@@ -132,7 +132,7 @@ def test_a_refusal_that_makes_no_sense_is_that_of_another_program(
         threading.Thread(target=answer, daemon=True).start()
         connection = dial(other.getsockname()[1], {})
         made.look_until(lambda: connection.state == "refused", "it is found out")
-        assert "is not the coordinator of this run" in str(connection.fault)
+        assert "is not the coordinator of this run" in str(connection.failure)
         port = other.getsockname()[1]
         with pytest.raises(UserError, match="has not answered"):
             fetch_run(f"127.0.0.1:{port}", TOKEN, 1, None, timeout_s=0.1)

@@ -142,7 +142,7 @@ def test_a_head_that_is_frozen_at_the_start_is_no_other_program(
         while connection.state == "seeking" and time.monotonic() < end:
             pause.wait(0.02)
         assert connection.state == "refused"
-        assert "takes the connection, and says nothing" in str(connection.fault)
+        assert "takes the connection, and says nothing" in str(connection.failure)
     finally:
         head.kill()
         head.wait()

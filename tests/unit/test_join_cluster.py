@@ -84,7 +84,7 @@ def line(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinLi
     return JoinLine.read(state / "join")
 
 
-def faults(line: JoinLine, site: Site) -> str:
+def issues(line: JoinLine, site: Site) -> str:
     with pytest.raises(ConfigErrors) as caught:
         joining_run(line, site)
     return str(caught.value)
@@ -153,14 +153,14 @@ def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path
         assert "a, b" in caught.value.fix
     path.write_text("clusters: [{launcher: {kind: local}}]\n")
     assert joining_run(line, Site(path, (), "d")).config.clusters[0].name == "d"
-    assert "--on ssh, and d has local" in faults(line, Site(path, (), "d", "ssh"))
+    assert "--on ssh, and d has local" in issues(line, Site(path, (), "d", "ssh"))
 
 
 def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
     site = Site(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
-    text = faults(line, site)
+    text = issues(line, site)
     assert f"{path}:6 training.max_steps: 9 here, and 8 in the run" in text
     assert "command line outer.lr: 0.5 here, and 0.7" in text
     assert "outer.outlier: 20.0 here, and 10.0" in text and "seed: 3 here" in text
@@ -191,7 +191,7 @@ def test_nothing_from_elsewhere_is_trusted(
     line: JoinLine, state: Path, tmp_path: Path, changes: dict[str, Any], typed: str, what: str
 ) -> None:
     (state / "run.yaml").write_text(given(tmp_path, **changes))
-    assert what in faults(line, Site(name="b"))
+    assert what in issues(line, Site(name="b"))
     joining_run(line, Site(None, (typed,), "b"))
 
 

@@ -133,7 +133,7 @@ def test_a_wheel_without_kernels_for_the_card() -> None:
         "torch": "2.5.1+cu121",
         "cuda": "12.1",
         "stage": "kernel",
-        "fault": "RuntimeError: CUDA error: no kernel image is available for execution",
+        "failure": "RuntimeError: CUDA error: no kernel image is available for execution",
         "gpu": "RTX 5070 Ti",
         "capability": [12, 0],
         "archs": ["sm_80", "sm_90"],
@@ -148,24 +148,24 @@ def test_a_wheel_without_kernels_for_the_card() -> None:
 
 
 def test_faults_of_torch_are_told_once_for_all_ranks() -> None:
-    rank = {"torch": "2.13.0+cpu", "cuda": None, "stage": "visible", "fault": "without CUDA"}
+    rank = {"torch": "2.13.0+cpu", "cuda": None, "stage": "visible", "failure": "without CUDA"}
     (found,) = torch_findings(NodePlan("a", device="cuda", nproc=8), [rank] * 8)
     assert found.id == "gpu.visible" and "pip install" in found.fix
-    killed = {"stage": "died", "fault": "ended by SIGILL"}
+    killed = {"stage": "died", "failure": "ended by SIGILL"}
     (found,) = torch_findings(NodePlan("a"), [killed])
     assert found.id == "torch.imports" and "SIGILL" in found.text
 
 
 def test_an_error_of_a_host_is_the_finding_that_it_names() -> None:
-    fault = PreflightError("the environment cannot be set up there: no conda", id="python.runs")
-    found = error_finding("a", fault)
+    failure = PreflightError("the environment cannot be set up there: no conda", id="python.runs")
+    found = error_finding("a", failure)
     assert (found.id, found.level, found.where, found.text) == (
         "python.runs",
         "error",
         "a",
-        fault.what,
+        failure.what,
     )
-    assert error_finding("a", fault, "files.output").id == "files.output"
+    assert error_finding("a", failure, "files.output").id == "files.output"
     assert error_finding("a", UserError("there is no program ssh")).id == "ssh.connect"
 
 
@@ -199,9 +199,9 @@ def test_an_all_reduce_that_failed_names_the_culprit() -> None:
         name: [{"rank": rank, "backend": "gloo"}] for rank, name in enumerate(("a", "b", "c"))
     }
     answers = {
-        "a": {"ranks": [{"stage": "store", "fault": "not all ranks came", "missing": [2]}]},
-        "b": {"ranks": [{"stage": "store", "fault": "not all ranks came", "missing": [2]}]},
-        "c": {"ranks": [{"stage": "died", "fault": "ended by SIGSEGV"}]},
+        "a": {"ranks": [{"stage": "store", "failure": "not all ranks came", "missing": [2]}]},
+        "b": {"ranks": [{"stage": "store", "failure": "not all ranks came", "missing": [2]}]},
+        "c": {"ranks": [{"stage": "died", "failure": "ended by SIGSEGV"}]},
     }
     found = list(reduce_findings(answers, orders, NetworkConfig()))
     assert {f.where for f in found} == {"a rank 0", "b rank 1", "c rank 2"}

@@ -311,7 +311,7 @@ def test_the_hub_and_its_licences(tmp_path: Path) -> None:
 
 
 def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path: Path) -> None:
-    def faults(name: str, endpoint: str) -> list[str]:
+    def issues(name: str, endpoint: str) -> list[str]:
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
         loaded = load_run_file(
             run_file,
@@ -325,14 +325,14 @@ def test_a_start_asks_the_hub_once_for_what_is_not_here(run_file: Path, tmp_path
         return [f"{f.where} {f.what} {f.id}" for f in huggingface_issues(loaded)]
 
     with _hub() as url:
-        (found,) = faults("o/open", url)
+        (found,) = issues("o/open", url)
     assert "the hub knows no dataset o/open-data, or" in found
     gone = "http://127.0.0.1:9"
-    (found, _) = faults("o/open", gone)
+    (found, _) = issues("o/open", gone)
     assert "command line model.name_or_path the hub cannot be reached for model o/open" in found
     (tmp_path / "hub" / "models--o--open" / "snapshots" / "a").mkdir(parents=True)
     (tmp_path / "datasets" / "o___open-data").mkdir(parents=True)
-    assert faults("o/open", gone) == []
+    assert issues("o/open", gone) == []
 
 
 def test_a_node_that_nobody_asks_any_more_ends() -> None:

@@ -35,8 +35,8 @@ def test_every_number_is_there_once_and_in_order() -> None:
 
 def test_every_row_says_what_and_how_and_by_which_test() -> None:
     assert all(len(row) == 4 and row[1] and row[2] for row in rows())
-    faults = [f"{row[0]}: {fault}" for row in rows() for fault in faults_of(row[3])]
-    assert not faults, "\n".join(faults)
+    issues = [f"{row[0]}: {issue}" for row in rows() for issue in faults_of(row[3])]
+    assert not issues, "\n".join(issues)
 
 
 def faults_of(cell: str) -> list[str]:
@@ -47,8 +47,8 @@ def faults_of(cell: str) -> list[str]:
     if named.startswith("not "):
         named, reasons = "", [named, *reasons]
     rest = _TEST.sub("", named).replace(",", "").strip()
-    faults = [rest] if rest else []
-    return faults + [reason for reason in reasons if not _REASON.fullmatch(reason)]
+    issues = [rest] if rest else []
+    return issues + [reason for reason in reasons if not _REASON.fullmatch(reason)]
 
 
 @each(

@@ -30,10 +30,10 @@ def load(tmp_path: Path, text: str = SMALL, *overrides: str) -> Loaded:
     return load_run_file(file, overrides)
 
 
-def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+def issues(tmp_path: Path, text: str, *overrides: str) -> list[str]:
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, text, *overrides)
-    return [f"{f.where} | {f.what}".replace(f"{tmp_path}/", "") for f in raised.value.faults]
+    return [f"{f.where} | {f.what}".replace(f"{tmp_path}/", "") for f in raised.value.issues]
 
 
 def test_a_script_needs_neither_model_nor_data(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
         "model: {name_or_path: gpt2}\ndata: {sources: [{type: fake}]}\nseed: 1\n"
         "checkpoint: {keep: 2, timeout: 90s}\nwatchdog: {action: stop}\ntrack: [jsonl]\n"
     )
-    found = faults(tmp_path, text, "balance=even")
+    found = issues(tmp_path, text, "balance=even")
     keys = [line.partition(" | ")[0] for line in found]
     assert keys == [
         "run.yaml:3 training.max_steps",
@@ -79,9 +79,9 @@ def test_what_the_script_never_sees_is_refused(tmp_path: Path) -> None:
 def test_a_truth_value_is_to_be_quoted(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, SMALL.replace('"007"', "true"))
-    (fault,) = raised.value.faults
-    assert fault.where == f"{tmp_path}/run.yaml:4 training.script_args.5"
-    assert (fault.what, fault.fix) == (
+    (issue,) = raised.value.issues
+    assert issue.where == f"{tmp_path}/run.yaml:4 training.script_args.5"
+    assert (issue.what, issue.fix) == (
         "script_args.5 is true, not text",
         'put it in quotes: "true"',
     )
@@ -90,15 +90,15 @@ def test_a_truth_value_is_to_be_quoted(tmp_path: Path) -> None:
 
 
 def test_without_a_script_all_is_as_before(tmp_path: Path) -> None:
-    found = faults(tmp_path, "training: {max_steps: 5}\n")
+    found = issues(tmp_path, "training: {max_steps: 5}\n")
     assert [line.partition(" | ")[2] for line in found] == [
         "the section model is missing",
         "the section data is missing",
     ]
     text = "model: {name_or_path: llama-2m, init: scratch}\ndata: {sources: [{type: fake}]}\n"
-    found = faults(tmp_path, f"{text}training: {{max_steps: 5, script_args: [x]}}\n")
+    found = issues(tmp_path, f"{text}training: {{max_steps: 5, script_args: [x]}}\n")
     assert "script_args are the arguments of a script, and there is none" in found[0]
-    found = faults(tmp_path, f"{text}training: {{max_steps: 5}}\nwatchdog: {{max_silence: 5m}}\n")
+    found = issues(tmp_path, f"{text}training: {{max_steps: 5}}\nwatchdog: {{max_silence: 5m}}\n")
     assert "max_silence is for a script of your own" in found[0]
 
 
@@ -122,9 +122,9 @@ def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_phase1.py").touch()
     loaded = load(tmp_path)
-    (fault,) = data_issues(loaded)
-    assert fault.what == f"there is no such script: {tmp_path}/train_phase2.py"
-    assert "run.yaml:3 training.script" in fault.where
-    assert fault.fix == "did you mean train_phase1.py?"
+    (issue,) = data_issues(loaded)
+    assert issue.what == f"there is no such script: {tmp_path}/train_phase2.py"
+    assert "run.yaml:3 training.script" in issue.where
+    assert issue.fix == "did you mean train_phase1.py?"
     (tmp_path / "train_phase2.py").mkdir()
     assert "is a folder" in data_issues(loaded)[0].what

@@ -142,9 +142,9 @@ def test_all_places_are_tried_and_all_faults_kept() -> None:
             raise UserError(f"odd: {number}")
         return number
 
-    results, faults = on_all([0, 1, 2, 3], work)
+    results, failures = on_all([0, 1, 2, 3], work)
     assert results == [0, None, 2, None]
-    assert [(place, fault.what) for place, fault in faults] == [(1, "odd: 1"), (3, "odd: 3")]
+    assert [(place, failure.what) for place, failure in failures] == [(1, "odd: 1"), (3, "odd: 3")]
 
 
 def test_a_node_answers_and_ends_with_its_connection() -> None:

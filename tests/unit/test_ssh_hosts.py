@@ -148,7 +148,7 @@ def test_the_odd_host_out_is_named(odd: dict[str, Any], what: str) -> None:
 def test_all_faults_at_once() -> None:
     with pytest.raises(PreflightError) as error:
         compared(facts("a"), facts("b", isles="0.0.1"), facts("c", missing=["torch"]))
-    assert "2 faults on 3 hosts:" in error.value.what
+    assert "2 failures on 3 hosts:" in error.value.what
     assert "host b: it has isles" in error.value.what and "host c: packages" in error.value.what
 
 

@@ -79,10 +79,10 @@ def test_a_fault_names_its_line_its_value_and_a_fix(
 ) -> None:
     with pytest.raises(ConfigErrors) as raised:
         load(tmp_path, line)
-    (fault,) = raised.value.faults
-    assert fault.where == f"{tmp_path}/run.yaml:5 {key}"
-    assert what in fault.what and fix in fault.fix
-    assert "pa55word" not in str(fault)
+    (issue,) = raised.value.issues
+    assert issue.where == f"{tmp_path}/run.yaml:5 {key}"
+    assert what in issue.what and fix in issue.fix
+    assert "pa55word" not in str(issue)
 
 
 @each(

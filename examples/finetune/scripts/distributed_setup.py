@@ -218,7 +218,7 @@ def _render(options: argparse.Namespace, cluster: dict[str, Any], to: Any) -> st
 
 
 def _check_config(options: argparse.Namespace) -> Mapped:
-    """What config.yaml says for these ranks: its faults are told now, not in the job."""
+    """What config.yaml says for these ranks: its issues are reported now, not in the job."""
     ranks = options.num_nodes * options.num_gpus_per_node
     mapped = map_config(options.config, None, ranks)
     kind = (mapped.data.get("strategy") or {}).get("kind")

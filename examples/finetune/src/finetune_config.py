@@ -64,16 +64,16 @@ def map_config(path: Path, deepspeed: Path | None, world_size: int | None) -> Ma
             start.
 
     Raises:
-        ConfigErrors: every fault, at the line of the config.yaml where it stands.
+        ConfigErrors: every issue, at the line of the config.yaml where it stands.
     """
     mapping = _Mapping(path, deepspeed, world_size)
     mapping.map()
     mapped = mapping.mapped
     try:
-        if faults := deepspeed_issues(load_run_file(path, text=mapped.text)):
-            raise ConfigErrors(faults)
+        if issues := deepspeed_issues(load_run_file(path, text=mapped.text)):
+            raise ConfigErrors(issues)
     except ConfigErrors as error:
-        raise ConfigErrors([mapping.at_home(fault) for fault in error.faults]) from None
+        raise ConfigErrors([mapping.at_home(issue) for issue in error.issues]) from None
     return mapped
 
 
@@ -88,7 +88,7 @@ class _Mapping:
         self.data: dict[str, Any] = deepcopy(document.value)
         self.flag = deepspeed
         self.world_size = world_size
-        self.faults: list[ConfigError] = []
+        self.issues: list[ConfigError] = []
         self.mapped = Mapped(self.data)
         self.distributed = self._section("distributed")
         self.data.pop("distributed", None)
@@ -96,23 +96,23 @@ class _Mapping:
         self.data["training"] = self.training
 
     def map(self) -> None:
-        """Translate what is the guide's, or raise every fault."""
+        """Translate what is the guide's, or raise every issue."""
         self._check_distributed()
-        if not self.faults:
+        if not self.issues:
             self._precision()
             self._checkpointing()
             self._report_to()
             deepspeed = self._deepspeed()
             self._fsdp(deepspeed is not None)
             self._batch(deepspeed)
-        if self.faults:
-            raise ConfigErrors(self.faults)
+        if self.issues:
+            raise ConfigErrors(self.issues)
 
-    def at_home(self, fault: ConfigError) -> ConfigError:
-        """A fault that isles has found in the run file, where the user has written it."""
-        _, is_key, key = fault.where.rpartition(" ")
+    def at_home(self, issue: ConfigError) -> ConfigError:
+        """An issue that isles has found in the run file, where the user has written it."""
+        _, is_key, key = issue.where.rpartition(" ")
         where = self.mapped.origins.get(key) or (self.where(*_path(key)) if is_key else "")
-        return ConfigError(fault.what, where=where or fault.where, fix=fault.fix)
+        return ConfigError(issue.what, where=where or issue.where, fix=issue.fix)
 
     def where(self, *keys: str | int) -> str:
         """File, line and key; the line of the section where the key itself is not there."""
@@ -121,15 +121,15 @@ class _Mapping:
                 return f"{self.path}:{line} {dotted(keys)}"
         return f"{self.path}:1 {dotted(keys)}"
 
-    def _fault(self, keys: KeyPath, what: str, fix: str) -> None:
-        self.faults.append(ConfigError(what, where=self.where(*keys), fix=fix))
+    def _issue(self, keys: KeyPath, what: str, fix: str) -> None:
+        self.issues.append(ConfigError(what, where=self.where(*keys), fix=fix))
 
     def _section(self, name: str) -> dict[str, Any]:
         value = self.data.get(name)
         if value is None:
             return {}
         if not isinstance(value, dict):
-            self._fault((name,), f"{name} is {value}, not a section", "put its keys below it")
+            self._issue((name,), f"{name} is {value}, not a section", "put its keys below it")
             return {}
         return value
 
@@ -141,21 +141,21 @@ class _Mapping:
             if kind is None:
                 near = difflib.get_close_matches(key, _DISTRIBUTED, n=1)
                 fix = f"did you mean {near[0]}?" if near else f"use {', '.join(_DISTRIBUTED)}"
-                self._fault(at, f"distributed has no key {key}", fix)
+                self._issue(at, f"distributed has no key {key}", fix)
             elif (
                 type(value) is not kind or value == "" or (isinstance(value, int) and value < least)
             ):
                 words = {bool: "true or false", str: "the path of a file", int: "a number from 1"}
-                self._fault(at, f"{key} is {value!r}", f"write {words[kind]}")
+                self._issue(at, f"{key} is {value!r}", f"write {words[kind]}")
         if self.distributed.get("use_deepspeed") and self.distributed.get("use_fsdp"):
-            self._fault(
+            self._issue(
                 ("distributed", "use_fsdp"),
                 "use_fsdp and use_deepspeed are both true, and a model is cut in one way only",
                 "make one of them false",
             )
         for key in ("use_deepspeed", "use_fsdp"):
             if self.distributed.get(key) and "strategy" in self.data:
-                self._fault(
+                self._issue(
                     ("strategy",), f"strategy says what {key} says too", "delete one of them"
                 )
 
@@ -164,7 +164,7 @@ class _Mapping:
         key = run_key.removeprefix("training.")
         own = self.training.get(key, value)
         if own != value:
-            self.faults.append(
+            self.issues.append(
                 ConfigError(
                     f"{run_key} is {own}, and {origin} makes it {value}",
                     where=self.where("training", key),
@@ -182,7 +182,7 @@ class _Mapping:
         value = self.training.pop("mixed_precision")
         at = ("training", "mixed_precision")
         if not isinstance(value, str) or value not in _PRECISIONS:
-            self._fault(at, f"mixed_precision is {value!r}", 'write "no", "fp16" or "bf16"')
+            self._issue(at, f"mixed_precision is {value!r}", 'write "no", "fp16" or "bf16"')
             return
         self._set("training.precision", _PRECISIONS[value], self.where(*at))
 
@@ -209,10 +209,10 @@ class _Mapping:
                 track = ["jsonl", *names]
             else:
                 fix = f"write one or more of {', '.join(_TRACKERS)}, or none, or all"
-                self._fault(at, f"report_to is {value!r}", fix)
+                self._issue(at, f"report_to is {value!r}", fix)
                 continue
             if self.data.setdefault("track", track) != track:
-                self._fault(("track",), "track and report_to say different things", "keep track")
+                self._issue(("track",), "track and report_to say different things", "keep track")
             self.mapped.origins.setdefault("track", self.where(*at))
 
     def _deepspeed(self) -> DeepSpeedFile | None:
@@ -220,18 +220,18 @@ class _Mapping:
         named = self.distributed.get("deepspeed_config")
         use = self.distributed.get("use_deepspeed")
         if self.flag is not None and use is False:
-            self._fault(
+            self._issue(
                 ("distributed", "use_deepspeed"),
                 f"use_deepspeed is false, and the command line says --deepspeed {self.flag}",
                 "make it true, or leave --deepspeed out (--use_deepspeed of the scripts' maker)",
             )
         elif self.flag is not None and self.distributed.get("use_fsdp"):
-            self._fault(
+            self._issue(
                 ("distributed", "use_fsdp"),
                 f"use_fsdp is true, and the command line says --deepspeed {self.flag}",
                 "make it false, or leave --deepspeed out (--use_deepspeed of the scripts' maker)",
             )
-        if self.faults or not (use or self.flag):
+        if self.issues or not (use or self.flag):
             if named and not use:
                 self._log(f"{self.where('distributed', 'deepspeed_config')} is not used")
             return None
@@ -239,7 +239,7 @@ class _Mapping:
             self._log(f"--deepspeed {self.flag} is used, not deepspeed_config {named}")
         path = self.flag or (Path(named) if named else None)
         if path is None:
-            self._fault(
+            self._issue(
                 ("distributed", "use_deepspeed"),
                 "use_deepspeed is true, and no deepspeed_config is named",
                 f"name one; to write it: {_MAKE_DEEPSPEED} config/ds_config.json",
@@ -248,7 +248,7 @@ class _Mapping:
         if not path.exists():
             at = "deepspeed_config" if named else "use_deepspeed"
             what = f"there is no DeepSpeed file {path.absolute()}"
-            self._fault(("distributed", at), what, f"write it: {_MAKE_DEEPSPEED} {path}")
+            self._issue(("distributed", at), what, f"write it: {_MAKE_DEEPSPEED} {path}")
             return None
         self.data["strategy"] = {"kind": "deepspeed", "config_file": str(path)}
         self.mapped.origins |= dict.fromkeys(("strategy", "strategy.config_file"), f"{path}")
@@ -280,7 +280,7 @@ class _Mapping:
         path = Path(named)
         if not path.exists():
             what = f"there is no FSDP file {path.absolute()}"
-            self._fault(("distributed", "fsdp_config"), what, f"write it: {_MAKE_FSDP} {path}")
+            self._issue(("distributed", "fsdp_config"), what, f"write it: {_MAKE_FSDP} {path}")
             return
         found = read_fsdp_file(path)
         self.mapped.said += [f"{path}: {line}" for line in found.lines()]
@@ -298,7 +298,7 @@ class _Mapping:
             theirs = file.data.get("gradient_accumulation_steps")
             micro = file.data.get("train_micro_batch_size_per_gpu")
             if isinstance(theirs, int) and steps is not None and steps != theirs:
-                self._fault(
+                self._issue(
                     ("distributed", "gradient_accumulation_steps"),
                     f"it is {steps}, and {file.where('gradient_accumulation_steps')} is {theirs}",
                     'let them agree, or write "auto" in the JSON',
@@ -311,14 +311,14 @@ class _Mapping:
             self._set(
                 "training.micro_batch_size", micro, file.where("train_micro_batch_size_per_gpu")
             )
-        if steps is None or self.faults:
+        if steps is None or self.issues:
             return
         if "micro_batch_size" not in self.training:
             self._set("training.micro_batch_size", 1, origin)
             self._log("training.micro_batch_size is not given: 1 row on each rank at a time")
         size = self.training["micro_batch_size"]
         if not isinstance(size, int):
-            self._fault(
+            self._issue(
                 ("training", "micro_batch_size"),
                 f"micro_batch_size is {size}, and gradient_accumulation_steps {steps} needs to "
                 "know how many rows it repeats",
@@ -338,7 +338,7 @@ class _Mapping:
         return max(1, ranks)
 
     def _planned(self) -> int:
-        """Ranks that isles will start; with faults in the file any number, as they are told."""
+        """Ranks that isles will start; with issues in the file any number, as they are told."""
         try:
             cluster = load_run_file(self.path, text=self.mapped.text).config.clusters[0]
         except ConfigErrors:
@@ -348,7 +348,7 @@ class _Mapping:
             return len(find_gpus().gpus) or 1
         counts = [host.gpus or each for host in cluster.hosts] or [each] * cluster.max_nodes
         if "auto" in counts:
-            self._fault(
+            self._issue(
                 ("clusters", 0, "gpus_per_node"),
                 "gpus_per_node is auto, and gradient_accumulation_steps needs the number of ranks",
                 "write a number, or global_batch_size instead of gradient_accumulation_steps",

@@ -25,6 +25,6 @@ def told(main: Callable[[], int], *, speaks: bool = True) -> int:
         if not speaks:
             time.sleep(_PATIENCE_S)
             return int(error.exit_code)
-        faults = error.faults if isinstance(error, ConfigErrors) else (error,)
-        sys.stderr.write("".join(f"error: {fault}\n" for fault in faults))
+        issues = error.issues if isinstance(error, ConfigErrors) else (error,)
+        sys.stderr.write("".join(f"error: {issue}\n" for issue in issues))
         return int(error.exit_code)

@@ -101,22 +101,22 @@ def judge_fsdp(data: dict[str, Any], name: str) -> FsdpSettings:
     Raises:
         ConfigErrors: every key that is unknown, and every value that a key cannot have.
     """
-    found, faults = FsdpSettings(), []
+    found, issues = FsdpSettings(), []
     for key, value in data.items():
         allowed = _ALLOWED.get(key)
         if allowed is None:
             near = difflib.get_close_matches(key, _ALLOWED, n=1)
             fix = f"did you mean {near[0]}?" if near else "delete it"
-            faults.append(
+            issues.append(
                 ConfigError("is no key of these settings", where=f"{name} {key}", fix=fix)
             )
         elif not _fits(value, allowed):
             fix = f"write {_shown(allowed)}"
-            faults.append(ConfigError(f"is {json.dumps(value)}", where=f"{name} {key}", fix=fix))
+            issues.append(ConfigError(f"is {json.dumps(value)}", where=f"{name} {key}", fix=fix))
         else:
             found.decisions[key] = _judge(key, value, found)
-    if faults:
-        raise ConfigErrors(faults)
+    if issues:
+        raise ConfigErrors(issues)
     return found
 
 

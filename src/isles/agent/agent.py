@@ -62,8 +62,8 @@ class Agent:
             match connection.state:
                 case "refused":
                     self._workers.end(at_once=True)
-                    assert connection.fault is not None
-                    raise connection.fault
+                    assert connection.failure is not None
+                    raise connection.failure
                 case "cut off":
                     log_line(f"{connection.why}; ending the ranks of this node", "agent")
                     self._workers.end(at_once=True)

@@ -81,7 +81,7 @@ class Connection:
         """The coordinator's last command; empty before the first."""
         self.why = ""
         """Why the connection is cut off."""
-        self.fault: UserError | None = None
+        self.failure: UserError | None = None
         """Why the coordinator has refused this node."""
         self._address = address
         at = f"{address[0]}:{address[1]}"
@@ -229,7 +229,7 @@ class Connection:
         if self.state == "connected" and "taken for lost" in error.what:
             self._cut_off(f"{self._coordinator} has taken this node for lost")
         else:
-            self.fault = error
+            self.failure = error
             self.state = "refused"
 
     def _unanswered(self) -> UserError:

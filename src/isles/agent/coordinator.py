@@ -102,7 +102,7 @@ class Coordinator:
         self._outcome: dict[str, Any] | None = None
         """In place of the record: the disk was full, or the run goes on in another job."""
         self._disk_failed_at: float | None = None
-        self._logged_fault = ""
+        self._logged_failure = ""
         self._reserve = attempt.path / ".reserve"
         with suppress(OSError):  # a disk that is full already
             write_bytes_atomic(self._reserve, bytes(_RESERVE_BYTES), durable=False)
@@ -210,9 +210,9 @@ class Coordinator:
 
     def _log_disk(self, error: OSError) -> None:
         text = f"the run directory {self._attempt.path} cannot be written: {error.strerror}"
-        if text != self._logged_fault:
+        if text != self._logged_failure:
             log_line(text)
-        self._logged_fault = text
+        self._logged_failure = text
         self.close()
 
     # Stops.

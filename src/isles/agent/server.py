@@ -60,7 +60,7 @@ class LocalLink:
     state = "connected"
     why = ""
     may_return = False
-    fault = None
+    failure = None
 
     def __init__(self) -> None:
         self.command: dict[str, Any] = {}

@@ -202,7 +202,7 @@ def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> so
     Raises:
         CommunicationError: it does not answer in time, or is of another run.
     """
-    end, fault = time.monotonic() + timeout_s, "no answer"
+    end, failure = time.monotonic() + timeout_s, "no answer"
     while (left := end - time.monotonic()) > 0:
         try:
             connection = socket.create_connection(address, timeout=min(left, _GREETING_S))
@@ -210,13 +210,13 @@ def join(address: tuple[str, int], node: int, mark: str, timeout_s: float) -> so
             if _line(connection) == mark:
                 _keep_alive(connection)
                 return connection
-            fault = "another run answers there, or this node's number is taken"
+            failure = "another run answers there, or this node's number is taken"
             connection.close()
         except OSError as error:
-            fault = str(error) or type(error).__name__
+            failure = str(error) or type(error).__name__
         time.sleep(_POLL_S)  # the first node's task may not have begun to listen
     raise CommunicationError(
-        f"the first node was not reached within {timeout_s:.0f} s: {fault}",
+        f"the first node was not reached within {timeout_s:.0f} s: {failure}",
         where=f"node {node}, host {os.uname().nodename}",
         fix=f"has its task started, and can {address[0]} port {address[1]} be reached?",
         id="net.connect",

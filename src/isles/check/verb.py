@@ -201,11 +201,11 @@ def _channels(run: RunFacts, shells: dict[str, Shell]) -> Iterator[Sequence[Chan
     # A folder that is missing is a finding, and does not end the check.
     lines = [first.replace("|| exit 1", "2>/dev/null || cd || exit 1"), *rest]
     python = python_of(run.cluster.environment)
-    found, faults = on_all(list(shells), lambda name: _channel(shells[name], lines, python, name))
+    found, failures = on_all(list(shells), lambda name: _channel(shells[name], lines, python, name))
     opened = [channel for channel in found if channel is not None]
     try:
-        if faults:
-            raise faults[0][1]
+        if failures:
+            raise failures[0][1]
         yield opened
     finally:
         on_all(opened, Channel.close)

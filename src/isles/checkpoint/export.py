@@ -335,5 +335,5 @@ def _differs(what: str, folder: Path) -> TrainingError:
     return TrainingError(
         what,
         where=str(folder),
-        fix="this is a fault of isles or of the disk; the checkpoints are untouched",
+        fix="this is a bug of isles or of the disk; the checkpoints are untouched",
     )

@@ -235,7 +235,7 @@ def _apply_override(data: dict[str, object], override: str) -> list[KeyPath]:
     try:
         value = parse_value(text, where)
     except ConfigErrors as errors:
-        raise errors.faults[0] from None
+        raise errors.issues[0] from None
     parent: object = data
     first = len(path)
     for length, part in enumerate(path[:-1], start=1):

@@ -116,8 +116,8 @@ def check_packages(resolved: Resolved) -> None:
     require_train()
     check_start(resolved.config, resolved.world_size)
     require_packages(resolved.config)
-    if fault := missing_package(resolved.config.adapter):
-        raise fault
+    if issue := missing_package(resolved.config.adapter):
+        raise issue
 
 
 def next_attempt(run_dir: RunDir) -> Attempt:

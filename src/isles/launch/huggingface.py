@@ -55,7 +55,7 @@ def huggingface_repos(config: RunConfig) -> dict[tuple[str, str], str]:
 def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
     """What a run lacks on this machine and cannot have from the hub.
 
-    It waits for a few seconds at most. An error of the hub itself is no fault: ranks try again.
+    It waits for a few seconds at most. An error of the hub itself is no issue: ranks try again.
     """
     keys = huggingface_repos(loaded.config)
     environ = {**inherited(), **loaded.config.clusters[0].environment.variables}
@@ -79,13 +79,13 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
     if done.returncode == -signal.SIGALRM:
         said = f"no answer within {_ANSWER_S} s"
         answers = [_answer(kind, name, said) for kind, name in wanted]
-    faults = []
+    issues = []
     for row in answers:
         if row["state"] not in ("ok", "cached", "unknown", "failing"):
             id, what, fix = huggingface_issue(row)
             where = loaded.where(keys[row["kind"], row["name"]])
-            faults.append(ConfigError(what, where=where, fix=fix, id=id))
-    return faults
+            issues.append(ConfigError(what, where=where, fix=fix, id=id))
+    return issues
 
 
 def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:

@@ -95,7 +95,7 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
     if not names[index]:
         overrides.append(f"clusters.{index}.name={own}")
     loaded = load_run_file(path, overrides, text=text, base=Base(document.value, name))
-    faults = [
+    issues = [
         ConfigError(
             f"{_shown(change.new)} here, and {_shown(change.old)} in the run that it would join",
             where=loaded.where(change.key),
@@ -104,16 +104,16 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
         )
         for change in unlike(theirs.config, loaded.config)
     ]
-    faults += _untrusted(loaded, name)
+    issues += _untrusted(loaded, name)
     kind = loaded.config.clusters[index].launcher.kind
     if site.launcher and kind != site.launcher:
         where = loaded.where(f"clusters.{index}.launcher.kind")
         fix = "leave --on out, or leave the cluster out of the run file"
-        faults.append(
+        issues.append(
             ConfigError(f"--on {site.launcher}, and {own} has {kind}", where=where, fix=fix)
         )
-    if faults:
-        raise ConfigErrors(faults)
+    if issues:
+        raise ConfigErrors(issues)
     mine = named_cluster(loaded, loaded.config.clusters[index].name)
     _warn(ask_hub(line, "/v1/status", _ASK_S), line, mine, own, warn)
     return mine
@@ -199,13 +199,13 @@ def _of_cluster(override: str, index: int) -> str:
 
 def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
     # Values from elsewhere that count only where the user has typed them.
-    faults: list[ConfigError] = []
+    issues: list[ConfigError] = []
     for key, origin in loaded.origins.items():
         if origin != name:
             continue
         value = _value(loaded, key)
         if leads_outside(key, value):
-            faults.append(
+            issues.append(
                 ConfigError(
                     f"the others have {_shown(value)}, a path of their own",
                     where=f"{name} {key}",
@@ -214,7 +214,7 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
                 )
             )
         if key == "model.trust_remote_code" and value is True:
-            faults.append(
+            issues.append(
                 ConfigError(
                     "the model brings Python code with it, which the others have let run",
                     where=f"{name} {key}",
@@ -222,7 +222,7 @@ def _untrusted(loaded: Loaded, name: str) -> list[ConfigError]:
                     id="join.trust",
                 )
             )
-    return faults
+    return issues
 
 
 def _value(loaded: Loaded, key: str) -> object:

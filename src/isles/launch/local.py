@@ -67,8 +67,8 @@ def start_local(loaded: Loaded, options: StartOptions) -> Started | str:
         joined = _join_running(resolved, options)
         if joined is not None:
             return joined
-        if faults := huggingface_issues(loaded):
-            raise ConfigErrors(faults)
+        if issues := huggingface_issues(loaded):
+            raise ConfigErrors(issues)
         begun = begin_run(resolved, loaded.text, options.resume, join=options.join)
         if begun.note:
             options.print_line(begun.note)

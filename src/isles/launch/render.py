@@ -71,8 +71,8 @@ def render(
             job = replace(job, command=command, path=path)
             return Rendered(rendered_script(loaded.config, job))
         case "deepspeed-json":
-            if faults := deepspeed_issues(loaded):
-                raise ConfigErrors(faults)
+            if issues := deepspeed_issues(loaded):
+                raise ConfigErrors(issues)
             data, notes = deepspeed_json(loaded, sum(nproc))
         case "fsdp-json":
             data, notes = fsdp_json(loaded)

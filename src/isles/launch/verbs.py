@@ -124,8 +124,8 @@ def show_data(run_file: Path, /, *overrides: str, samples: int = 3) -> int:
             fix="name real data",
         )
     require_train()
-    if faults := huggingface_issues(loaded):
-        raise ConfigErrors(faults)
+    if issues := huggingface_issues(loaded):
+        raise ConfigErrors(issues)
     with tempfile.TemporaryDirectory(prefix="isles-data-") as folder:
         RunDir(Path(folder)).resolved.write_text(dump_resolved(resolved), encoding="utf-8")
         return run_module("isles.train.data_show", folder, f"--samples={samples}")

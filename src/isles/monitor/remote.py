@@ -21,7 +21,7 @@ from isles.errors import ExitCode, PreflightError, UserError, cut_more
 from isles.facts.units import format_duration
 from isles.launch.queue.status import refresh_all
 from isles.launch.remote.login import ask_isles, pass_on, remote_isles
-from isles.launch.ssh.shell import SSH_FAILED, on_all, python_fault
+from isles.launch.ssh.shell import SSH_FAILED, on_all, python_failure
 from isles.monitor.follow import Follower
 from isles.monitor.status import RunReport, collect
 from isles.monitor.stop import WORDS
@@ -98,11 +98,11 @@ def _ask(runs: Sequence[RemoteRun], output_dir: Path) -> list[RunReport]:
         done = ask_isles(first, ["report", *(run.path for run in runs)])
         answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
         if not answers:
-            fault = python_fault(first.host, first.python, done.returncode, done.stderr)
+            failure = python_failure(first.host, first.python, done.returncode, done.stderr)
             noise, id = cut_more(done.stderr)
             words = noise.strip().splitlines()
             what = words[-1] if words else "no answer"
-            raise fault or PreflightError(what, where=first.host, id=id or "host.answers")
+            raise failure or PreflightError(what, where=first.host, id=id or "host.answers")
         answer = json.loads(answers[-1].removeprefix(ANSWER))
     except UserError as error:
         return [_last_known(run, output_dir, error) for run in runs]
@@ -313,11 +313,11 @@ def stop_remote(
         text, _ = cut_more(done.stdout if done.returncode == 0 else done.stderr)
         return (text.strip().splitlines() or ["no word"])[-1]
 
-    answers, faults = on_all(run.hosts[1:], end)
+    answers, failures = on_all(run.hosts[1:], end)
     for host, answer in zip(run.hosts[1:], answers, strict=True):
         if answer is not None:
             print_line(f"  {host.rpartition('@')[2]}: {answer}")
-    for host, fault in faults:
-        print_line(f"  {host.rpartition('@')[2]}: {fault.what.splitlines()[0]}")
+    for host, failure in failures:
+        print_line(f"  {host.rpartition('@')[2]}: {failure.what.splitlines()[0]}")
     print_line(f"  {run.host}: not reached; what still runs there ends with the run's other nodes")
     return ExitCode.COMMUNICATION

@@ -56,10 +56,10 @@ def verify(run: Run = None, /, *, step: OneStep = None, output_dir: RunsDir = RU
         print_line("\n".join(checkpoint_lines(found)))
     code = ExitCode.OK
     for folder in folders:
-        faults = verify_checkpoint(folder)
-        print_line(f"{folder.name}: {'NOT whole' if faults else 'whole'}")
-        for fault in faults:
-            print_line(f"  {fault}")
+        damage = verify_checkpoint(folder)
+        print_line(f"{folder.name}: {'NOT whole' if damage else 'whole'}")
+        for line in damage:
+            print_line(f"  {line}")
             code = ExitCode.TRAINING
     return code
 

@@ -37,7 +37,7 @@ class RankFiles:
         """Every rank's value, by rank. All ranks must call this.
 
         Raises:
-            UserError: a rank has met a fault; the first one's, on all ranks.
+            UserError: a rank has failed; the first one's, on all ranks.
         """
         outcomes: list[tuple[T, UserError | None]] = self._world.gather(
             (value, failure), group=self._group
@@ -114,7 +114,7 @@ class RankFiles:
 
 
 class _File:
-    """Rank 0's file; on other ranks nothing. After its first fault it does nothing any more."""
+    """Rank 0's file; on other ranks nothing. After its first failure it does nothing any more."""
 
     def __init__(self, path: Path, world: World, *, writes: bool) -> None:
         self._path, self._host = path, world.host

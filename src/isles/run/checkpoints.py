@@ -133,20 +133,20 @@ def verify_checkpoint(path: Path) -> list[str]:
         info = read_checkpoint(path)
     except TrainingError as error:
         return [error.what]
-    faults = []
+    damage = []
     for name, expected in info.manifest["files"].items():
         file = path / name
         try:
             size = file.stat().st_size
             if size != expected["size"]:
-                faults.append(f"{name}: {size} bytes, the manifest says {expected['size']}")
+                damage.append(f"{name}: {size} bytes, the manifest says {expected['size']}")
             elif hash_file(file) != expected["sha256"]:
-                faults.append(f"{name}: its SHA-256 is not the manifest's: the bytes changed")
+                damage.append(f"{name}: its SHA-256 is not the manifest's: the bytes changed")
         except FileNotFoundError:
-            faults.append(f"{name}: missing")
+            damage.append(f"{name}: missing")
         except OSError as error:
-            faults.append(f"{name}: cannot be read: {error.strerror}")
-    return faults
+            damage.append(f"{name}: cannot be read: {error.strerror}")
+    return damage
 
 
 def sync_folder(path: Path) -> None:

@@ -50,7 +50,7 @@ def look(device: str, index: int) -> dict[str, Any]:
     """Versions and features of torch, and how a first computation went on the device.
 
     Returns:
-        torch, cuda, nccl, has_gloo, seconds (of the import); fault where something failed, and
+        torch, cuda, nccl, has_gloo, seconds (of the import); failure where something failed, and
         stage: import, visible or kernel. On a GPU also gpu, capability, archs, free_bytes.
     """
     begin = time.monotonic()
@@ -58,7 +58,7 @@ def look(device: str, index: int) -> dict[str, Any]:
         import torch
         import torch.distributed as dist
     except Exception as error:  # broken installations fail in every way
-        return {"stage": "import", "fault": _line(error)}
+        return {"stage": "import", "failure": _line(error)}
     facts: dict[str, Any] = {
         "seconds": time.monotonic() - begin,
         "torch": torch.__version__,
@@ -71,7 +71,7 @@ def look(device: str, index: int) -> dict[str, Any]:
     if device == "cpu":
         return {**facts, **_compute(torch.device("cpu"))}
     if not torch.cuda.is_available():
-        return {**facts, "stage": "visible", "fault": _why_invisible()}
+        return {**facts, "stage": "visible", "failure": _why_invisible()}
     if facts["has_nccl"]:
         nccl: Any = torch.cuda.nccl
         facts["nccl"] = ".".join(map(str, nccl.version()))
@@ -85,7 +85,7 @@ def look(device: str, index: int) -> dict[str, Any]:
             "free_bytes": free_bytes,
         }
     except Exception as error:  # the driver's own errors come as several types
-        return {**facts, "stage": "visible", "fault": _line(error)}
+        return {**facts, "stage": "visible", "failure": _line(error)}
     return {**facts, **_compute(where)}
 
 
@@ -101,8 +101,8 @@ def _compute(device: Any) -> dict[str, Any]:
         is_right = torch.equal(product.cpu().double(), right)
         is_right = is_right and torch.equal(half.cpu().double(), numbers * 2)
     except Exception as error:  # launches fail with errors of several types
-        return {"stage": "kernel", "fault": _line(error)}
-    return {} if is_right else {"stage": "kernel", "fault": "the product of two matrices is wrong"}
+        return {"stage": "kernel", "failure": _line(error)}
+    return {} if is_right else {"stage": "kernel", "failure": "the product of two matrices is wrong"}
 
 
 def _why_invisible() -> str:
@@ -128,7 +128,7 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         rows: for each size bytes, seconds, and algorithm and bus bandwidth in bytes a second as
-        nccl-tests define them; or fault, stage (store, group, sum), and on rank 0 missing: ranks
+        nccl-tests define them; or failure, stage (store, group, sum), and on rank 0 missing: ranks
         that did not come.
     """
     import torch
@@ -149,7 +149,7 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
         store.set(f"here/{rank}", "1")
         missing = _missing(store, world_size, order["timeout_s"])
         if missing:
-            return {"stage": stage, "fault": "not all ranks came", "missing": missing}
+            return {"stage": stage, "failure": "not all ranks came", "missing": missing}
         stage = "group"
         device = torch.device("cpu")
         if order["backend"] == "nccl":
@@ -161,7 +161,7 @@ def reduce(order: dict[str, Any]) -> dict[str, Any]:
         stage = "sum"
         return {"rows": _measure(order["sizes"], rank, world_size, device)}
     except Exception as error:  # the libraries' errors have no common type
-        return {"stage": stage, "fault": _line(error)}
+        return {"stage": stage, "failure": _line(error)}
 
 
 def _missing(store: Any, world_size: int, timeout_s: float) -> list[int]:

@@ -219,7 +219,7 @@ class Watchdog:
         while not self._is_over.wait(_LOOK_S):
             try:
                 self._look()
-            except Exception:  # a thread's edge: no fault in here may end a run
+            except Exception:  # a thread's edge: no bug in here may end a run
                 log.exception("the watchdog has failed; the run goes on without it")
                 return
 

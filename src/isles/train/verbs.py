@@ -279,9 +279,9 @@ def _load(
 
 def _sound_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
     checkpoint = find_checkpoint(run_dir, step)
-    if faults := verify_checkpoint(checkpoint.path):
+    if damage := verify_checkpoint(checkpoint.path):
         raise TrainingError(
-            f"the checkpoint is broken: {'; '.join(faults)}",
+            f"the checkpoint is broken: {'; '.join(damage)}",
             where=str(checkpoint.path),
             fix="take another one with --step: `isles checkpoint list`",
             id="checkpoint.broken",

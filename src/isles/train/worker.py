@@ -152,9 +152,9 @@ def _find_checkpoint(
     def choose() -> CheckpointInfo | None:
         if resume_from is None:
             return latest_good(run_dir)
-        if faults := verify_checkpoint(resume_from):
+        if damage := verify_checkpoint(resume_from):
             raise TrainingError(
-                f"this checkpoint is broken: {'; '.join(faults)}",
+                f"this checkpoint is broken: {'; '.join(damage)}",
                 where=str(resume_from),
                 fix="take another one from `isles checkpoint list`",
                 id="checkpoint.broken",

@@ -52,5 +52,5 @@ def load_config(path: str | Path) -> Phase2Config:
     except UserError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except ValidationError as error:
-        faults = (f"{fault['loc'][0]}: {fault['msg'].lower()}" for fault in error.errors())
-        raise ValueError("; ".join(faults)) from None
+        issues = (f"{issue['loc'][0]}: {issue['msg'].lower()}" for issue in error.errors())
+        raise ValueError("; ".join(issues)) from None

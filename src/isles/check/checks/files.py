@@ -99,13 +99,13 @@ def _output(plan: NodePlan, config: RunConfig | None) -> Iterator[Finding]:
     path = Path(plan.output_dir).expanduser().absolute()
     folder = existing(path)
     where = str(path) if path == folder else f"{path} (to be made in {folder})"
-    free, fault = _usable(folder)
-    if fault and fault != NO_SPACE:
-        text = f"the output folder {where} cannot be written: {fault}"
-        fix = f"on {plan.name}: {how_to_write(fault, str(folder))}set another output_dir"
-        yield Finding("files.output", "error", plan.name, text, fault, fix=fix)
+    free, failure = _usable(folder)
+    if failure and failure != NO_SPACE:
+        text = f"the output folder {where} cannot be written: {failure}"
+        fix = f"on {plan.name}: {how_to_write(failure, str(folder))}set another output_dir"
+        yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
         return
-    if not fault:
+    if not failure:
         yield Finding("files.output", "ok", plan.name, f"{where} can be written", str(path))
     # Other hosts hold a part of one checkpoint at a time.
     kept = plan.checkpoint_bytes if plan.is_first else 0
@@ -141,12 +141,12 @@ def _inodes(name: str, folder: Path) -> Finding:
 def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Finding]:
     # A finding only where the folder will not do.
     folder = existing(path)
-    free, fault = _usable(folder)
+    free, failure = _usable(folder)
     variables = "clusters[0].environment.variables"
-    if fault and fault != NO_SPACE:
-        text = f"{what} {path.absolute()} cannot be written: {fault}"
-        fix = f"on {plan.name}: {how_to_write(fault, str(folder))}set XDG_CACHE_HOME in {variables}"
-        yield Finding("files.output", "error", plan.name, text, fault, fix=fix)
+    if failure and failure != NO_SPACE:
+        text = f"{what} {path.absolute()} cannot be written: {failure}"
+        fix = f"on {plan.name}: {how_to_write(failure, str(folder))}set XDG_CACHE_HOME in {variables}"
+        yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
         return
     if free < needed:
         level: Level = "error" if free < needed // 8 else "warning"
@@ -163,9 +163,9 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
     looked = ["files.script"] if is_script else ["files.model", "files.data"]
     ignored = "" if plan.is_first else "files.data"  # prepared data travels from the first host
     bad = {ignored}
-    faults = [*data_issues(loaded), *shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
-    for fault in faults:
-        key = fault.where.rpartition(" ")[2]
+    failures = [*data_issues(loaded), *shape_issues(loaded, hub_cache()), *deepspeed_issues(loaded)]
+    for failure in failures:
+        key = failure.where.rpartition(" ")[2]
         finding_id = "files.script" if key.startswith("training.script") else "files.model"
         if key.startswith("data"):
             finding_id = "files.data"
@@ -173,10 +173,10 @@ def _named(plan: NodePlan, loaded: Loaded) -> Iterator[Finding]:
             continue
         bad.add(finding_id)
         level: Level = "error"
-        text = f"{fault.where}: {fault.what}"
+        text = f"{failure.where}: {failure.what}"
         if plan.is_copied:
             level, text = "warning", f"{text}; unless `isles train` copies it: sync"
-        yield Finding(finding_id, level, plan.name, text, "absent", fix=fault.fix)
+        yield Finding(finding_id, level, plan.name, text, "absent", fix=failure.fix)
     for finding_id in looked:
         if finding_id not in bad:
             yield Finding(finding_id, "ok", plan.name, _WELL[finding_id])

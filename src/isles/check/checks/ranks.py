@@ -140,8 +140,8 @@ def _answer(process: subprocess.Popen[bytes], end: float) -> dict[str, Any]:
             words = noise.decode(errors="replace").strip().splitlines()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             end_text = f"ended {how}" + (f": {words[-1]}" if words else "")
-            return {"stage": "died", "fault": end_text}
-    return {"stage": "silent", "fault": "no answer in time"}
+            return {"stage": "died", "failure": end_text}
+    return {"stage": "silent", "failure": "no answer in time"}
 
 
 def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -151,7 +151,7 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
         plan: of the node.
         ranks: answers of `isles.train.check_rank.look`.
     """
-    bad = [_fault(plan, index, own) for index, own in enumerate(ranks) if own.get("fault")]
+    bad = [_failure(plan, index, own) for index, own in enumerate(ranks) if own.get("failure")]
     if bad:
         # What is wrong with the installation is wrong for every rank.
         yield from {finding.text: finding for finding in bad}.values()
@@ -165,13 +165,13 @@ def torch_findings(plan: NodePlan, ranks: list[dict[str, Any]]) -> Iterator[Find
         yield Finding("gpu.kernel", "ok", plan.name, text)
 
 
-def _fault(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
-    name, fault = plan.name, str(own["fault"])
+def _failure(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
+    name, failure = plan.name, str(own["failure"])
     match own["stage"]:
         case "kernel":
             return _kernel(name, index, own)
         case "visible":
-            text = f"torch cannot use the GPUs: {fault}"
+            text = f"torch cannot use the GPUs: {failure}"
             measured = f"torch {own['torch']}, CUDA {own['cuda'] or 'none'}"
             fix = "compare the driver (nvidia-smi, top right: the newest CUDA that it knows) with "
             fix += f"torch's CUDA {own['cuda']}: update the driver, or take torch for an older CUDA"
@@ -184,19 +184,19 @@ def _fault(plan: NodePlan, index: int, own: dict[str, Any]) -> Finding:
             fix += "--timeout 3m waits longer; a kernel that hangs: dmesg | grep -i -e nvrm -e xid"
             return Finding("torch.imports", "error", name, text, fix=fix)
         case _:
-            text = f"torch cannot be used: {fault}"
+            text = f"torch cannot be used: {failure}"
             fix = f"try it on {name}: python -c 'import torch'; isles setup run.yaml installs it"
-            return Finding("torch.imports", "error", name, text, fault, fix=fix)
+            return Finding("torch.imports", "error", name, text, failure, fix=fix)
 
 
 def _kernel(name: str, index: int, own: dict[str, Any]) -> Finding:
-    fault = str(own["fault"])
-    if "no kernel image" not in fault:
+    failure = str(own["failure"])
+    if "no kernel image" not in failure:
         where = f"GPU {index}" if own.get("gpu") else "the CPU"
-        text = f"a kernel failed on {where}: {fault}"
+        text = f"a kernel failed on {where}: {failure}"
         fix = f"on {name}: dmesg | grep -i -e nvrm -e xid; a fault that comes back is the card's "
         fix += "or the driver's"
-        return Finding("gpu.kernel", "error", name, text, fault, fix=fix)
+        return Finding("gpu.kernel", "error", name, text, failure, fix=fix)
     major, minor = own["capability"]
     capability = f"sm_{major}{minor}"
     text = f"torch {own['torch']} has no kernels for GPU {index}, {own['gpu']} ({capability})"
@@ -278,11 +278,11 @@ def reduce_findings(
         for name, own in answers.items()
         for command, answer in zip(commands[name], own["ranks"], strict=True)
     }
-    bad = {rank: answer for rank, answer in found.items() if answer.get("fault")}
+    bad = {rank: answer for rank, answer in found.items() if answer.get("failure")}
     missing = sorted({rank for answer in bad.values() for rank in answer.get("missing", ())})
     where_missing = ", ".join(sorted({owner[rank] for rank in missing if rank in owner}))
     for rank, answer in bad.items():
-        what = answer["fault"]
+        what = answer["failure"]
         if answer.get("missing"):
             what = f"ranks {', '.join(map(str, missing))} on {where_missing} did not come"
         elif missing and rank not in missing:
@@ -345,16 +345,16 @@ def smoke(plan: NodePlan, timeout_s: float = _SMOKE_S) -> Iterator[Finding]:
                 check=False,
             )
             code, output = done.returncode, done.stdout
-            fault = f"ended with exit code {code}" if code else ""
+            failure = f"ended with exit code {code}" if code else ""
         except subprocess.TimeoutExpired as error:
             stop = [*isles, "stop", "--now", "--output-dir", f"{folder}/runs"]
             subprocess.run(stop, capture_output=True, timeout=30, check=False)
-            fault, output = f"not done in {timeout_s:.0f} s", error.stdout or b""
+            failure, output = f"not done in {timeout_s:.0f} s", error.stdout or b""
     seconds = f"{time.monotonic() - begin:.1f} s"
-    if not fault:
+    if not failure:
         yield Finding("train.smoke", "ok", plan.name, "three steps trained", seconds)
         return
     last = "\n".join(output.decode(errors="replace").strip().splitlines()[-6:])
-    text = f"a training of three steps {fault}:\n{last}"
+    text = f"a training of three steps {failure}:\n{last}"
     fix = "the lines above say why; isles train there shows more"
     yield Finding("train.smoke", "error", plan.name, text, seconds, fix=fix)

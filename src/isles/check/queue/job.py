@@ -38,7 +38,7 @@ from isles.launch.queue.slurm import Slurm
 from isles.launch.queue.submit import in_workdir, resolve_for_job
 from isles.launch.remote.login import copied_file_script, login_setting, place_there
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import Shell, python_fault
+from isles.launch.ssh.shell import Shell, python_failure
 from isles.run.env import allocation, pbs_job
 from isles.run.paths import RunDir
 from isles.run.records import read_record
@@ -240,8 +240,8 @@ def _on_login(loaded: Loaded, login: str, timeout_s: float, overrides: Sequence[
         columns = [finding.where for finding in findings if finding.id == "os.kernel"]
         return findings, columns or ["the job"]
     text = done.stderr.replace(there, str(loaded.path)).strip()
-    if fault := python_fault(login, python, done.returncode, text):
-        raise fault
+    if failure := python_failure(login, python, done.returncode, text):
+        raise failure
     text, id = cut_more(text)
     what, _, fix = text.partition("\n  fix: ")
     if what.startswith("error: "):

@@ -137,8 +137,8 @@ def _ask_together(jobs: list[tuple[QueueJob, Attempt]], now: Clock) -> Mapping[P
     silence: UserError | None = None
     for some in (jobs[:1], jobs[1:]):
         if silence is None and some:
-            _, faults = on_all(some, ask)
-            silence = faults[0][1] if faults else None
+            _, failures = on_all(some, ask)
+            silence = failures[0][1] if failures else None
     for job, attempt in jobs:
         if attempt.path not in found and silence is not None:
             found[attempt.path] = _unanswered(job, attempt, silence, now)

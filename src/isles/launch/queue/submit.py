@@ -193,8 +193,8 @@ def _find_lost(queue: Scheduler, attempt: Attempt, error: PreflightError) -> str
     try:
         job_id = queue.find(attempt)
         seen = "no job of it is in the queue"
-    except PreflightError as fault:
-        job_id, seen = None, f"the queue cannot be looked at: {fault.what}"
+    except PreflightError as failure:
+        job_id, seen = None, f"the queue cannot be looked at: {failure.what}"
     if job_id is not None:
         return job_id
     raise LostSubmission(

@@ -83,8 +83,8 @@ def main() -> None:
     if not asked["check"]:
         try:
             error, changed = ensure(asked)
-        except OSError as fault:
-            error = f"{sys.prefix} cannot be written: {fault.strerror}"
+        except OSError as failure:
+            error = f"{sys.prefix} cannot be written: {failure.strerror}"
     found, why = look()
     if found is None and not error:
         error = f"isles is not installed for {sys.executable}: {why}"

@@ -22,7 +22,7 @@ from isles.config.sections.cluster import QueueSection
 from isles.errors import PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.ssh.environment import python_of, setting_lines
-from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, python_fault
+from isles.launch.ssh.shell import SSH_FAILED, Result, Shell, python_failure
 from isles.run.env import NAMED
 from isles.run.paths import RunDir
 from isles.run.remote import RemoteRun, write_remote
@@ -133,9 +133,9 @@ def started_line(started: Started) -> str:
 
 def _refused(shell: Shell, code: int, text: str, python: str) -> UserError:
     if code == SSH_FAILED:
-        return shell.fault(text)
-    if (fault := python_fault(shell.name, python, code, text)) is not None:
-        return fault
+        return shell.failure(text)
+    if (failure := python_failure(shell.name, python, code, text)) is not None:
+        return failure
     if not text.startswith(("error: ", "warning: ")):
         # Not isles has printed this, but the shell.
         words = text.splitlines()[-1] if text else f"exit status {code}"

@@ -89,8 +89,8 @@ def _setup_cluster(
     lines, python = setting_lines(cluster, workdir), shlex.quote(python_of(cluster.environment))
     program = Path(__file__).with_name("install.py").read_text(encoding="utf-8")
     script = "\n".join([*lines, f"exec {python} -c {shlex.quote(program)}"])
-    results, faults = on_all(shells, lambda shell: _install(shell, script, payload, print_line))
-    refuse([fault for _, fault in faults], len(shells))
+    results, failures = on_all(shells, lambda shell: _install(shell, script, payload, print_line))
+    refuse([failure for _, failure in failures], len(shells))
     found = {
         shell.name: dict(result["fingerprint"])
         for shell, result in zip(shells, results, strict=True)
@@ -218,8 +218,8 @@ def _make_environments(
             )
 
     for some in (shells[:1], shells[1:]):  # the hosts may share the environment
-        _, faults = on_all(some, make)
-        refuse([fault for _, fault in faults], len(some))
+        _, failures = on_all(some, make)
+        refuse([failure for _, failure in failures], len(some))
 
 
 def _make_script(environment: EnvironmentConfig, workdir: str) -> str | None:
@@ -278,7 +278,7 @@ def _install(shell: Shell, script: str, payload: str, print_line: PrintLine) -> 
             id="setup.failed",
         )
     if not result and code == SSH_FAILED and shell.destination is not None:
-        raise shell.fault(text)
+        raise shell.failure(text)
     if not result or result["error"]:
         words = (text.strip().splitlines() or [f"exit code {code}"])[-1]
         raise PreflightError(

@@ -57,12 +57,12 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     _refuse_second(loaded, shells[0], workdir, options)
     running: list[subprocess.Popen[str]] = []
     try:
-        said, faults = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
+        said, failures = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
     finally:
         # After a Ctrl+C some are still copying.
         for process in running:
             process.terminate()
-    refuse([fault for _, fault in faults], len(said))
+    refuse([failure for _, failure in failures], len(said))
     for host, line in zip(cluster.hosts, said, strict=True):
         options.print_line(f"copied to {host.ssh}:{workdir}: {line}")
     return ""
@@ -75,8 +75,8 @@ def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: S
     def is_there(shell: Shell) -> bool:
         return shell.run(["bash", "-c", look]).stdout.split()[-1:] == ["there"]
 
-    found, faults = on_all(shells, is_there)
-    refuse([fault for _, fault in faults], len(shells))
+    found, failures = on_all(shells, is_there)
+    refuse([failure for _, failure in failures], len(shells))
     text = f"would copy {', '.join(sync.paths)} to {workdir} on every host"
     missing = [shell.name for shell, is_it in zip(shells, found, strict=True) if not is_it]
     if not missing:
@@ -170,15 +170,15 @@ def _copy(
             id="sync.rsync",
         ) from error
     if process.returncode:
-        raise _fault(shell, workdir, process.returncode, err)
+        raise _failure(shell, workdir, process.returncode, err)
     keys = ("Number of regular files transferred", "Total transferred file size")
     stats = dict(line.partition(": ")[::2] for line in out.splitlines())
     return "{} files, {}".format(*(stats.get(key, "?") for key in keys))
 
 
-def _fault(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
+def _failure(shell: Shell, workdir: str, code: int, noise: str) -> PreflightError:
     if code == SSH_FAILED:
-        return shell.fault(noise)
+        return shell.failure(noise)
     if "is your shell clean" in noise:
         return PreflightError(
             "rsync cannot be used, because the login there prints something also for commands",

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from isles.errors import PreflightError, UserError
-from isles.launch.ssh.shell import SSH_FAILED, Shell, python_fault
+from isles.launch.ssh.shell import SSH_FAILED, Shell, python_failure
 
 Operation = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -110,7 +110,7 @@ class Channel:
         self._lost, self._end = lost, end
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
-        self._fault: UserError | None = None
+        self._failure: UserError | None = None
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -129,8 +129,8 @@ class Channel:
         """Ask without waiting; the future raises UserError, as `call` does."""
         future: Future[dict[str, Any]] = Future()
         with self._lock:
-            if self._fault is not None:
-                future.set_exception(self._fault)
+            if self._failure is not None:
+                future.set_exception(self._failure)
                 return future
             self._number += 1
             self._waiting[self._number] = future
@@ -174,12 +174,12 @@ class Channel:
                     self._take(line)
                 else:
                     is_ready = line.startswith(READY)
-        fault = self._lost(is_ready)
+        failure = self._lost(is_ready)
         with self._lock:
-            self._fault = fault
+            self._failure = failure
             left, self._waiting = list(self._waiting.values()), {}
         for future in left:
-            future.set_exception(fault)
+            future.set_exception(failure)
 
     def _take(self, line: str) -> None:
         try:
@@ -195,9 +195,9 @@ class Channel:
             return
         error = reply["error"]
         where = f"host {self.name}" + (f": {error['where']}" if error["where"] else "")
-        fault = UserError(error["what"], where=where, fix=error["fix"], id=error.get("id", ""))
-        fault.exit_code = error["exit_code"]
-        future.set_exception(fault)
+        failure = UserError(error["what"], where=where, fix=error["fix"], id=error.get("id", ""))
+        failure.exit_code = error["exit_code"]
+        future.set_exception(failure)
 
 
 def open_channel(
@@ -231,7 +231,7 @@ def open_channel(
         reading.join(timeout=_LAST_WORDS_S)
         noise = b"".join(list(last)).decode(errors="replace")
         if shell.destination is not None and code == SSH_FAILED:
-            return shell.fault(noise)
+            return shell.failure(noise)
         if was_ready:
             return PreflightError(
                 f"the process that answered there has ended (exit status {code})",
@@ -240,7 +240,7 @@ def open_channel(
                 id="host.answers",
             )
         words = noise.strip().splitlines() or [f"exit status {code}"]
-        return python_fault(host, python, code, noise) or PreflightError(
+        return python_failure(host, python, code, noise) or PreflightError(
             f"the environment cannot be set up there: {words[-1]}",
             where=f"host {host}",
             fix="correct setup, modules, venv or conda in clusters[0].environment; by hand: "

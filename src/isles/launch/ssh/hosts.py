@@ -62,11 +62,11 @@ def connect(
         shell = Shell(host.ssh, timeout_s)
         return open_channel(shell, lines=lines, python=python, name=host.ssh)
 
-    answers, faults = on_all(cluster.hosts, channel)
+    answers, failures = on_all(cluster.hosts, channel)
     channels = [found for found in answers if found is not None]
     stack.callback(on_all, channels, Channel.close)
-    for _, fault in faults:
-        raise fault
+    for _, failure in failures:
+        raise failure
     return channels
 
 
@@ -78,20 +78,20 @@ def gather(
     Raises:
         PreflightError: what is wrong, of every host that has not answered well.
     """
-    answers, faults = on_all(asked, lambda pair: pair[0].wait(pair[1], op, timeout_s))
-    refuse([fault for _, fault in faults], len(asked))
+    answers, failures = on_all(asked, lambda pair: pair[0].wait(pair[1], op, timeout_s))
+    refuse([failure for _, failure in failures], len(asked))
     return [found for found in answers if found is not None]
 
 
-def refuse(faults: Sequence[UserError], num_hosts: int) -> None:
-    """Raise all faults as one; nothing where there are none."""
-    if not faults:
+def refuse(failures: Sequence[UserError], num_hosts: int) -> None:
+    """Raise all failures as one; nothing where there are none."""
+    if not failures:
         return
-    if len(faults) == 1:
-        raise faults[0]
-    text = "\n".join(f"  {fault}".replace("\n", "\n  ") for fault in faults)
-    error = PreflightError(f"{len(faults)} faults on {num_hosts} hosts:\n{text}")
-    error.exit_code, error.ids = faults[0].exit_code, ids_of(faults)
+    if len(failures) == 1:
+        raise failures[0]
+    text = "\n".join(f"  {failure}".replace("\n", "\n  ") for failure in failures)
+    error = PreflightError(f"{len(failures)} failures on {num_hosts} hosts:\n{text}")
+    error.exit_code, error.ids = failures[0].exit_code, ids_of(failures)
     raise error
 
 
@@ -160,13 +160,13 @@ def resolve_ranks(
             "all: clusters.0.device=cpu",
             id="gpu.count",
         )
-    ranks, faults = [], []
+    ranks, failures = [], []
     for host in hosts:
         asked = host.given.gpus or cluster.gpus_per_node
         num = asked if isinstance(asked, int) else (1 if is_cpu else int(host.facts["gpus"]))
         ranks.append(num)
         if not is_cpu and num > host.facts["gpus"]:
-            faults.append(
+            failures.append(
                 PreflightError(
                     f"{num} ranks are asked for, and there are {host.facts['gpus']} GPUs",
                     where=f"host {host.name}",
@@ -175,7 +175,7 @@ def resolve_ranks(
                     id="gpu.count",
                 )
             )
-    refuse(faults, len(hosts))
+    refuse(failures, len(hosts))
     return tuple(ranks), "cpu" if is_cpu else "cuda"
 
 

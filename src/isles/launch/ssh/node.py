@@ -62,7 +62,7 @@ class NodeStart:
         """By name, for `serve`."""
         return {
             "facts": node_facts,
-            "faults": faults,
+            "issues": issues,
             "second": second,
             "begin": self.begin,
             "start": self.start,
@@ -255,14 +255,14 @@ class NodeStart:
             write_record(attempt.launch, record)
 
 
-def faults(args: dict[str, Any]) -> dict[str, Any]:
+def issues(args: dict[str, Any]) -> dict[str, Any]:
     """What the first node lacks that the run file names: files, packages, trackers' servers.
 
     Args:
         args: `config`, `origins`, `text` and `path` of a loaded run file.
 
     Returns:
-        faults: what, where, fix and id of each.
+        issues: what, where, fix and id of each.
     """
     from isles.config.files import data_issues, deepspeed_issues, shape_issues
     from isles.config.load import Loaded
@@ -279,11 +279,11 @@ def faults(args: dict[str, Any]) -> dict[str, Any]:
         require_packages(config)
     except UserError as error:
         found.append(error)
-    if fault := missing_package(config.adapter):
-        found.append(fault)
+    if issue := missing_package(config.adapter):
+        found.append(issue)
     found += [*data_issues(loaded), *deepspeed_issues(loaded)]
     found += shape_issues(loaded, hub_cache())
-    return {"faults": [error_words(fault) for fault in found or huggingface_issues(loaded)]}
+    return {"issues": [error_words(issue) for issue in found or huggingface_issues(loaded)]}
 
 
 def second(args: dict[str, Any]) -> dict[str, Any]:

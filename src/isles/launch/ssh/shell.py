@@ -115,11 +115,11 @@ class Shell:
                 id="host.answers",
             ) from error
         if self.destination is not None and done.returncode == SSH_FAILED:
-            raise self.fault(done.stderr)
+            raise self.failure(done.stderr)
         return Result(done.returncode, done.stdout, done.stderr)
 
     def popen(self, command: Sequence[str], *, own_group: bool = False) -> subprocess.Popen[bytes]:
-        """Start a command with pipes to its three streams. `fault` explains ssh's 255.
+        """Start a command with pipes to its three streams. `failure` explains ssh's 255.
 
         Args:
             own_group: whether a Ctrl+C on this terminal is kept from it.
@@ -177,12 +177,12 @@ class Shell:
             alarm.cancel()
         return None if is_late else code, b"".join(errors).decode(errors="replace")
 
-    def fault(self, stderr: str) -> PreflightError:
+    def failure(self, stderr: str) -> PreflightError:
         """What ssh's own error means, and the line to type against it."""
         lines = [line for line in stderr.strip().splitlines() if line.strip()]
         text = lines[-1].strip() if lines else "ssh ended without a word"
         what, fix = f"ssh cannot connect: {text}", f"try it by hand: ssh {self.destination}"
-        for sign, meaning, cure in _FAULTS:
+        for sign, meaning, cure in _FAILURES:
             if sign in stderr:
                 what = f"{meaning} ({text})"
                 fix = cure.format(destination=self.destination, host=self.name.rpartition("@")[2])
@@ -197,7 +197,7 @@ class Shell:
         )
 
 
-_FAULTS = (
+_FAILURES = (
     ("Permission denied", "the host refuses the key", "ssh-copy-id {destination}"),
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
@@ -227,7 +227,7 @@ def _feed(stream: IO[bytes], text: str) -> None:
         stream.close()
 
 
-def python_fault(host: str, python: str, code: int, stderr: str) -> PreflightError | None:
+def python_failure(host: str, python: str, code: int, stderr: str) -> PreflightError | None:
     """Why a command of isles could not be run on a host; None where isles itself has failed.
 
     Args:
@@ -325,14 +325,14 @@ def on_all(
     for pair in zip(futures, places, strict=True):
         threading.Thread(target=do, args=pair, daemon=True).start()
     results: list[R | None] = []
-    faults: list[tuple[T, UserError]] = []
+    failures: list[tuple[T, UserError]] = []
     for place, future in zip(places, futures, strict=True):
         try:
             results.append(future.result())
         except UserError as error:
             results.append(None)
-            faults.append((place, error))
-    return results, faults
+            failures.append((place, error))
+    return results, failures
 
 
 def ssh_config(destination: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         channels = connect(cluster, workdir, stack, timeout_s=launcher.connect_timeout)
         # The first host loads what reads run files while it is asked for its facts.
         files = channels[0].ask(
-            "faults",
+            "issues",
             config=loaded.config.model_dump(),
             origins=loaded.origins,
             text=loaded.text,
@@ -79,15 +79,15 @@ def start_ssh(loaded: Loaded, launcher: SshLauncherConfig, options: StartOptions
         needed = ("torch",) if loaded.config.training.script else NEEDED_TO_TRAIN
         hosts = ask_facts(cluster, channels, options.warn, needed)
         start = _SshStart(loaded, options, cluster, hosts, workdir)
-        answer = channels[0].wait(files, "faults", _ASK_S)
+        answer = channels[0].wait(files, "issues", _ASK_S)
         if issues := [
             ConfigError(
-                fault["what"],
-                where=f"{fault['where']} (on host {hosts[0].name})",
-                fix=fault["fix"],
-                id=fault.get("id", ""),
+                issue["what"],
+                where=f"{issue['where']} (on host {hosts[0].name})",
+                fix=issue["fix"],
+                id=issue.get("id", ""),
             )
-            for fault in answer["faults"]
+            for issue in answer["issues"]
         ]:
             raise ConfigErrors(issues)
         return start.dry_run() if options.dry_run else start.run(hand_back)

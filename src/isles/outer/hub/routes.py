@@ -93,7 +93,7 @@ def token_check(token: str, welcome: Callable[[object], None]) -> Middleware:
 
 @web.middleware
 async def explain_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever goes wrong becomes an answer in words; only our own faults get a traceback."""
+    """Whatever goes wrong becomes an answer in words; only bugs of the hub get a traceback."""
     try:
         return await handler(request)
     except asyncio.CancelledError:
@@ -103,7 +103,7 @@ async def explain_errors(request: web.Request, handler: Handler) -> web.StreamRe
             raise
         status, body = _explain(error)
         if status == 500:
-            log.exception("a fault of the hub at %s %s", request.method, request.path)
+            log.exception("a bug of the hub at %s %s", request.method, request.path)
         elif status == _DISK_FULL:
             log.error("disk: %s", error)
         return _error(status, body)

@@ -221,7 +221,7 @@ class Work:
             why = (
                 f"round {job.outer_step} cannot be averaged: {error}; tried again in {_RETRY_S:g} s"
             )
-            await self.ask(self.core.journal.note, "", "fault", why)
+            await self.ask(self.core.journal.note, "", "failure", why)
             await asyncio.sleep(_RETRY_S)
 
     async def _average(self, job: Job) -> None:
