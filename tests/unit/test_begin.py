@@ -97,7 +97,7 @@ def test_a_node_s_logs_of_another_host_s_run_are_no_run_of_its_own(run_file: Pat
     """The list of hosts has another order now, or the run file is started on a node by itself."""
     run_dir = begin(run_file).run_dir
     end_attempt(run_dir, None)
-    write_record(run_dir.node_of, {"head": "a1", "born_at": 1.0})
+    write_record(run_dir.node_of, {"first_node": "a1", "born_at": 1.0})
     begun = begin(run_file)
     assert (begun.run_dir.name, begun.resumed) == ("tiny-2", False)
     assert begun.note == "tiny-1 is kept by a1, its first host; this is a new run: tiny-2"

@@ -24,7 +24,7 @@ from isles.config.resolve import dump_resolved, resolve
 from isles.errors import CommunicationError, ConfigError, ConfigErrors, PreflightError, UserError
 from isles.launch.base import Started, StartOptions
 from isles.launch.hub import end_hub, listen_address, local_line, open_hub
-from isles.launch.join import Site, joining_run, read_join_line
+from isles.launch.join import Joiner, joining_run, read_join_line
 from isles.launch.join import _warn as warn_of
 from isles.launch.remote.login import copied_file_script, place_there
 from isles.launch.ssh.channel import READY
@@ -84,9 +84,9 @@ def line(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinLi
     return JoinLine.read(state / "join")
 
 
-def issues(line: JoinLine, site: Site) -> str:
+def issues(line: JoinLine, joiner: Joiner) -> str:
     with pytest.raises(ConfigErrors) as caught:
-        joining_run(line, site)
+        joining_run(line, joiner)
     return str(caught.value)
 
 
@@ -111,7 +111,7 @@ def test_what_is_given_says_nothing_of_machines_folders_or_people(tmp_path: Path
 
 def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
     words = ("launcher.partition=gpu", "nodes=4", "gpus-per-node=8", "output_dir=/x")
-    found = joining_run(line, Site(None, words, "home", "slurm"))
+    found = joining_run(line, Joiner(None, words, "home", "slurm"))
     config = found.config
     assert config.name == "tiny-home" and config.output_dir == "/x"
     (cluster,) = config.clusters
@@ -129,7 +129,7 @@ def test_a_cluster_needs_no_run_file(line: JoinLine) -> None:
 
 
 def test_a_name_that_lives_already_is_told_before_the_queue(line: JoinLine, tmp_path: Path) -> None:
-    found = joining_run(line, Site(None, (f"output_dir={tmp_path}",), "home"))
+    found = joining_run(line, Joiner(None, (f"output_dir={tmp_path}",), "home"))
     said: list[str] = []
     answer = {"members": [{"name": "home", "state": "living"}, {"name": "b", "state": "left"}]}
     warn_of(answer, line, found, "b", said.append)
@@ -144,23 +144,23 @@ def test_a_name_that_lives_already_is_told_before_the_queue(line: JoinLine, tmp_
 def test_a_run_file_of_the_site_needs_only_its_clusters(line: JoinLine, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("clusters: [{name: a, nodes: 2}, {name: b, device: cpu}]\ntrack: []\n")
-    found = joining_run(line, Site(path, ("strategy.kind=fsdp",), "b"))
+    found = joining_run(line, Joiner(path, ("strategy.kind=fsdp",), "b"))
     assert found.config.clusters[0].device == "cpu" and found.config.track == ()
     assert found.config.strategy.kind == "fsdp"
     for name, what in (("", "which cluster"), ("c", "has no cluster c")):
         with pytest.raises(ConfigError, match=what) as caught:
-            joining_run(line, Site(path, (), name))
+            joining_run(line, Joiner(path, (), name))
         assert "a, b" in caught.value.fix
     path.write_text("clusters: [{launcher: {kind: local}}]\n")
-    assert joining_run(line, Site(path, (), "d")).config.clusters[0].name == "d"
-    assert "--on ssh, and d has local" in issues(line, Site(path, (), "d", "ssh"))
+    assert joining_run(line, Joiner(path, (), "d")).config.clusters[0].name == "d"
+    assert "--on ssh, and d has local" in issues(line, Joiner(path, (), "d", "ssh"))
 
 
 def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text(RUN.replace("max_steps: 8", "max_steps: 9").replace("alps", "b"))
-    site = Site(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
-    text = issues(line, site)
+    joiner = Joiner(path, ("outer.lr=0.5", "outer.outlier=20", "seed=3"), "b")
+    text = issues(line, joiner)
     assert f"{path}:6 training.max_steps: 9 here, and 8 in the run" in text
     assert "command line outer.lr: 0.5 here, and 0.7" in text
     assert "outer.outlier: 20.0 here, and 10.0" in text and "seed: 3 here" in text
@@ -171,7 +171,7 @@ def test_what_must_be_equal_is_compared_by_key(line: JoinLine, tmp_path: Path) -
         "training.precision=32-true",
     )
     path.write_text(RUN.replace("alps", "b"))
-    assert joining_run(line, Site(path, own)).config.training.global_batch_size == 8
+    assert joining_run(line, Joiner(path, own)).config.training.global_batch_size == 8
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_nothing_from_elsewhere_is_trusted(
     line: JoinLine, state: Path, tmp_path: Path, changes: dict[str, Any], typed: str, what: str
 ) -> None:
     (state / "run.yaml").write_text(given(tmp_path, **changes))
-    assert what in issues(line, Site(name="b"))
-    joining_run(line, Site(None, (typed,), "b"))
+    assert what in issues(line, Joiner(name="b"))
+    joining_run(line, Joiner(None, (typed,), "b"))
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_nothing_from_elsewhere_is_trusted(
 def test_a_hub_may_say_what_it_likes(line: JoinLine, state: Path, text: str, what: str) -> None:
     (state / "run.yaml").write_text(text)
     with pytest.raises(PreflightError, match=what) as caught:
-        joining_run(line, Site(name="b"))
+        joining_run(line, Joiner(name="b"))
     assert caught.value.fix
     # Even if it were to send what it must not: a script, and where this machine writes.
     (state / "run.yaml").write_text(RUN)
-    found = joining_run(line, Site(name="b", overrides=("data.sources.0.path=x",)))
+    found = joining_run(line, Joiner(name="b", overrides=("data.sources.0.path=x",)))
     assert found.config.output_dir == "runs" and "evil" not in found.text
 
 

@@ -262,7 +262,7 @@ def test_min_clusters_counts_on_nobody_who_has_finished(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_lives_but_stands_still_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    world = World(tmp_path, wait="all", stalled_after_s=100.0)
+    world = World(tmp_path, wait="all", still_after_s=100.0)
     world.join("a"), world.join("b")
     world.heartbeat("b", step=7)
     world.complete("a", 0)

@@ -251,7 +251,7 @@ def test_a_place_for_a_run_of_another_host(place: Place, tmp_path: Path) -> None
     run_dir = RunDir(tmp_path / "host" / "run-1")
     assert run_dir.resolved.read_text() == "a: 1\n" and run_dir.run_file.read_text() == "b: 2\n"
     fleet = read_fleet(run_dir.attempt(1))
-    assert fleet is not None and fleet.head.address == "10.0.0.1"
+    assert fleet is not None and fleet.first.address == "10.0.0.1"
 
 
 def test_the_head_s_own_folder_is_left_as_it_is(place: Place, tmp_path: Path) -> None:

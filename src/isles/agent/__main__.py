@@ -91,7 +91,7 @@ def _lead(run_dir: RunDir, attempt: Attempt, only_check: float | None) -> int:
     if code is not None:
         return code
     if lead.nodes.has_own_node:
-        node = lead.nodes.head
+        node = lead.nodes.first
         store = None if len(lead.nodes) == 1 else _store(node)
         link = lead.server.add_own(store.port if store else 0)
         lead.start()
@@ -119,8 +119,8 @@ def _run(run_dir: RunDir, attempt: Attempt, nodes: Fleet, node: FleetNode) -> in
     }
     # First of all: the others wait for this node, and not for what it must import.
     connection = Connection(
-        nodes.head.name,
-        (nodes.head.address, nodes.port),
+        nodes.first.name,
+        (nodes.first.address, nodes.port),
         hello,
         attempt.token.read_text(encoding="utf-8").strip(),
         start_timeout_s=nodes.start_timeout_s,

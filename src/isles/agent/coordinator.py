@@ -287,7 +287,7 @@ class Coordinator:
                     f"{members.missing(connected)} did not come within "
                     f"{nodes.start_timeout_s:.0f} s; there: {present}{more}",
                     "are they switched on, and can they reach the first node? try there: "
-                    f"nc -vz {nodes.head.address} {nodes.port}; clusters[0].start_timeout waits "
+                    f"nc -vz {nodes.first.address} {nodes.port}; clusters[0].start_timeout waits "
                     "longer",
                     id="start.timeout",
                 )

@@ -237,8 +237,8 @@ class Lead:
 
     def _check(self, allocation: Allocation, only_check_s: float | None) -> int | None:
         # Before the ranks: are the nodes, and the links between them, fit? The exit code if not.
-        head = self.nodes.head
-        at = f"{head.address}:{_free_port(head.address, self.nodes.port)}"
+        first = self.nodes.first
+        at = f"{first.address}:{_free_port(first.address, self.nodes.port)}"
         words = ["--nodes-file", str(self._nodes_file), "--check", at]
         words += ["--only-check", str(only_check_s)] if only_check_s is not None else []
         self._attempt.findings.unlink(missing_ok=True)
@@ -273,12 +273,12 @@ class Lead:
 
     def _listen(self) -> socket.socket | None:
         # The socket at which the agents find this process; None where there are no others.
-        nodes, head = self.nodes, self.nodes.head
+        nodes, first = self.nodes, self.nodes.first
         if len(nodes) == 1 and nodes.has_own_node:
             return None
-        port = nodes.port if self._job is None else _free_port(head.address, nodes.port)
+        port = nodes.port if self._job is None else _free_port(first.address, nodes.port)
         try:
-            listener = socket.create_server((head.address, port))
+            listener = socket.create_server((first.address, port))
         except OSError as error:
             raise _cannot_listen(nodes, port, error) from error
         port = int(listener.getsockname()[1])
@@ -403,16 +403,18 @@ def _address_on(interface: str) -> str:
 
 
 def _cannot_listen(nodes: Fleet, port: int, error: OSError) -> UserError:
-    head = nodes.head
+    first = nodes.first
     if error.errno == errno.EADDRINUSE:
-        what = f"the port {port} of {head.name} ({head.address}) is taken"
+        what = f"the port {port} of {first.name} ({first.address}) is taken"
         fix = f"`ss -ltnp | grep {port}` there says by whom; set clusters[0].network.port"
     elif error.errno == errno.EADDRNOTAVAIL:
-        what = f"{head.name} has no address {head.address}, at which the other nodes should meet it"
+        what = (
+            f"{first.name} has no address {first.address}, at which the other nodes should meet it"
+        )
         fix = "`ip -brief address` there lists those it has; correct the first of launcher.hosts"
     else:
-        what = f"cannot listen at {head.address}:{port}: {error.strerror}"
+        what = f"cannot listen at {first.address}:{port}: {error.strerror}"
         fix = "set clusters[0].network.port"
-    found = PreflightError(what, where=f"host {head.name}", fix=fix, id="port.taken")
+    found = PreflightError(what, where=f"host {first.name}", fix=fix, id="port.taken")
     found.exit_code = ExitCode.COMMUNICATION
     return found

@@ -270,7 +270,7 @@ class RendezvousServer:
             self._unknown.log(f"refused {address}: {refusal.what}")
             self.refused = refusal
             self.fatal = refusal if refusal.ends_run else self.fatal
-            where = f"{self._nodes.head.name} port {self._nodes.port}"
+            where = f"{self._nodes.first.name} port {self._nodes.port}"
             record = {"what": refusal.what, "where": where, "fix": refusal.fix, "id": refusal.id}
             with suppress(OSError):
                 wire.send({"refused": {**record, "exit_code": int(ExitCode.PREFLIGHT)}})
@@ -365,7 +365,7 @@ class RendezvousServer:
             if other != version:
                 python = printable(str(hello.get("python", "its Python")), longest=_LONGEST_WHY)
                 raise Refusal(
-                    f"{nodes[node].label} has {package} {other}, {nodes.head.name} has {version}",
+                    f"{nodes[node].label} has {package} {other}, {nodes.first.name} has {version}",
                     f"install {package} {version} there, in {python}",
                     ends_run=nodes.launcher == "ssh",
                 )

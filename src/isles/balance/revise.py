@@ -321,11 +321,11 @@ def _slower(
     for rank in range(len(equals)):
         own = [w[rank] / of[rank] for w, of in zip(by_window, of_equals, strict=True)]
         others = [of[rank] / statistics.median_low(of) for of in of_equals]
-        slower.append(_told_apart(own, least[rank]) * _told_apart(others, _DEVIATION))
+        slower.append(_differs(own, least[rank]) * _differs(others, _DEVIATION))
     return slower
 
 
-def _told_apart(ratios: Sequence[float], least: float) -> float:
+def _differs(ratios: Sequence[float], least: float) -> float:
     # The ratio in the middle, if all lie on one side and further off than `least`; else 1.
     is_apart = min(ratios) > least or max(ratios) * least < 1
     return statistics.median(ratios) if is_apart else 1.0

@@ -72,11 +72,11 @@ def find_gpus(environ: Mapping[str, str] = os.environ, timeout_s: float = 20.0) 
 
 
 def _finding(answer: subprocess.CompletedProcess[str], wanted: list[str] | None) -> GpuFinding:
-    said = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
-    if said and said[0].lower().startswith("no devices were found"):
+    lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
+    if lines and lines[0].lower().startswith("no devices were found"):
         return GpuFinding(())
     if answer.returncode:
-        cause = said[0] if said else "no message"
+        cause = lines[0] if lines else "no message"
         return _unknown(f"nvidia-smi failed with exit code {answer.returncode}: {cause}")
     present: list[LocalGpu] = []
     for line in answer.stdout.splitlines():

@@ -36,7 +36,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 _OPEN_S = 60.0
 _END_S = 10.0
 _LOOK_S = 0.1
-_LAST_WORDS = 2000
+_TAIL_BYTES = 2000
 _NEEDED = ("aiohttp", "torch")
 
 
@@ -240,9 +240,9 @@ def _launch(state: Path, record: Mapping[str, Any]) -> None:
 def _not_opened(log: Path, begin: int, code: int | None) -> PreflightError:
     with log.open(encoding="utf-8", errors="replace") as stream:
         stream.seek(begin)
-        said = stream.read()[-_LAST_WORDS:].strip()
-    _, found, error = said.rpartition("error: ")
-    what, _, fix = (error if found else said).partition("\n  fix: ")
+        text = stream.read()[-_TAIL_BYTES:].strip()
+    _, found, error = text.rpartition("error: ")
+    what, _, fix = (error if found else text).partition("\n  fix: ")
     why = "has not begun within 60 s" if code is None else f"has ended with exit code {code}"
     return PreflightError(
         what if found and code is not None else f"the hub {why}: {what or 'not a word'}",

@@ -77,8 +77,8 @@ def huggingface_issues(loaded: Loaded) -> list[ConfigError]:
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []  # the rank that reads it says more
     if done.returncode == -signal.SIGALRM:
-        said = f"no answer within {_ANSWER_S} s"
-        answers = [_answer(kind, name, said) for kind, name in wanted]
+        answer = f"no answer within {_ANSWER_S} s"
+        answers = [_row(kind, name, answer) for kind, name in wanted]
     issues = []
     for row in answers:
         if row["state"] not in ("ok", "cached", "unknown", "failing"):
@@ -102,42 +102,42 @@ def ask_huggingface(repos: Iterable[Sequence[str]]) -> list[dict[str, str]]:
     silent = ""
     for kind, name in repos:
         # Where one cannot be asked for, the next would only cost the same time again.
-        state, said = ("unreachable", silent) if silent else _ask(kind, name)
-        silent = said if state == "unreachable" else ""
-        answer = _answer(kind, name, said, state)
+        state, answer = ("unreachable", silent) if silent else _ask(kind, name)
+        silent = answer if state == "unreachable" else ""
+        row = _row(kind, name, answer, state)
         with suppress(OSError):
             if state != "ok" and _is_cached(kind, name, inherited()):
-                answer["state"] = "cached"
-        answers.append(answer)
+                row["state"] = "cached"
+        answers.append(row)
     return answers
 
 
 def huggingface_issue(row: dict[str, str]) -> tuple[str, str, str]:
     """The id, what is wrong and what to do, for an answer of `ask_huggingface` that is not `ok`."""
-    what, said, name = f"{row['kind']} {row['name']}", row["said"], row["name"]
+    what, answer, name = f"{row['kind']} {row['name']}", row["answer"], row["name"]
     fetch = f"hf download {name}" + (" --repo-type dataset" if row["kind"] == "dataset" else "")
     match row["state"]:
         case "licence":
-            text = f"{what} needs a licence that this account has not accepted ({said})"
+            text = f"{what} needs a licence that this account has not accepted ({answer})"
             fix = f"visit https://{row['page']}, accept it, and log in there: hf auth login"
             return "hub.licence", text, fix
         case "missing":
-            text = f"the hub knows no {what}, or it is private ({said})"
+            text = f"the hub knows no {what}, or it is private ({answer})"
             fix = "correct the name; a folder is written with ./ before it; for a private one: "
             return "hub.access", text, fix + "hf auth login"
         case "offline":
             fix = f"unset HF_HUB_OFFLINE, or fetch it before: {fetch}"
-            return "hub.access", f"{what} is not here, and {said}", fix
+            return "hub.access", f"{what} is not here, and {answer}", fix
         case "unknown":
             fix = "isles setup run.yaml installs what training needs"
-            return "hub.access", f"{what} was not asked for: {said}", fix
+            return "hub.access", f"{what} was not asked for: {answer}", fix
         case "failing":
-            text = f"the hub answers with an error for {what}: {said}"
+            text = f"the hub answers with an error for {what}: {answer}"
             return "hub.access", text, f"try again in a while, or fetch it elsewhere: {fetch}"
         case _:
             fix = "set a proxy (HTTPS_PROXY in clusters[0].environment.variables); or fetch it "
             fix += f"where there is one, {fetch}, and copy the cache"
-            return "hub.access", f"the hub cannot be reached for {what}: {said}", fix
+            return "hub.access", f"the hub cannot be reached for {what}: {answer}", fix
 
 
 def _ask(kind: str, name: str) -> tuple[str, str]:
@@ -153,27 +153,27 @@ def _ask(kind: str, name: str) -> tuple[str, str]:
     except ImportError:
         return "unknown", "the package huggingface_hub is missing"
     file = "config.json" if kind == "model" else "README.md"
-    state, said = "ok", ""
+    state, answer = "ok", ""
     try:
         get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_REQUEST_S)
     except EntryNotFoundError:
         pass  # the repository answers
     except GatedRepoError as error:
-        state, said = "licence", _line(error)
+        state, answer = "licence", _line(error)
     except RepositoryNotFoundError as error:
-        state, said = "missing", _line(error)
+        state, answer = "missing", _line(error)
     except OfflineModeIsEnabled:
-        state, said = "offline", "HF_HUB_OFFLINE is set"
+        state, answer = "offline", "HF_HUB_OFFLINE is set"
     except HfHubHTTPError as error:
-        state, said = "failing", _line(error)
+        state, answer = "failing", _line(error)
     except Exception as error:  # a library's many errors: no network, proxy, TLS, time
-        state, said = "unreachable", f"{type(error).__name__}: {_line(error)}"
-    return state, said
+        state, answer = "unreachable", f"{type(error).__name__}: {_line(error)}"
+    return state, answer
 
 
-def _answer(kind: str, name: str, said: str, state: str = "unreachable") -> dict[str, str]:
+def _row(kind: str, name: str, answer: str, state: str = "unreachable") -> dict[str, str]:
     page = f"huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
-    return {"kind": kind, "name": name, "state": state, "said": said, "page": page}
+    return {"kind": kind, "name": name, "state": state, "answer": answer, "page": page}
 
 
 def _is_cached(kind: str, name: str, environ: dict[str, str]) -> bool:

@@ -31,7 +31,7 @@ _LONGEST = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Joiner:
     """What this site says of itself.
 
     Args:
@@ -70,12 +70,12 @@ def read_join_line(given: str) -> JoinLine:
     return JoinLine.read(path)
 
 
-def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str) -> Loaded:
+def joining_run(line: JoinLine, joiner: Joiner, warn: Callable[[str], object] = str) -> Loaded:
     """The run of this site's cluster, as `isles train` starts it.
 
     Args:
         line: where the others meet.
-        site: what this site has for itself.
+        joiner: what this site has for itself.
         warn: takes a line for the user.
 
     Raises:
@@ -86,12 +86,12 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
     theirs = _theirs(line, name)
     document, _ = scan_yaml(shared_text(theirs.config), name)
     assert isinstance(document.value, dict)
-    text, path = _own_text(site)
+    text, path = _own_text(joiner)
     names = _cluster_names(text, path)
-    index = _index(names, site, path)
-    overrides = [_of_cluster(override, index) for override in site.overrides]
+    index = _index(names, joiner, path)
+    overrides = [_of_cluster(override, index) for override in joiner.overrides]
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0]).strip("._-")
-    own = site.name or names[index] or host[:40] or "here"
+    own = joiner.name or names[index] or host[:40] or "here"
     if not names[index]:
         overrides.append(f"clusters.{index}.name={own}")
     loaded = load_run_file(path, overrides, text=text, base=Base(document.value, name))
@@ -106,11 +106,11 @@ def joining_run(line: JoinLine, site: Site, warn: Callable[[str], object] = str)
     ]
     issues += _untrusted(loaded, name)
     kind = loaded.config.clusters[index].launcher.kind
-    if site.launcher and kind != site.launcher:
+    if joiner.launcher and kind != joiner.launcher:
         where = loaded.where(f"clusters.{index}.launcher.kind")
         fix = "leave --on out, or leave the cluster out of the run file"
         issues.append(
-            ConfigError(f"--on {site.launcher}, and {own} has {kind}", where=where, fix=fix)
+            ConfigError(f"--on {joiner.launcher}, and {own} has {kind}", where=where, fix=fix)
         )
     if issues:
         raise ConfigErrors(issues)
@@ -159,12 +159,12 @@ def _theirs(line: JoinLine, name: str) -> Loaded:
     return found
 
 
-def _own_text(site: Site) -> tuple[str, Path]:
-    if site.run_file is not None:
-        return read_text(site.run_file), site.run_file
-    cluster: dict[str, object] = {"launcher": {"kind": site.launcher or "local"}}
-    if site.name:
-        cluster = {"name": site.name, **cluster}
+def _own_text(joiner: Joiner) -> tuple[str, Path]:
+    if joiner.run_file is not None:
+        return read_text(joiner.run_file), joiner.run_file
+    cluster: dict[str, object] = {"launcher": {"kind": joiner.launcher or "local"}}
+    if joiner.name:
+        cluster = {"name": joiner.name, **cluster}
     return dump_yaml({"clusters": [cluster]}), Path("isles-join")
 
 
@@ -177,13 +177,15 @@ def _cluster_names(text: str, path: Path) -> list[str]:
     return [str(c.get("name") or "") if isinstance(c, dict) else "" for c in clusters]
 
 
-def _index(names: list[str], site: Site, path: Path) -> int:
-    if site.name in names:
-        return names.index(site.name)
-    if len(names) == 1 and (not site.name or not names[0]):
+def _index(names: list[str], joiner: Joiner, path: Path) -> int:
+    if joiner.name in names:
+        return names.index(joiner.name)
+    if len(names) == 1 and (not joiner.name or not names[0]):
         return 0
     raise ConfigError(
-        f"the run file has no cluster {site.name}" if site.name else "which cluster is this site?",
+        f"the run file has no cluster {joiner.name}"
+        if joiner.name
+        else "which cluster is this site?",
         where=f"{path} clusters",
         fix=f"say --name with one of {', '.join(name or '(no name)' for name in names)}",
     )

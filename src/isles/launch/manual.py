@@ -163,7 +163,7 @@ def _commands(run_dir: RunDir, fleet: Fleet, cluster: ClusterConfig, token: str)
         here = " (this machine)" if node.node == 0 else ""
         target = shlex.quote(str(run_dir.path.absolute()))
         if node.node:
-            target = f"{fleet.head.address}:{fleet.port} --node {node.node}"
+            target = f"{fleet.first.address}:{fleet.port} --node {node.node}"
         lines += ["", f"node {node.node}, {node.label.partition('(')[2].rstrip(')')}{here}:"]
         lines += [f"    {line}" for line in setting]
         lines += [f"    {python} -m isles.agent {target}"]

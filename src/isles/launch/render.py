@@ -169,8 +169,8 @@ def _torchrun_script(
     if num_nodes > 1:
         notes.append("on every node, within a few minutes of one another: bash THIS_FILE NODE")
         if cluster.hosts:
-            head = cluster.hosts[0]
-            address = head.address or head.ssh.rpartition("@")[2]
+            first = cluster.hosts[0]
+            address = first.address or first.ssh.rpartition("@")[2]
             if not address.replace(".", "").isdigit():
                 notes.append(
                     f"every node must know {address} by an address that is not its loopback:"

@@ -246,7 +246,7 @@ def _hint(
             start = f"step {step}" if step is not None else "the start, as nothing was saved"
             hint = f"{command} goes on from {start}"
         case "unknown" if (mark := read_record(run_dir.node_of)) is not None:
-            first = f"{mark.get('head')}, its first host"
+            first = f"{mark.get('first_node')}, its first host"
             hint = f"it has ended here; {first}, knows how: `isles status` there"
         case "unknown" if state.is_queue:
             hint = "its queue cannot be asked from here: look where it was submitted"

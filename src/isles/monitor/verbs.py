@@ -370,7 +370,7 @@ def join(
         detach: Return as soon as it is started.
     """
     from isles.launch.base import StartOptions
-    from isles.launch.join import Site, joining_run, read_join_line
+    from isles.launch.join import Joiner, joining_run, read_join_line
 
     found = read_join_line(line)
     if line in sys.argv and "#" in line:
@@ -387,8 +387,8 @@ def join(
         note(f"warning: {text}")
 
     files = [word for word in words[:1] if "=" not in word]
-    site = Site(Path(files[0]) if files else None, words[len(files) :], name, on or "")
-    loaded = joining_run(found, site, warn)
+    joiner = Joiner(Path(files[0]) if files else None, words[len(files) :], name, on or "")
+    loaded = joining_run(found, joiner, warn)
     options = StartOptions(
         loaded.path, (), resume, dry_run, print_line, warn, join=found.secret_text(), loaded=loaded
     )

@@ -132,7 +132,7 @@ def refuse_second(output_dir: Path, name: str, resume: str, now: Clock = time.ti
     runs = [run for _, run in numbered_runs(output_dir, name) if run.attempts()]
     if resume != "auto":
         runs = [RunDir(path) for path in (given, given.parent.parent) if is_run_dir(path)]
-    if runs and _other_head(runs[-1]) is None:
+    if runs and _first_node(runs[-1]) is None:
         _refuse_running(runs[-1], run_state(runs[-1], now), now)
 
 
@@ -304,7 +304,7 @@ def _choose_auto(resolved: Resolved, now: Clock) -> Begun:
     if not started:
         return Begun(fresh, resumed=False, note="")
     run_dir = started[-1]
-    if (owner := _other_head(run_dir)) is not None:
+    if (owner := _first_node(run_dir)) is not None:
         return new(f"is kept by {owner}, its first host")
     state = run_state(run_dir, now)
     _refuse_running(run_dir, state, now)
@@ -337,7 +337,7 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
             run_dir, checkpoint = RunDir(path.parent.parent), path
         else:
             run_dir = find_run(resume, Path(resolved.config.output_dir).expanduser())
-    if (owner := _other_head(run_dir)) is not None:
+    if (owner := _first_node(run_dir)) is not None:
         raise UserError(
             f"{run_dir.name} is kept by {owner}, its first host; here are only logs of it",
             where=str(run_dir.path),
@@ -364,10 +364,10 @@ def _choose_given(resolved: Resolved, resume: str, now: Clock) -> Begun:
     return Begun(run_dir, resumed=True, note=note, resume_from=checkpoint)
 
 
-def _other_head(run_dir: RunDir) -> str | None:
+def _first_node(run_dir: RunDir) -> str | None:
     # The host that has the checkpoints of a run of which this one was only a node.
     mark = read_record(run_dir.node_of)
-    return str(mark.get("head")) if mark is not None else None
+    return str(mark.get("first_node")) if mark is not None else None
 
 
 def _changes(run_dir: RunDir, resolved: Resolved, info: CheckpointInfo | None) -> list[Change]:

@@ -73,7 +73,7 @@ class Fleet:
         return iter(self.nodes)
 
     @property
-    def head(self) -> FleetNode:
+    def first(self) -> FleetNode:
         return self.nodes[0]
 
     @property

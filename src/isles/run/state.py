@@ -165,13 +165,13 @@ def _last_seen_at(
 ) -> float | None:
     # By the record's own time and by that of its file, since one of the clocks may be slow; each is
     # compared with the beginning by the same clock.
-    said_at = number_of(read_record(run_dir.status), "updated_at")
-    if said_at is not None and begun_at is not None and said_at < begun_at - 1.0:
-        said_at = None
+    updated_at = number_of(read_record(run_dir.status), "updated_at")
+    if updated_at is not None and begun_at is not None and updated_at < begun_at - 1.0:
+        updated_at = None
     seen_at, since = _modified_at(run_dir.status), _modified_at(attempt.launch)
     if seen_at is not None and since is not None and seen_at < min(since, begun_at or since) - 1.0:
         seen_at = None
-    return _latest([said_at, seen_at], now_s)
+    return _latest([updated_at, seen_at], now_s)
 
 
 def _latest(times: Sequence[float | None], now_s: float) -> float | None:

@@ -107,11 +107,11 @@ def own_run_dir(run_dir: RunDir, attempt: Attempt, world: World) -> tuple[RunDir
     disks = find_disks(world, run_dir.path)
     if not disks.apart_leaders:
         return run_dir, attempt
-    head = world.broadcast(world.host if world.is_main else None)
+    first_host = world.broadcast(world.host if world.is_main else None)
     text = world.main_first(lambda: run_dir.resolved.read_text(encoding="utf-8"))
     if disks.is_apart[world.rank]:
         path = run_dir.path.absolute()
-        run_dir = RunDir(path.parent / f".of-{head}" / path.name)
+        run_dir = RunDir(path.parent / f".of-{first_host}" / path.name)
         attempt = run_dir.attempt(attempt.number)
     failure = None
     if world.rank in disks.apart_leaders:

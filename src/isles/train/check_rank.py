@@ -102,7 +102,9 @@ def _compute(device: Any) -> dict[str, Any]:
         is_right = is_right and torch.equal(half.cpu().double(), numbers * 2)
     except Exception as error:  # launches fail with errors of several types
         return {"stage": "kernel", "failure": _line(error)}
-    return {} if is_right else {"stage": "kernel", "failure": "the product of two matrices is wrong"}
+    return (
+        {} if is_right else {"stage": "kernel", "failure": "the product of two matrices is wrong"}
+    )
 
 
 def _why_invisible() -> str:

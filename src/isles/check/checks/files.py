@@ -145,7 +145,9 @@ def _cache(plan: NodePlan, what: str, path: Path, needed: int) -> Iterator[Findi
     variables = "clusters[0].environment.variables"
     if failure and failure != NO_SPACE:
         text = f"{what} {path.absolute()} cannot be written: {failure}"
-        fix = f"on {plan.name}: {how_to_write(failure, str(folder))}set XDG_CACHE_HOME in {variables}"
+        fix = (
+            f"on {plan.name}: {how_to_write(failure, str(folder))}set XDG_CACHE_HOME in {variables}"
+        )
         yield Finding("files.output", "error", plan.name, text, failure, fix=fix)
         return
     if free < needed:

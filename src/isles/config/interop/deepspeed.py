@@ -221,8 +221,8 @@ class _Comparison:
         # A value that must be `auto`, absent, or what one or two keys of the run file say.
         value = self.file.section(*at[:-1]).get(at[-1], AUTO)
         names = run_keys.split()
-        said = [self.config.at(name) for name in names]
-        expected = said if len(said) > 1 else said[0]
+        given = [self.config.at(name) for name in names]
+        expected = given if len(given) > 1 else given[0]
         if value == AUTO or (
             value == expected and isinstance(value, bool) == isinstance(expected, bool)
         ):
@@ -339,7 +339,7 @@ class _Comparison:
 
     def _check_zero(self) -> None:
         for key in ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm"):
-            self._must_equal_if_said((_ZERO, key), key)
+            self._must_equal_if_given((_ZERO, key), key)
         at = (_ZERO, "stage")
         stage = self.file.section(_ZERO).get("stage", AUTO)
         if stage == 0:
@@ -347,12 +347,12 @@ class _Comparison:
         elif stage not in (AUTO, 1, 2, 3):
             self._add(at, f"is {_show(stage)}", "write 1, 2 or 3")
         else:
-            self._must_equal_if_said(at, "zero_stage")
+            self._must_equal_if_given(at, "zero_stage")
         stage = self.strategy.zero_stage if stage == AUTO else stage
         for key in ("offload_optimizer", "offload_param"):
             self._check_offload(key, stage)
 
-    def _must_equal_if_said(self, at: tuple[str, ...], key: str) -> None:
+    def _must_equal_if_given(self, at: tuple[str, ...], key: str) -> None:
         # A file that `isles config show` wrote names every default, which so says nothing.
         if getattr(self.strategy, key) != type(self.strategy).model_fields[key].default:
             self._must_equal(at, f"strategy.{key}")
@@ -370,8 +370,8 @@ class _Comparison:
         if device not in (AUTO, "none", "cpu", "nvme"):
             self._add((*at, "device"), f"is {_show(device)}", "write none, cpu or nvme")
         else:
-            self._must_equal_if_said((*at, "device"), key)
-        self._must_equal_if_said((*at, "nvme_path"), "nvme_path")
+            self._must_equal_if_given((*at, "device"), key)
+        self._must_equal_if_given((*at, "nvme_path"), "nvme_path")
         resolved = getattr(self.strategy, key) if device == AUTO else device
         needs_stage3 = resolved == "nvme" or (key == "offload_param" and resolved != "none")
         if needs_stage3 and stage != 3:

@@ -86,12 +86,12 @@ class Pbs(Scheduler):
                 "the folder of PBS's commands: launcher.bin_path",
                 id="queue.commands",
             ) from None
-        said = f"{done.stdout}\n{done.stderr}"
-        if re.search(r"pbs_version\s*=|PBSPro", said):
+        text = f"{done.stdout}\n{done.stderr}"
+        if re.search(r"pbs_version\s*=|PBSPro", text):
             return "openpbs"
-        if re.search(r"^\s*Version:\s*\d", said, re.MULTILINE):
+        if re.search(r"^\s*Version:\s*\d", text, re.MULTILINE):
             return "torque"
-        first = next((line.strip() for line in said.splitlines() if line.strip()), "nothing")
+        first = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
         raise PreflightError(
             f"qstat --version says {first[:80]!r}: this is no PBS",
             where=f"{self.path('qstat')} on {self.shell.name}",

@@ -264,13 +264,13 @@ def pbs_pending(letter: str, attributes: Mapping[str, str], job_id: str) -> tupl
         job_id: its id.
     """
     comment = attributes.get("comment", "").strip()
-    said = f" ({comment})" if comment else ""
+    note = f" ({comment})" if comment else ""
     for pattern, meaning, fix in _PBS_COMMENTS:
         if comment and re.search(pattern, comment, re.IGNORECASE):
-            return f"{meaning}{said}", fix.format(job=job_id)
+            return f"{meaning}{note}", fix.format(job=job_id)
     if letter in _PBS_LETTERS:
         meaning, fix = _PBS_LETTERS[letter]
-        return f"{meaning}{said}", fix.format(job=job_id)
+        return f"{meaning}{note}", fix.format(job=job_id)
     if comment:
         return f"it waits: {comment}", ""
     return "it waits for its turn: the scheduler has not said why", ""

@@ -60,8 +60,8 @@ class Slurm(Scheduler):
         """See Scheduler: no other job has this script."""
         done = self.run("squeue", "-h", "--me", "--states=all", "-o", "%i|%o")
         if done.returncode:
-            said = done.stderr.strip() or "squeue failed"
-            raise PreflightError(said, where="squeue", id="queue.commands")
+            text = done.stderr.strip() or "squeue failed"
+            raise PreflightError(text, where="squeue", id="queue.commands")
         for line in done.stdout.splitlines():
             job_id, _, command = line.partition("|")
             if command.strip() == str(attempt.script) and job_id.isdecimal():
@@ -165,8 +165,8 @@ class SlurmJob(QueueJob):
         texts = []
         for line in sorted({line.strip() for line in done.stdout.splitlines()}):
             if line.count("|") == 2:
-                name, state, said = line.split("|")
-                texts.append(f"{name} is {state}" + (f" ({said})" if said != "none" else ""))
+                name, state, text = line.split("|")
+                texts.append(f"{name} is {state}" + (f" ({text})" if text != "none" else ""))
         more = f" and {len(texts) - _NAMED_NODES} more" if len(texts) > _NAMED_NODES else ""
         return f": {', '.join(texts[:_NAMED_NODES])}{more}" if texts else ""
 

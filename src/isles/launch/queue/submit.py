@@ -171,8 +171,8 @@ def submit(queue: Scheduler, attempt: Attempt, loaded: Loaded) -> str:
         return _find_lost(queue, attempt, error)
     if (job_id := queue.submitted_id(done)) is not None:
         return job_id
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    lines = [line.removeprefix(f"{name}: ").removeprefix("error: ") for line in said]
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    lines = [line.removeprefix(f"{name}: ").removeprefix("error: ") for line in lines]
     text = "; ".join(lines) or f"exit status {done.returncode}"
     keys: tuple[str, ...] = ()
     fix = f"`isles train --dry-run` shows the script that {name} was given"

@@ -57,13 +57,13 @@ def sync_hosts(loaded: Loaded, sync: SyncConfig, workdir: str, options: StartOpt
     _refuse_second(loaded, shells[0], workdir, options)
     running: list[subprocess.Popen[str]] = []
     try:
-        said, failures = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
+        lines, failures = on_all(shells, lambda shell: _copy(shell, sync, workdir, running))
     finally:
         # After a Ctrl+C some are still copying.
         for process in running:
             process.terminate()
-    refuse([failure for _, failure in failures], len(said))
-    for host, line in zip(cluster.hosts, said, strict=True):
+    refuse([failure for _, failure in failures], len(lines))
+    for host, line in zip(cluster.hosts, lines, strict=True):
         options.print_line(f"copied to {host.ssh}:{workdir}: {line}")
     return ""
 
@@ -89,7 +89,7 @@ def _dry_run(shells: Sequence[Shell], sync: SyncConfig, workdir: str, options: S
     )
 
 
-def _refuse_second(loaded: Loaded, head: Shell, workdir: str, options: StartOptions) -> None:
+def _refuse_second(loaded: Loaded, first: Shell, workdir: str, options: StartOptions) -> None:
     # Before anything is copied into the folder of a run that goes on.
     config = loaded.config
     lines = setting_lines(config.clusters[0], workdir)
@@ -98,11 +98,11 @@ def _refuse_second(loaded: Loaded, head: Shell, workdir: str, options: StartOpti
     refusal = None
     with (
         suppress(UserError),  # no folder yet, no isles: the start itself says what is wrong
-        open_channel(head, lines=lines, python=python) as channel,
+        open_channel(first, lines=lines, python=python) as channel,
     ):
         refusal = channel.call("second", timeout_s=_LOOK_S, **asked)["refusal"]
     if refusal is not None:
-        where = ": ".join(part for part in (f"host {head.name}", refusal["where"]) if part)
+        where = ": ".join(part for part in (f"host {first.name}", refusal["where"]) if part)
         raise UserError(refusal["what"], where=where, fix=refusal["fix"], id=refusal.get("id", ""))
 
 
@@ -188,9 +188,9 @@ def _failure(shell: Shell, workdir: str, code: int, noise: str) -> PreflightErro
             id="sync.rsync",
         )
     own = [line for line in noise.splitlines() if line.startswith("rsync")]
-    said = own or noise.strip().splitlines() or [f"exit code {code}"]
+    lines = own or noise.strip().splitlines() or [f"exit code {code}"]
     return PreflightError(
-        f"rsync failed: {said[0]}",
+        f"rsync failed: {lines[0]}",
         where=f"host {shell.name}:{workdir}",
         fix="is there room, and may this user write there?",
         id="sync.rsync",

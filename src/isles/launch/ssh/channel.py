@@ -30,7 +30,7 @@ READY = "ISLES-NODE"
 """Begins the first line of the answers; what a login prints before it is skipped."""
 
 _CLOSE_S = 5.0
-_LAST_WORDS_S = 1.0
+_LAST_OUTPUT_S = 1.0
 
 
 def serve(operations: Mapping[str, Operation]) -> int:
@@ -228,7 +228,7 @@ def open_channel(
 
     def lost(was_ready: bool) -> UserError:
         code = process.wait()
-        reading.join(timeout=_LAST_WORDS_S)
+        reading.join(timeout=_LAST_OUTPUT_S)
         noise = b"".join(list(last)).decode(errors="replace")
         if shell.destination is not None and code == SSH_FAILED:
             return shell.failure(noise)

@@ -344,7 +344,7 @@ def make_place(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> bool:
 
 def _make(run_dir: RunDir, attempt: Attempt, args: dict[str, Any]) -> None:
     # Each step is whole or not done; the folder of the attempt comes last, with all that it has.
-    mark = {"head": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
+    mark = {"first_node": args["fleet"]["nodes"][0]["name"], "born_at": args["born_at"]}
     _make_way(run_dir, mark)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     write_record(run_dir.node_of, mark)

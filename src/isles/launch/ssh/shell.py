@@ -25,7 +25,7 @@ SSH_FAILED = 255
 """Exit status of ssh itself where it cannot connect."""
 
 _CANNOT_RUN, _NOT_FOUND = 126, 127
-_LAST_WORDS_S = 1.0
+_LAST_OUTPUT_S = 1.0
 _SHORT = 20
 _WORD_CHARS = 1000
 _NO_FOLDER = re.compile(r"cd: (?P<folder>.*): No such file or directory")
@@ -171,7 +171,7 @@ class Shell:
             for raw in process.stdout:
                 take(raw.decode(errors="replace").rstrip("\r\n"))
             code = process.wait()
-            reader.join(timeout=_LAST_WORDS_S)
+            reader.join(timeout=_LAST_OUTPUT_S)
             is_late = alarm.finished.is_set()
         finally:
             alarm.cancel()

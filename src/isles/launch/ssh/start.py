@@ -189,7 +189,7 @@ class _SshStart:
             show(self.resolved).rstrip(),
             begun["note"] or f"this would be a new run: {run_dir.rpartition('/')[2]}",
             f"this would start {_fleet_text(fleet, run_dir)}",
-            f"meeting at {fleet.head.address} port {fleet.port}",
+            f"meeting at {fleet.first.address} port {fleet.port}",
             "on every host, in bash:\n" + "\n".join(f"    {line}" for line in self.lines),
         ]
         for node in fleet.nodes:
@@ -213,7 +213,7 @@ class _SshStart:
         if begun["note"]:
             print_line(begun["note"])
         print_line(f"starting {_fleet_text(fleet, begun['run_dir'])}")
-        print_line(network_line(self.cluster.network, fleet.head.interface, fleet.device))
+        print_line(network_line(self.cluster.network, fleet.first.interface, fleet.device))
         try:
             started = self._start(begun)
             self._see_them_begin()
@@ -329,7 +329,7 @@ def _fleet_text(fleet: Fleet, run_dir: str) -> str:
     places = ", ".join(_place(node) for node in fleet.nodes)
     return (
         f"{run_dir.rpartition('/')[2]}: {fleet.world_size} {kind}{plural} on {hosts} "
-        f"({places}), in {fleet.head.ssh}:{run_dir}"
+        f"({places}), in {fleet.first.ssh}:{run_dir}"
     )
 
 

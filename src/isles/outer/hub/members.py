@@ -242,14 +242,14 @@ class Membership:
         moved = self._moved.get(number)
         return 0.0 if moved is None else self._clock() - moved[1]
 
-    def stalled(self, number: int) -> bool:
-        return self.still_s(number) > self._settings.stalled_after_s
+    def is_still(self, number: int) -> bool:
+        return self.still_s(number) > self._settings.still_after_s
 
     def expected(self, outer_step: int) -> frozenset[int]:
         return frozenset(
             row["number"]
             for row in self.living()
-            if not (row["is_behind"] or row["has_finished"] or self.stalled(row["number"]))
+            if not (row["is_behind"] or row["has_finished"] or self.is_still(row["number"]))
             and row["from_round"] <= outer_step
         )
 

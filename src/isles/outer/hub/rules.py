@@ -53,7 +53,7 @@ class Settings(BaseModel):
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     dead_after_s: Seconds = 10.0
     """A cluster not heard for so long is dropped."""
-    stalled_after_s: Seconds = 900.0
+    still_after_s: Seconds = 900.0
     """A round no longer waits for a cluster that lives, but has done no inner step for so long."""
     outlier: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
     """A contribution is refused whose norm is so many times the median of those before it."""

@@ -107,7 +107,7 @@ def _why(core: Core, row: sqlite3.Row, outer_step: int) -> str:
     if heartbeat is None or core.rounds.is_counted(outer_step, number):
         return ""
     phase = heartbeat.phase
-    if still_s > max(_QUIET_S, core.settings.stalled_after_s / 10):
+    if still_s > max(_QUIET_S, core.settings.still_after_s / 10):
         return f"no inner step for {format_duration(still_s)}; it says: {phase or 'nothing'}"
     speed = f", {heartbeat.tokens_per_s:,.0f} tokens/s" if heartbeat.tokens_per_s else ""
     return f"{phase or 'training'}: {heartbeat.since} inner steps since its last round{speed}"
