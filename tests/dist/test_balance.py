@@ -199,7 +199,7 @@ def test_equal_devices_give_the_same_bits_whatever_else_the_machine_does(run_fil
     """One run alone, and one with other work on all cores, and on one of them again and again, from
     before its first step on."""
     options = ("balance=auto", "training.global_batch_size=32", "data.seq_length=128")
-    length = ("training.max_steps=120", f"output_dir={run_file.parent / 'runs'}")
+    length = ("training.max_steps=60", f"output_dir={run_file.parent / 'runs'}")
     alone, code = train_to_end(run_file, 2, *options, *length)
     assert code == 0
     disturbed, _, gang = start_training(run_file, 2, *options, *length, resume="no")

@@ -169,12 +169,18 @@ def plain_run_file(run_file: Path) -> Path:
     return run_file
 
 
-@pytest.mark.brief("2")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_stage_equals_one_process(plain_run_file: Path, world_size: int) -> None:
+@pytest.mark.brief("2-plain")
+@pytest.mark.parametrize(
+    "world_size, with_files",
+    [(2, False), (2, True), (1, False), (4, False)],
+    ids=["2-plain", "2-files", "1", "4"],
+)
+def test_every_stage_equals_one_process(
+    plain_run_file: Path, world_size: int, with_files: bool
+) -> None:
     """Stages, accumulation, unequal rows; and on two ranks buckets, offloading and files."""
     strategies = list(PLAIN)
-    if world_size == 2:
+    if with_files:
         strategies.append({"zero_stage": 1, "offload_optimizer": "cpu"})
         strategies.append({"zero_stage": 2, "reduce_bucket_size": 1000})
         for name, zero in FILES.items():
@@ -299,6 +305,7 @@ def step_on_after_a_bad_step(env: RankEnv, run_file: str) -> list[float]:
     return moved
 
 
+@pytest.mark.long
 def test_no_step_after_a_bad_one_moves_the_weights(plain_run_file: Path) -> None:
     """On a GPU the host looks only now and then; momentum must not go on until it does."""
     assert run_ranks(step_on_after_a_bad_step, 2, str(plain_run_file)) == [[0.0, 0.0, 0.0]] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from tests.ranks import DEADLINE_S, start_ranks
 TURNS = 4
 CASES = {
     f"{codec}-{fragments}": (codec, fragments)
-    for codec, fragments in product(
-        ("none", "bf16", "int8", "int4", "topk:0.1", "topk:0.05"), (1, 2)
-    )
+    for codec, fragments in (("none", 1), ("bf16", 2), ("int8", 1), ("int4", 2), ("topk:0.1", 1))
 }
 
 

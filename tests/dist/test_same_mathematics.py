@@ -43,13 +43,14 @@ def largest_difference(left: RunDir, right: RunDir) -> float:
 
 CASES = [
     ("adamw", "true", 1e-5, [(1, 6), (1, 3), (2, 6), (2, 3), (2, 1)]),
-    ("adamw", "false", 1e-5, [(1, 3), (2, 6), (2, 2), (3, 2)]),
+    ("adamw", "false", 1e-5, [(1, 3), (2, 2)]),
+    ("adamw", "false", 1e-5, [(2, 6), (3, 2)]),
     ("sgd", "false", 1e-5, [(1, 3), (2, 3)]),
     ("muon", "true", 1e-5, [(1, 3), (2, 6)]),
 ]
 
 
-@pytest.mark.brief("adamw-false-1e-05-splits1", "sgd-false-1e-05-splits2")
+@pytest.mark.brief("adamw-false-1e-05-splits1")
 @pytest.mark.parametrize(("optimizer", "packing", "tolerance", "splits"), CASES)
 def test_ranks_and_accumulation_change_nothing(
     run_file: Path,

@@ -22,6 +22,7 @@ from tests.dist.test_same_mathematics import largest_difference
 from tests.ranks import run_ranks, start_training, train_to_end
 
 
+@pytest.mark.long
 def test_blocks_within_blocks_are_cut_too(run_file: Path) -> None:
     names = "[LlamaDecoderLayer, LlamaMLP]"
     strategy = f"strategy={{kind: fsdp, transformer_layer_cls_to_wrap: {names}}}"

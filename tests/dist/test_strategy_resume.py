@@ -30,6 +30,7 @@ STRATEGIES = {
 }
 # Each arrow is one pair: saved on so many ranks, gone on with on as many others.
 CHAINS = [
+    "ddp 2 > fsdp 2 > zero3 2 > ddp 1",
     "ddp 2 > fsdp 2 > ddp 1 > zero1 2 > fsdp 3 > zero2 2 > ddp 4 > zero3 2 > hsdp 4 > ddp 2",
     "zero3 4 > fsdp 1 > zero2 3 > ddp 3 > zero3 1 > zero1 4 > hsdp 2 > zero2 4 > zero3 2 > fsdp 4",
     "tp 2 > zero1 2 > pp 2 > fsdp 2 > cp 2 > fsdp-tp 4 > ddp 2 > fsdp-pp 4 > zero3 2 > tp 4 > cp 4",

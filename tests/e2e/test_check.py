@@ -95,6 +95,7 @@ def test_all_is_well(lab: Lab) -> None:
     assert not left(lab)
 
 
+@pytest.mark.long
 def test_hosts_that_cannot_be_asked(lab: Lab) -> None:
     """Key refused, switched off, named twice: each by name, and the others are still checked."""
     keys = "/root/.ssh/authorized_keys"

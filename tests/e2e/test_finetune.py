@@ -176,7 +176,7 @@ def test_lora_alone_and_merged(workshop: Path) -> None:
 
     file = run_file(workshop, "lora", path="chat.jsonl", type="chat")
     options = ("adapter.type=lora", "adapter.r=32", "training.learning_rate=0.02")
-    options += ("training.max_steps=120",)
+    options += ("training.max_steps=80",)
     isles("train", str(file), *options, cwd=workshop)
     first, last = losses(workshop, "lora")
     assert last < 0.4 < first, (first, last)

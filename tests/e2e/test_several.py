@@ -121,7 +121,9 @@ def kill_all(run: MultiClusterRun, command: Command) -> None:
         end_here(RunDir(Path(cluster.path)), print_line=lambda _: None)
 
 
-def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> None:
+@pytest.mark.brief("killed")
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_run_of_two_clusters_ends_early_and_is_gone_on_with(two: Path, end: str) -> None:
     output_dir = two.parent / "runs"
     here = f"--output-dir={output_dir}"
     command = Command(two, "first.log")
@@ -140,23 +142,22 @@ def test_a_run_of_two_clusters_is_stopped_killed_and_gone_on_with(two: Path) -> 
             command.until(shows_both, "a status of both, which is written now and then")
             assert shown["state"] == "running" and not shown["hub_error"]
             assert {member["name"] for member in shown["hub"]["members"]} == {"a", "b"}
-            command.process.send_signal(signal.SIGINT)
-        assert command.ended() == 130, command.text
-        assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
-        assert hub_process(run.state) is None
-
-        command = Command(two, "second.log")
-        command.until(lambda: {"a", "b"} <= averaged(command), "turns after a stop")
-        assert "going on with t-1" in command.text
-        with unhurried(run):
             process = hub_process(run.state)
             assert process is not None
             kill_now(process)
             command.until(lambda: "and is started again" in command.text, "a new hub")
-            kill_all(run, command)
+            if end == "killed":
+                kill_all(run, command)
+            else:
+                command.process.send_signal(signal.SIGINT)
+        if end == "stopped":
+            assert command.ended() == 130, command.text
+            assert "a  stopped at step" in command.text and "b  stopped at step" in command.text
+            assert hub_process(run.state) is None
 
-        command = Command(two, "third.log")
+        command = Command(two, "second.log")
         assert command.ended() == 0, command.text
+        assert "going on with t-1" in command.text
     finally:
         command.process.kill()
         for cluster in (found := find_any("t", output_dir)).clusters:

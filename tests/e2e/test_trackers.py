@@ -69,6 +69,7 @@ def until(gang: Gang, condition: Callable[[], object]) -> None:
         assert time.monotonic() < end and not gang.wait_or_timeout(0.02), gang.log.read_text()
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_under_the_same_id_with_the_same_numbers(run_file: Path) -> None:
     endless = ("training.max_steps=100000", *EACH_STEP, WANDB)
     run_dir, _, gang = start_training(run_file, 1, *endless)

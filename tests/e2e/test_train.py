@@ -157,8 +157,6 @@ def test_a_whole_run_and_what_it_leaves(run_file: Path) -> None:
     ).read_bytes()
     text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
     assert text.startswith("abc") and len(text) > 4
-    again_text = isles("generate", "tiny", "--prompt", "abc", "--max-new-tokens", "5", cwd=cwd).out
-    assert text == again_text, "the same seed gives the same text"
     evaluated = isles("eval", "tiny", cwd=cwd).out
     eval_loss = next(r for r in read_rows(run_dir.metrics) if r["kind"] == "eval")["loss"]
     assert f"validation loss {eval_loss:.4f}" in evaluated
@@ -215,8 +213,17 @@ def next_line_of_errors(command: Command) -> str:
     return str(stream.readline())
 
 
-def test_a_killed_rank_is_named_first(training: tuple[Command, RunDir]) -> None:
+def test_nothing_listens_but_on_loopback_and_a_killed_rank_is_named_first(
+    training: tuple[Command, RunDir],
+) -> None:
     command, run_dir = training
+    listening = [
+        connection.laddr.ip
+        for process in (*rank_processes(run_dir), agent_process(run_dir))
+        for connection in psutil.Process(process.pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) <= {"127.0.0.1", "::1"}
     os.kill(rank_processes(run_dir)[1].pid, signal.SIGKILL)
     assert command.end() == ExitCode.TRAINING
     assert "rank 1 was killed by SIGKILL" in command.err
@@ -239,6 +246,7 @@ def test_ranks_die_with_their_agent_and_the_run_goes_on(training: tuple[Command,
     assert f"step {step}" in isles("train", str(cwd / "run.yaml"), *shorter, cwd=cwd).out
 
 
+@pytest.mark.long
 def test_a_run_whose_directory_is_deleted_ends_at_once(training: tuple[Command, RunDir]) -> None:
     command, run_dir = training
     ranks, agent = rank_processes(run_dir), agent_process(run_dir)
@@ -250,20 +258,6 @@ def test_a_run_whose_directory_is_deleted_ends_at_once(training: tuple[Command, 
     assert f"error: the run directory {run_dir.path} is not there any more" in command.err
     assert f"where: host {agent.host}, where its processes have ended\n" in command.err
     assert "isles explain run.gone" in command.err and "Traceback" not in command.err
-
-
-def test_nothing_listens_but_on_loopback(training: tuple[Command, RunDir]) -> None:
-    command, run_dir = training
-    family = [*rank_processes(run_dir), agent_process(run_dir)]
-    listening = [
-        connection.laddr.ip
-        for process in family
-        for connection in psutil.Process(process.pid).net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert set(listening) <= {"127.0.0.1", "::1"}
-    isles("stop", "tiny", "--now", cwd=run_dir.path.parents[1])
-    command.end()
 
 
 @pytest.mark.long
@@ -311,6 +305,7 @@ def test_torchrun_typed_by_hand(run_file: Path) -> None:
     assert "finished" in isles("status", cwd=run_file.parent).out
 
 
+@pytest.mark.long
 def test_errors_of_the_data_reach_the_user_without_a_traceback(run_file: Path) -> None:
     bad = run_file.parent / "words.jsonl"
     bad.write_text(json.dumps({"txet": "misspelt"}) + "\n")

@@ -328,6 +328,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.M
     assert issue is not None and "pip install 'isles[deepspeed]'" in issue.fix
 
 
+@pytest.mark.long
 def test_the_known_keys_are_those_of_the_installed_deepspeed() -> None:
     import subprocess
     import sys

@@ -125,6 +125,7 @@ def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own(tmp_path: Path) ->
     )
 
 
+@pytest.mark.long
 def test_an_export_does_not_import_deepspeed(tmp_path: Path) -> None:
     """Which takes seconds, and brings MLflow with it where that is installed."""
     program = f"""

@@ -31,6 +31,8 @@ from isles.run.records import read_record
 
 _END_OTHERS_S = 30.0
 """How long ranks may take to end after another one of this node has failed."""
+_KILL_S = 30.0
+"""How long the kernel may take to end a process that was killed."""
 
 _CAUSE_FIRST_S, _LOOK_S = 2.0, 0.05
 
@@ -256,10 +258,10 @@ class Ranks:
         self.signal(signal.SIGKILL)
         for rank, process in self._processes.items():
             # With a limit: what hangs in the kernel, as on a lost disk, cannot be killed.
-            process.join(timeout_s)
+            process.join(_KILL_S)
             if process.exitcode is None:
                 sys.stderr.write(
-                    f"process {process.pid} has not ended {timeout_s:.0f} s after SIGKILL: "
+                    f"process {process.pid} has not ended {_KILL_S:.0f} s after SIGKILL: "
                     "it hangs in a driver or a file system; see `dmesg | tail`\n"
                 )
             self._pipes[rank].close()
