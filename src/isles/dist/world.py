@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,7 +25,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_STORE_LOOK_S = 0.05
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.5
 
 
@@ -184,7 +182,6 @@ def work_together(
     Args:
         work: called in a thread, with a function that takes a line about how far it is; None: this
             rank has nothing to do.
-        world: the ranks.
         progress: called on every rank with what the others report.
         no_progress_s: longest time in which none of those that work may report anything new.
 
@@ -255,8 +252,6 @@ def join_world(
     """Join the process group. All ranks must call this.
 
     Args:
-        env: this process' place.
-        device: `cuda` or `cpu`.
         timeout_s: longest wait for the others, here and in every later operation.
         work_timeout_s: longest wait for what rank 0 does alone, such as verifying a checkpoint.
 
@@ -274,8 +269,6 @@ def join_world(
             # The store of the nodes: nothing else listens, and each restart has its own keys.
             tcp_store = TCPStore(*env.store_address, is_master=False, timeout=timeout)
             store = PrefixStore(f"ranks-{env.restart}", tcp_store)
-        elif env.agent_store is not None:
-            store = _agent_store(env.agent_store, env.rank, env.world_size, timeout)
         elif env.world_size == 1:
             store = HashStore()
         dist.init_process_group(
@@ -343,45 +336,6 @@ def _device(env: RankEnv, kind: str) -> torch.device:
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _agent_store(address: tuple[str, int], rank: int, world_size: int, timeout: timedelta) -> Store:
-    # The store of torchrun's agent, under a prefix that only the ranks of this start know. torch
-    # takes its own count of restarts as the prefix, and that differs between nodes: an agent that
-    # follows another one into a restart does not count it. The ranks would then read addresses of
-    # ranks that are dead.
-    store = TCPStore(*address, is_master=False, timeout=timeout)
-    if rank:
-        name = uuid.uuid4().hex
-        store.set(f"isles/hello/{rank}", name)
-        token = store.get(f"isles/answer/{name}").decode()
-        store.set(f"isles/heard/{token}/{rank}", "1")
-        return PrefixStore(f"isles/{token}", store)
-    # Rank 0 answers each rank, until every one has read it. A hello may be left over from a rank
-    # that is dead: it is answered, and its answer is never read.
-    token = uuid.uuid4().hex
-    missing = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    answered: set[str] = set()
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"isles/heard/{token}/{other}"]):
-                missing.discard(other)
-            elif store.check([f"isles/hello/{other}"]):
-                name = store.get(f"isles/hello/{other}").decode()
-                if name not in answered:
-                    answered.add(name)
-                    store.set(f"isles/answer/{name}", token)
-        if time.monotonic() > deadline:
-            names = ", ".join(map(str, sorted(missing)))
-            raise CommunicationError(
-                f"these ranks did not come within {timeout.total_seconds():.0f} s: {names}",
-                where="rank 0",
-                fix="look at what torchrun printed on their hosts",
-                id="start.timeout",
-            )
-        time.sleep(_STORE_LOOK_S)
-    return PrefixStore(f"isles/{token}", store)
 
 
 def serve_store(listener: socket.socket) -> None:
