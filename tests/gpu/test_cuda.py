@@ -107,7 +107,7 @@ def test_other_strategies_learn_on_one_gpu(run_file: Path, strategy: str, precis
 
 
 def test_the_largest_micro_batch_is_found(run_file: Path) -> None:
-    """CPU twin: tests/unit/test_probe.py."""
+    """CPU twin: tests/unit/test_balance.py."""
     options = ("clusters.0.gpus_per_node=1", "training.max_steps=5", "training.warmup_steps=0")
     isles("train", str(run_file), *options, cwd=run_file.parent)
     log = the_run(run_file).attempts()[-1].rank_log(0).read_text()

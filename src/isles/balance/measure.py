@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +15,6 @@ from torch import nn
 
 from isles.balance.curve import Curve
 from isles.dist.world import World
-from isles.run.records import read_record, write_record
 
 _ROUNDS = 3
 """At least, where passes are short."""
@@ -248,28 +244,6 @@ def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
             parameter.grad.zero_()
 
 
-def curve_file(folder: Path, key: dict[str, object]) -> Path:
-    """Where a cache folder keeps the curve that depends on all of `key`."""
-    text = json.dumps(key, sort_keys=True, default=str)
-    return folder / "curves" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def read_curve(file: Path) -> Curve | None:
-    """A curve that was kept, or None."""
-    record = read_record(file)
-    try:
-        return None if record is None else Curve.read(record)
-    except (KeyError, TypeError, ValueError, AssertionError):
-        return None  # of another version: measured anew, and overwritten
-
-
-def keep_curve(file: Path, curve: Curve) -> None:
-    """Keep a curve; a cache that cannot be written costs only time."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_record(file, curve.record(), durable=False)
-
-
 class ComputeMeter:
     """Seconds of the forward passes of some modules in each step, inside the real engine.
 
@@ -278,7 +252,6 @@ class ComputeMeter:
 
     Args:
         modules: each of which computes and never waits; none inside another.
-        device: where they compute.
     """
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
