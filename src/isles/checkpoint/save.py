@@ -61,8 +61,6 @@ class CheckpointManager:
     """Saves a run's state in the background, one save at a time.
 
     Args:
-        run_dir: whose checkpoints, as this rank knows it.
-        world: the ranks of the cluster.
         disks: which nodes have a run directory of their own.
         attempt: which start of the run this is; its checkpoints say so.
         now: seconds that only ever grow.
@@ -96,9 +94,6 @@ class CheckpointManager:
         """Remove what killed saves left behind, and what is of steps that are done again.
 
         All ranks call this, before the first save.
-
-        Args:
-            step: after which training goes on.
         """
         if self._world.is_main:
             self._run_dir.checkpoints.mkdir(exist_ok=True)

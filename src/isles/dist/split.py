@@ -67,7 +67,6 @@ def shared_split(
     """Rows in proportion to shares, to the nearest row; each rank in few, even micro-steps.
 
     Args:
-        global_batch_size: rows in all.
         shares: of each data-parallel rank, not all 0.
         limits: most rows of a micro-batch, for each of them.
         in_step: see RowSplit.

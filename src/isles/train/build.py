@@ -42,7 +42,7 @@ from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder, make_trackers
-from isles.train.reference import Reference
+from isles.train.reference import score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
@@ -84,8 +84,13 @@ def build(
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        reference = Reference(engine, mesh, world, recorder, balancer.even_size)
-        reference.score_all(training, validation, config.training, total_steps, run_dir)
+        rows = None if total_steps is None else total_steps * config.training.global_batch_size
+        score = functools.partial(
+            score_reference, engine, mesh, world, recorder, balancer.even_size
+        )
+        score(training, rows, run_dir.reference("training"))
+        if validation is not None:
+            score(validation, config.training.eval_samples, run_dir.reference("validation"))
     exchange = None
     if config.diloco is not None:
         # Its web client takes a third of a second to import, which other runs need not wait for.

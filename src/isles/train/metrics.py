@@ -32,7 +32,6 @@ class StepMeter:
     else here waits for it.
 
     Args:
-        world: the ranks.
         flops_per_token: of training, forward and backward; with the peak of the GPU it gives the
             model FLOPs utilisation, which a CPU or an unknown GPU has not.
     """
@@ -167,9 +166,7 @@ def evaluate(
     """Mean loss over all ranks' batches. All ranks must call this.
 
     Args:
-        engine: whose model is asked.
         batches: this rank's part; all ranks have equally many.
-        world: the ranks of the cluster.
         counts: whether this rank is the one of those with the same rows that counts them.
 
     Returns:

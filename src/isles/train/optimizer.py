@@ -32,7 +32,6 @@ def make_optimizers(
     to AdamW's size).
 
     Args:
-        config: the run file's section.
         model: whose trained parameters have their memory, whole or sharded.
         seed: of stochastic rounding; the same on all ranks.
 
@@ -170,9 +169,6 @@ class LowMemoryAdamW(Optimizer):
 
     Args:
         groups: parameters with their `weight_decay`, whole or sharded (DTensors).
-        lr: learning rate.
-        betas: decay of the first and of the second moment.
-        eps: offset of the denominator.
         eight_bit: hold the moments of matrices in 8 bits, other moments in fp32.
         rounds_at_random: round weights in bf16 stochastically; with eight_bit off, moments have
             the weights' type.

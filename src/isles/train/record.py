@@ -45,7 +45,6 @@ class Recorder:
     """Writes status.json, and hands rows to the trackers. Does nothing on other ranks than 0.
 
     Args:
-        run_dir: takes the records.
         is_main: whether this is rank 0.
         world_size: ranks in the run.
         last_step: takes the number of each step; None: nothing does.
@@ -193,15 +192,7 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
 def make_trackers(
     resolved: Resolved, run_dir: RunDir, recorder: Recorder, world: World, *, step: int
 ) -> Trackers:
-    """Open the trackers on rank 0; on other ranks there are none.
-
-    Args:
-        resolved: the run file.
-        run_dir: where records and curves lie.
-        recorder: takes what a tracker says to the user.
-        world: the ranks.
-        step: the inner steps that are done.
-    """
+    """Open the trackers on rank 0; on other ranks there are none."""
     if not world.is_main:
         return Trackers([])
     local: list[Tracker] = [JsonlTracker(run_dir.metrics, resumed_step=step)]

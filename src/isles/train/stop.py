@@ -155,8 +155,6 @@ class Agreement:
     The ranks' requests travel beside the step's computation, so no step waits for them.
 
     Args:
-        world: the ranks of the cluster.
-        signals: this rank's signals.
         stop_at: time.monotonic() at which rank 0 asks to stop, or None.
         time_ends_run: whether that is the run's end or only this attempt's.
         save_every_s: longest time between two saves, or None.

@@ -26,19 +26,19 @@ from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
+from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
 from isles.errors import DataError, TrainingError, UserError
 from isles.models.build import converts_weights
 from isles.run.checkpoints import CheckpointInfo, find_checkpoint, verify_checkpoint
 from isles.run.env import RankEnv, cache_home
 from isles.run.paths import RunDir
-from isles.strategies.ddp import DDPEngine
 from isles.train.finish import export_step, max_shard_bytes
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
 from isles.train.model import empty_model, whole_model, with_base
 from isles.train.reference import give_scores
-from isles.train.strategy import make_objective, resolve_mesh
+from isles.train.strategy import make_engine, resolve_mesh
 
 
 def main() -> int:
@@ -176,8 +176,7 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             )
     greedy = options.temperature <= 0
     # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
-    mixed = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-    dtype = mixed.get(resolved.config.training.precision) if has_adapter else None
+    dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         output = model.generate(
             input_ids=inputs["input_ids"],
@@ -225,16 +224,8 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
         if config.training.method == "dpo":
             give_scores(validation, num_samples, run_dir.reference("validation"))
         strategy = DDPStrategyConfig()
-        engine = DDPEngine(
-            model,
-            lambda _: [],
-            strategy,
-            resolve_mesh(strategy, world),
-            world,
-            precision=config.training.precision,
-            comm_sample_every=1,
-            make_objective=make_objective(config.training),
-        )
+        mesh = resolve_mesh(strategy, world)
+        engine = make_engine(strategy, model, lambda _: None, lambda _: [], mesh, world, config)
         batches = evaluation_batches(
             validation,
             num_samples,

@@ -50,11 +50,7 @@ def run_rank(
     """Train as one rank of a run, and record how it ended; returns the exit code.
 
     Args:
-        run_dir: the run directory, with resolved.yaml in it.
-        attempt: this start, whose folder exists.
-        env: this process' place.
         resume_from: a checkpoint that was asked for by name; None: the latest good one.
-        world: the process group, where it is joined already.
     """
     log_of_rank(env.rank)
     signals = StopSignals(attempt if env.rank == 0 else None)

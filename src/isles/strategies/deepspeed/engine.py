@@ -40,9 +40,7 @@ class DeepSpeedEngine(Engine):
             device.
         materialize: fills a model whose memory has been allocated, this rank's part of it.
         make_optimizers: optimizers over the parameters of the model that it is given.
-        world: the ranks of the cluster.
         settings: DeepSpeed's JSON, with nothing left on `auto`.
-        make_objective: what is minimised.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -291,7 +289,6 @@ def _cut_model(
         materialize: fills a model whose memory has been allocated, this rank's part of it.
         make_optimizer: the optimizer over a module.
         settings: DeepSpeed's JSON.
-        world: the ranks.
 
     Returns:
         The optimizer over DeepSpeed's parameters.

@@ -201,7 +201,6 @@ class Pipeline:
         modules: the stages of this rank by their number in the pipeline, in order.
         schedule: in which order the micro-batches go through.
         group: the ranks that hold the stages of one copy of the model.
-        device: of this rank.
         hidden: size and type of the hidden states that travel between stages.
         loss: what the last stage differentiates.
     """
