@@ -8,11 +8,10 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -90,17 +89,7 @@ class World:
             group: over which the outcome is sent; None: `control`.
             rank: which one.
         """
-        outcome: tuple[T | None, Exception | None] = (None, None)
-        if self.rank == rank:
-            try:
-                outcome = (work(), None)
-            except UserError as error:  # handed on to every rank, raised below
-                outcome = (None, error)
-            except Exception as error:
-                # Not every exception can be sent; the first rank's own log has its traceback.
-                log.exception("rank %d failed while the others waited", rank)
-                outcome = (None, RuntimeError(f"{type(error).__name__}: {error}"))
-        outcomes = [outcome]
+        outcomes = [_caught(work) if self.rank == rank else (None, None)]
         dist.broadcast_object_list(outcomes, src=rank, group=group or self.control)
         value, failure = outcomes[0]
         if failure is not None:
@@ -143,28 +132,45 @@ def on_every_rank(world: World, work: Callable[[], T]) -> T:
         UserError: of the first rank that failed, on all; where not all did, with the nodes that
             did.
     """
-    value: T | None = None
-    failure: UserError | None = None
-    try:
-        value = work()
-    except UserError as error:
-        failure = error
+    value, failure = _caught(work)
     found = world.gather((place_of(world), failure))
     failed = [(place, error) for place, error in found if error is not None]
     if not failed:
         return value  # type: ignore[return-value]  # no error: `work` has returned
     first = failed[0][1]
-    if len(failed) < len(found) and not isinstance(first, ConfigErrors):
+    is_some = len(failed) < len(found)
+    if is_some and isinstance(first, UserError) and not isinstance(first, ConfigErrors):
         nodes = ", ".join(dict.fromkeys(str(place) for place, _ in failed))
         first.where = f"{first.where} on {nodes}" if first.where else nodes
     raise first
 
 
-def raise_first(failures: list[UserError | None]) -> None:
+def raise_first(failures: Sequence[Exception | None]) -> None:
     """Raise the first failure, if any; called with the same ones on every rank."""
     for failure in failures:
         if failure is not None:
             raise failure
+
+
+@dataclass(slots=True)
+class _Share:
+    # What a rank tells the others of its part of a work.
+    is_done: bool
+    line: str = ""
+    result: Any = None
+    failure: Exception | None = None
+
+
+def _caught(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    # The result, or the error in a form that can be sent to the ranks that wait.
+    try:
+        return work(), None
+    except UserError as error:
+        return None, error
+    except Exception as error:
+        # Not every exception can be sent; this rank's own log has its traceback.
+        log.exception("failed while the other ranks waited")
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def work_together(
@@ -192,46 +198,31 @@ def work_together(
         Exception: the error of the first rank that failed, on every rank.
         CommunicationError: those that work have reported nothing new for too long.
     """
-    reported = ""
-    result: Future[T | None] = Future()
+    share = _Share(is_done=work is None)
 
     def report(line: str) -> None:
-        nonlocal reported
-        reported = line
+        share.line = line
 
     def run() -> None:
         assert work is not None
-        try:
-            result.set_result(work(report))
-        except UserError as error:
-            result.set_exception(error)
-        except Exception as error:
-            # Not every exception can be sent; this rank's own log has its traceback.
-            log.exception("failed while the other nodes waited")
-            result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        share.result, share.failure = _caught(lambda: work(report))
+        share.is_done = True
 
-    if work is None:
-        result.set_result(None)
-    else:
+    if work is not None:
         # A daemon: where another node fails, this process ends without waiting for it.
         threading.Thread(target=run, daemon=True).start()
     known: dict[int, str] = {}
     last_news, wait_s = time.monotonic(), _FIRST_LOOK_S
     while True:
-        is_done = result.done()
-        error = result.exception() if is_done else None
-        value = result.result() if is_done and error is None else None
-        states = world.gather((is_done, reported, value, error))
-        for _, _, _, failure in states:
-            if failure is not None:
-                raise failure
-        for rank, (_, line, _, _) in enumerate(states):
-            if line != known.get(rank, ""):
-                known[rank], last_news = line, time.monotonic()
-                progress(line)
-        running = [rank for rank, state in enumerate(states) if not state[0]]
+        shares = world.gather(share)
+        raise_first([each.failure for each in shares])
+        for rank, each in enumerate(shares):
+            if each.line != known.get(rank, ""):
+                known[rank], last_news = each.line, time.monotonic()
+                progress(each.line)
+        running = [rank for rank, each in enumerate(shares) if not each.is_done]
         if not running:
-            return [state[2] for state in states]
+            return [each.result for each in shares]
         # One may wait in silence for another that prepares the same on a disk that they share.
         if time.monotonic() - last_news > no_progress_s:
             who = ", ".join(f"{rank} ({known.get(rank, 'nothing')!r})" for rank in running)

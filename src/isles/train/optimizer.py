@@ -41,15 +41,15 @@ def make_optimizers(
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Liu et al. 2025 (arXiv:2502.16982) for
     Muon's scale.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     match config.optimizer:
         case "adamw" if not config.stochastic_rounding:
-            return [_adamw(config, [p for _, p in named])]
+            return [_adamw(config, trained)]
         case "adamw" | "adamw_8bit":
             if error := missing_torchao(config):
                 raise error
             low_memory = LowMemoryAdamW(
-                _decay_groups(config, [p for _, p in named]),
+                _decay_groups(config, trained),
                 lr=config.learning_rate,
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_epsilon,
@@ -59,9 +59,9 @@ def make_optimizers(
             )
             return [low_memory]
         case "sgd":
-            groups = _decay_groups(config, [p for _, p in named])
+            groups = _decay_groups(config, trained)
             # The fused kernel does not know shards; without it a step waits for the GPU.
-            is_whole = not any(isinstance(p, DTensor) for _, p in named)
+            is_whole = not any(isinstance(p, DTensor) for p in trained)
             sgd = torch.optim.SGD(
                 groups, lr=config.learning_rate, momentum=config.momentum, fused=is_whole
             )
@@ -70,9 +70,9 @@ def make_optimizers(
             return [sgd]
         case "muon":
             ends = {id(p) for part in _ends(model) for p in part.parameters()}
-            inner = [p for _, p in named if p.ndim == 2 and id(p) not in ends]
+            inner = [p for p in trained if p.ndim == 2 and id(p) not in ends]
             chosen = {id(p) for p in inner}
-            rest = [p for _, p in named if id(p) not in chosen]
+            rest = [p for p in trained if id(p) not in chosen]
             is_cpu = any(p.device.type == "cpu" for p in inner)
             muon = (MuonFp32 if is_cpu else torch.optim.Muon)(
                 inner,
