@@ -329,7 +329,7 @@ class _ExistingFolders(FileSystem):
     # torch makes the folder of a checkpoint with all that is above it, and so made a run directory
     # again that was deleted.
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Make nothing."""
+        pass
 
 
 class _Writer(FileSystemWriter):
@@ -338,11 +338,7 @@ class _Writer(FileSystemWriter):
         self.fs = _ExistingFolders()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's part; an error names the disk, as the other ranks see this error alone.
-
-        Raises:
-            TrainingError: this rank's disk does not take it.
-        """
+        # An error names the disk, as the other ranks see this error alone.
         try:
             return super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:

@@ -24,8 +24,6 @@ class DDPEngine(TorchEngine):
     """One process, or several that hold the same model. See `strategies.base.Engine`.
 
     Args:
-        make_optimizers: optimizers over the parameters of the model that it is given.
-        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         comm_sample_every: how often, in steps, communication is timed.
     """
 

@@ -31,9 +31,6 @@ class FSDPEngine(TorchEngine):
 
     Args:
         model: on the meta device; tensor parallel, if any, has been applied.
-        materialize: fills a model whose memory has been allocated, this rank's part of it.
-        make_optimizers: optimizers over the parameters of the model that it is given.
-        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +119,7 @@ def build(
         loader=loader,
         validation=validation,
         progress=progress,
-        agreement=_make_agreement(config, world, signals, progress),
+        agreement=Agreement(world, signals, config, progress.elapsed_s),
         meter=meter,
         checkpoints=checkpoints,
         balancer=balancer,
@@ -196,25 +195,6 @@ def _make_model(
         world.world_size,
     )
     return model
-
-
-def _make_agreement(
-    config: RunConfig, world: World, signals: StopSignals, progress: Progress
-) -> Agreement:
-    limits = config.training
-    ends_run = limits.max_steps is None and limits.num_train_epochs is None
-    stop_at = None
-    if limits.max_time is not None:
-        already = progress.elapsed_s if ends_run else 0.0
-        stop_at = time.monotonic() + limits.max_time - already
-    minutes = config.checkpoint.every_minutes
-    return Agreement(
-        world,
-        signals,
-        stop_at=stop_at,
-        time_ends_run=ends_run,
-        save_every_s=None if minutes is None else minutes * 60,
-    )
 
 
 def _take_over(

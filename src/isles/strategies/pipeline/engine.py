@@ -40,10 +40,7 @@ class PipelineEngine(TorchEngine):
 
     Args:
         model: the whole model on the meta device, attention chosen, nothing cut yet.
-        materialize: fills a model whose memory has been allocated, by the parameters' names.
-        make_optimizers: optimizers over the parameters of the model that it is given.
         config: how a stage is cut over its ranks; NO_SHARD: each of them holds it whole.
-        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         parallelize: applies tensor parallel, if any, to a stage on the meta device, in place.
 
     Raises:

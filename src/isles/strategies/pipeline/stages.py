@@ -40,7 +40,6 @@ class _Elsewhere(nn.Module):
     """As a layer without one: there is nothing to cut here."""
 
     def forward(self, hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
-        """Hand on what came."""
         return hidden
 
 
