@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,12 +83,9 @@ def build(
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
         rows = None if total_steps is None else total_steps * config.training.global_batch_size
-        score = functools.partial(
-            score_reference, engine, mesh, world, recorder, balancer.even_size
-        )
-        score(training, rows, run_dir.reference("training"))
-        if validation is not None:
-            score(validation, config.training.eval_samples, run_dir.reference("validation"))
+        score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
+        score("training", training, rows, balancer.even_size)
+        score("validation", validation, config.training.eval_samples, balancer.even_size)
     exchange = None
     if config.diloco is not None:
         # Its web client takes a third of a second to import, which other runs need not wait for.
@@ -124,9 +120,7 @@ def build(
         checkpoints=checkpoints,
         balancer=balancer,
         total_steps=total_steps,
-        git_commit=_git_commit() if world.is_main else None,
-        data_content=training.content,
-        samples_per_epoch=training.samples_per_epoch,
+        training=training,
         base=base,
     )
     if exchange is not None:
@@ -140,7 +134,7 @@ def build(
             forget_ahead=loader.forget,
             requested=lambda: signals.stop_code,
             total_steps=total_steps,
-            data_content=parts.data_content,
+            data_content=training.content,
             base=base,
         )
     return parts
@@ -238,14 +232,3 @@ def _take_over(
         checkpoint.path,
     )
     return progress
-
-
-def _git_commit() -> str | None:
-    # The commit of the folder that the run was started in, if it is under git.
-    try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None

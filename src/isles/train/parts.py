@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import subprocess
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -54,9 +56,7 @@ class Parts:
     checkpoints: CheckpointManager
     balancer: Balancer
     total_steps: int | None
-    git_commit: str | None
-    data_content: str
-    samples_per_epoch: int
+    training: Dataset
     base: dict[str, str] | None
     outer: Outer | None = None
 
@@ -237,15 +237,15 @@ class Parts:
             "balance": self.balancer.record(),
             "outer": None if self.outer is None else self.outer.exchange.manifest(),
             "seed": self.config.seed,
-            "data": self.data_content,
-            "samples_per_epoch": self.samples_per_epoch,
+            "data": self.training.content,
+            "samples_per_epoch": self.training.samples_per_epoch,
             "stream": self.loader.stream_state(),
             "base": self.base,
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
             "device": self.world.device_name,
             "config_digest": digest(self.config),
-            "git_commit": self.git_commit,
+            "git_commit": _git_commit() if self.world.is_main else None,
             "created_at": time.time(),
             "host": self.world.host,
             "versions": {
@@ -255,3 +255,15 @@ class Parts:
                 **({} if self.base is None else {"peft": version("peft")}),
             },
         }
+
+
+@functools.cache
+def _git_commit() -> str | None:
+    # The commit of the folder that the run was started in, if it is under git.
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

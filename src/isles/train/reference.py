@@ -22,6 +22,7 @@ from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
+from isles.run.paths import RunDir
 from isles.run.records import write_bytes_atomic
 from isles.strategies.base import Engine
 from isles.train.record import Recorder
@@ -39,21 +40,26 @@ def score_reference(
     mesh: Mesh,
     world: World,
     recorder: Recorder,
-    micro_batch_size: int,
-    dataset: Dataset,
+    run_dir: RunDir,
+    part: str,
+    dataset: Dataset | None,
     num_samples: int | None,
-    path: Path,
+    micro_batch_size: int,
 ) -> None:
     """Give a dataset the scores of its first samples by the model as it is now.
 
     All ranks must call this, before any checkpoint is loaded.
 
     Args:
-        micro_batch_size: pairs of a forward pass.
-        dataset: of pairs.
+        run_dir: keeps the scores for later starts.
+        part: training or validation.
+        dataset: of pairs; None: there is none.
         num_samples: how many global indices will be read; None: perhaps all.
-        path: keeps the scores for later starts.
+        micro_batch_size: pairs of a forward pass.
     """
+    if dataset is None:
+        return
+    path = run_dir.reference(part)
     scores = world.main_first(lambda: _known(dataset, path), group=world.work)
     wanted = _wanted(dataset, num_samples)
     missing = wanted[np.isnan(scores[wanted, 0])]
@@ -65,7 +71,7 @@ def score_reference(
     try:
         for start in range(0, len(missing), at_once):
             numbers = missing[start : start + at_once]
-            recorder.phase("scoring the reference", f"{start} of {len(missing)} pairs: {path.stem}")
+            recorder.phase("scoring the reference", f"{start} of {len(missing)} pairs: {part}")
             scores[numbers] = _score(engine, mesh, world, dataset, numbers, micro_batch_size)
             is_last = start + at_once >= len(missing)
             if world.is_main and (is_last or time.monotonic() - kept_at > _KEEP_EVERY_S):
