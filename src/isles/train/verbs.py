@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from isles.checkpoint.card import card_text
 from isles.checkpoint.export import export_model, read_trained
 from isles.checkpoint.hub import check_push, push
-from isles.checkpoint.load import load_tensors
+from isles.checkpoint.load import load_tensors, sound_checkpoint
 from isles.config.resolve import Resolved, load_resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
@@ -28,9 +28,9 @@ from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
 from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
-from isles.errors import DataError, TrainingError, UserError
+from isles.errors import DataError, UserError
 from isles.models.build import converts_weights
-from isles.run.checkpoints import CheckpointInfo, find_checkpoint, verify_checkpoint
+from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv, cache_home
 from isles.run.paths import RunDir
 from isles.train.finish import export_step, max_shard_bytes
@@ -106,7 +106,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
                 fix="use owner/name",
             ) from None
         check_push(repo, where=f"--push-to-hub={repo}")
-    checkpoint = _sound_checkpoint(run_dir, options.step)
+    checkpoint = sound_checkpoint(find_checkpoint(run_dir, options.step).path)
     folder, step = options.output or run_dir.model, checkpoint.step
     has_adapter = resolved.config.adapter.type != "none"
     if options.merge_adapter and not has_adapter:
@@ -252,7 +252,7 @@ def _load(
     run_dir: RunDir, resolved: Resolved, step: int | None, device: torch.device
 ) -> tuple[Any, int]:
     # The model with a checkpoint's weights, and the checkpoint's step.
-    checkpoint = _sound_checkpoint(run_dir, step)
+    checkpoint = sound_checkpoint(find_checkpoint(run_dir, step).path)
     config = resolved.config
     tokenizer = _tokenizer(run_dir, resolved)
     if config.adapter.type != "none":
@@ -266,18 +266,6 @@ def _load(
     load_tensors(state, checkpoint.path, alone=True)
     model.tie_weights()
     return model.eval(), checkpoint.step
-
-
-def _sound_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
-    checkpoint = find_checkpoint(run_dir, step)
-    if damage := verify_checkpoint(checkpoint.path):
-        raise TrainingError(
-            f"the checkpoint is broken: {'; '.join(damage)}",
-            where=str(checkpoint.path),
-            fix="take another one with --step: `isles checkpoint list`",
-            id="checkpoint.broken",
-        )
-    return checkpoint
 
 
 def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:
