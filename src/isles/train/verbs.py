@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from isles.checkpoint.card import card_text
-from isles.checkpoint.export import export_model, read_trained
+from isles.checkpoint.export import read_trained
 from isles.checkpoint.hub import check_push, push
 from isles.checkpoint.load import load_tensors, sound_checkpoint
 from isles.config.resolve import Resolved, load_resolved
@@ -33,7 +32,7 @@ from isles.models.build import converts_weights
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv, cache_home
 from isles.run.paths import RunDir
-from isles.train.finish import export_step, max_shard_bytes
+from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
 from isles.train.model import empty_model, whole_model, with_base
@@ -122,19 +121,12 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
     ):
         sys.stderr.write(f"warning: {warning}\n")
+    model: Any = None
     if not has_adapter and converts_weights(empty):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
-        export_model(
-            model,
-            tokenizer,
-            folder,
-            max_shard_bytes=max_shard_bytes(resolved.config.checkpoint),
-            card=card_text(run_dir, resolved, checkpoint, tokenizer, repo=repo),
-        )
-    else:
-        merge = options.merge_adapter or None
-        export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge)
+    merge = options.merge_adapter or None
+    export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
     sys.stdout.write(f"step {step} is exported to {folder}\n")
     if repo is not None:
         url = push(folder, repo, message=f"{run_dir.name}, step {step}")
