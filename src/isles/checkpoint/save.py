@@ -143,7 +143,10 @@ class CheckpointManager:
         if self._world.main_first(lambda: self._prepare(partial, final, manifest)):
             self._make_staging(partial)
             try:
-                _save_rng(self._staging(partial), self._world.rank)
+                random = {"cpu": torch.get_rng_state()}
+                if torch.cuda.is_available():  # of this rank's GPU
+                    random["cuda"] = torch.cuda.get_rng_state()
+                save_file(random, rng_file(self._staging(partial), self._world.rank))
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
             staged = stage(state, replicas) | stage(dict(own), (0, 1))
@@ -388,14 +391,6 @@ def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError
         "`isles train` again goes on from the last whole checkpoint, which is untouched",
         id="checkpoint.unsaved",
     )
-
-
-def _save_rng(folder: Path, rank: int) -> None:
-    # PyTorch's random state, of the CPU and of this rank's GPU.
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    save_file(state, rng_file(folder, rank))
 
 
 def _discard(folder: Path) -> None:

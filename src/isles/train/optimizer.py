@@ -69,7 +69,10 @@ def make_optimizers(
                 _start_momentum(sgd)
             return [sgd]
         case "muon":
-            ends = {id(p) for part in _ends(model) for p in part.parameters()}
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            outer: list[nn.Module] = [p for p in model.modules() if isinstance(p, nn.Embedding)]
+            outer += [] if head is None else [head]
+            ends = {id(p) for part in outer for p in part.parameters()}
             inner = [p for p in trained if p.ndim == 2 and id(p) not in ends]
             chosen = {id(p) for p in inner}
             rest = [p for p in trained if id(p) not in chosen]
@@ -149,13 +152,6 @@ def _decay_groups(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _ends(model: nn.Module) -> list[nn.Module]:
-    # Embeddings of tokens and positions, and the head.
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    ends: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    return ends if head is None else [*ends, head]
 
 
 class LowMemoryAdamW(Optimizer):

@@ -71,22 +71,17 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         vocab_size=int(shape.vocab_size),
         num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
-    memory = _least_memory_bytes(world)
-    machine = Machine(world.world_size, _ranks_per_node(world), memory, None)
-    training, length = config.training, config.data.seq_length
-    if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
-        machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
-    chosen, why = choose_strategy(size, training, length, machine)
-    return chosen, f"{describe(chosen)}, as {why}"
-
-
-def _least_memory_bytes(world: World) -> int:
     # Of the rank that has least: its GPU's, or its part of the machine's on a CPU.
     if world.device.type == "cuda":
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         mine = psutil.virtual_memory().total // world.local_world_size
-    return min(world.gather(mine))
+    machine = Machine(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
+    training, length = config.training, config.data.seq_length
+    if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
+        machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
+    chosen, why = choose_strategy(size, training, length, machine)
+    return chosen, f"{describe(chosen)}, as {why}"
 
 
 def _link_bytes_per_s(world: World) -> float:
