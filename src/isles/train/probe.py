@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.balance.curve import Curve
-from isles.balance.measure import Lockstep, Probe, calibrate
+from isles.balance.measure import Probe, calibrate
 from isles.config.layout import Strategy
 from isles.config.sections.data import isolates_any
 from isles.config.sections.run import RunConfig
@@ -97,7 +97,7 @@ def measure_curve(
         autocast=MIXED_DTYPE.get(training.precision),
         device=device,
         share=1 / (layout.tp * layout.pp),
-        lockstep=Lockstep(world) if is_cpu else None,
+        world=world if is_cpu else None,
     )
     plausible = _PLAUSIBLE * -(-training.global_batch_size // layout.dp_size)
     most = most_rows or (CPU_MICRO_BATCH_SIZE if is_cpu else plausible)
