@@ -402,7 +402,7 @@ def watching(
         env,
         [host for host, _ in ranks],
         clock,
-        lambda: PrefixStore(f"watch-{ranks[0][1]}", _own_connection()),
+        lambda: PrefixStore(f"watch-{ranks[0][1]}", _own_connection(env)),
         recorder,
         is_gpu=world.device.type == "cuda",
         saving_moved_at=saving_moved_at,
@@ -414,19 +414,17 @@ def watching(
         watchdog.close()
 
 
-def _own_connection() -> Store:
+def _own_connection(env: RankEnv) -> Store:
     # To the store through which the ranks have met. That of the process group is taken while its
     # main thread waits for a key.
+    if env.store is not None:
+        return FileStore(str(env.store), -1)
     store: Store = _get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    match store:
-        case TCPStore():
-            return TCPStore(store.host, store.port, is_master=False, timeout=_CONNECT)
-        case FileStore():
-            return FileStore(store.path, -1)
-        case _:  # in memory, of a rank that is alone
-            return store
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, is_master=False, timeout=_CONNECT)
+    return store  # in memory, of a rank that is alone
 
 
 def _flight_record() -> str:
