@@ -37,7 +37,7 @@ def main() -> int:
     if env.rank == 0:
         for note in notes(given):
             sys.stderr.write(f"note: {note}\n")
-    from isles.train.by_hand import train_by_hand
+    from isles.train.__main__ import train_by_hand
 
     return train_by_hand(lambda: load(given), resume_of(given), env)
 
@@ -240,6 +240,6 @@ def _notes_of_hivemind(given: Given) -> Iterator[str]:
 
 if __name__ == "__main__":
     code = main()
-    from isles.train.by_hand import leave
+    from isles.train.__main__ import leave
 
     leave(code)

@@ -18,7 +18,7 @@ import torch
 
 from isles.balance.balancer import Balancer
 from isles.balance.curve import Curve
-from isles.balance.measure import ComputeMeter, Lockstep
+from isles.balance.measure import ComputeMeter, compute_until_all_are_here
 from isles.balance.revise import Allocation, Device, History
 from isles.dist.split import even_split
 from isles.dist.world import join_world, leave_world
@@ -85,8 +85,8 @@ def test_measured_rows_are_all_rows_and_change_nothing(run_file: Path, strategy:
 
 def _measure_with(env: RankEnv, mark: Path) -> int:
     """Rank 0 is done at once; rank 1 only when rank 0 has gone on computing."""
-    lockstep = Lockstep(join_world(env, device="cpu", timeout_s=DEADLINE_S))
-    lockstep.begin()
+    world = join_world(env, device="cpu", timeout_s=DEADLINE_S)
+    world.gather(None)
     passes = 0
 
     def work() -> None:
@@ -98,7 +98,7 @@ def _measure_with(env: RankEnv, mark: Path) -> int:
     deadline = time.monotonic() + DEADLINE_S
     while env.rank == 1 and not mark.exists():
         assert time.monotonic() < deadline, "rank 0 does not compute while rank 1 is not done"
-    lockstep.go_on(work)
+    compute_until_all_are_here(work, world)
     leave_world()
     return passes
 

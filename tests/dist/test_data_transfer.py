@@ -109,8 +109,8 @@ def test_damage_on_the_way_leaves_nothing_and_is_named(tmp_path: Path, tokenizer
     received.rmdir()
     errors = run_ranks(build_on_node, 2, tmp_path, 1, tokenizer)
     assert isinstance(good[0], tuple) and errors[0] == errors[1]
-    assert "tokens.bin has changed on the disk that it was read from" in errors[0]
-    assert "rank 0 on" in errors[0] and "sent by rank 1" in errors[0]
+    assert "tokens.bin is not what was to be sent: its SHA-256 has changed" in errors[0]
+    assert "rank 0 on" in errors[0] and "on the disk of rank 1" in errors[0]
     assert not received.exists()
     assert not list(received.parent.glob(".partial-*"))
 

@@ -79,18 +79,15 @@ def test_the_sample_and_the_rank_that_bring_nan_are_named(poisoned: tuple[Path, 
     assert list_checkpoints(run_dir)[-1].step == step - 1
 
 
-@pytest.mark.brief("1-32-true", "2-bf16-mixed")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_loss_that_is_not_finite(run_file: Path, precision: str, world_size: int) -> None:
-    """A learning rate from hell blows up the weights within a few steps."""
-    hell = (f"training.precision={precision}", "training.learning_rate=100.0")
-    options = (*hell, "training.optimizer=sgd", "training.max_grad_norm=null")
-    run_dir, _, gang = start_training(run_file, world_size, *options, "training.max_steps=200")
-    codes = gang.wait()
-    assert set(codes) == {ExitCode.TRAINING}
-    attempt = run_dir.last_attempt()
-    assert attempt is not None
+def check_that_the_last_good_weights_stay(
+    run_file: Path, world_size: int, *options: str
+) -> dict[str, torch.Tensor]:
+    """A learning rate from hell blows up the weights within a few steps. Returns what is saved."""
+    hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_steps=200")
+    run_dir, attempt, gang = start_training(
+        run_file, world_size, *hell, "training.max_grad_norm=null", *options
+    )
+    assert set(gang.wait()) == {ExitCode.TRAINING}
     error = read_record(attempt.rank_error(0)) or {}
     assert "not finite" in error["what"]
     assert "rank " in error["what"] or "gradient" in error["what"]
@@ -99,12 +96,20 @@ def test_loss_that_is_not_finite(run_file: Path, precision: str, world_size: int
     assert good.manifest["samples"] == good.step * 12
     state = weights_of(run_dir, good.step)
     assert all(bool(torch.isfinite(v).all()) for n, v in state.items() if n.startswith("model."))
+    return state
 
 
-def test_a_killed_rank_is_noticed_by_the_others(run_file: Path) -> None:
-    run_dir, attempt, gang = start_training(
-        run_file, 2, "training.max_steps=100000", "training.logging_steps=1"
-    )
+@pytest.mark.brief("1-32-true", "2-bf16-mixed")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loss_that_is_not_finite(run_file: Path, precision: str, world_size: int) -> None:
+    check_that_the_last_good_weights_stay(run_file, world_size, f"training.precision={precision}")
+
+
+def check_that_a_killed_rank_is_noticed(run_file: Path, *options: str) -> None:
+    """By the other of two ranks."""
+    endless = ("training.max_steps=100000", "training.logging_steps=1")
+    run_dir, attempt, gang = start_training(run_file, 2, *endless, *options)
     assert rows_after_start(run_dir, gang, 2)
     os.kill(gang.processes[1].pid or 0, signal.SIGKILL)
     gang.processes[0].join(DEADLINE_S)
@@ -112,6 +117,10 @@ def test_a_killed_rank_is_noticed_by_the_others(run_file: Path) -> None:
     error = read_record(attempt.rank_error(0)) or {}
     assert error["is_communication"]
     assert error["exit_code"] == ExitCode.COMMUNICATION
+
+
+def test_a_killed_rank_is_noticed_by_the_others(run_file: Path) -> None:
+    check_that_a_killed_rank_is_noticed(run_file)
 
 
 def test_ranks_without_an_agent_end_when_their_run_directory_is_deleted(run_file: Path) -> None:

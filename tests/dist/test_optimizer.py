@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,23 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from isles.checkpoint.load import load_tensors
 from isles.config.layout import Strategy
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.model import ModelConfig
-from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
-from isles.dist.world import World, join_world, leave_world
-from isles.models.build import build_empty_model, build_model, fill_model
+from isles.dist.world import join_world, leave_world
 from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_rows
-from isles.strategies.base import Engine
-from isles.train.model import weights_dtype
-from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.dist.test_same_mathematics import weights_of
+from tests.engines import engine_of, fake_run
 from tests.ranks import run_ranks, train_to_end
 
 FAST = ("training.learning_rate=0.01", "training.lr_scheduler_type=constant")
@@ -100,33 +91,6 @@ def test_rounding_at_random_is_exact_on_resume_and_learns(run_file: Path) -> Non
         assert losses(once)[-1] < losses(once)[0] - 0.5
 
 
-def make(
-    world: World, model: Path, strategy: Strategy, vocab_size: int | None, **training: Any
-) -> Engine:
-    """The engine of the tiny model with its state in 8 bits."""
-    config = RunConfig(
-        model=ModelConfig(name_or_path=str(model), init="scratch"),
-        data=DataConfig(sources=(SourceConfig(type="fake"),)),
-        training=TrainingConfig(max_steps=10, optimizer="adamw_8bit", **training),
-    )
-    dtype = weights_dtype(config.training.precision)
-    if is_sharded(strategy):
-        module = build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
-    else:
-        module = build_model(
-            config.model, device=world.device, dtype=dtype, seed=0, vocab_size=vocab_size
-        )
-    return make_engine(
-        strategy,
-        module,
-        lambda module: fill_model(module, config.model, seed=0),
-        lambda module: make_optimizers(config.training, module, seed=0),
-        resolve_mesh(strategy, world),
-        world,
-        config,
-    )
-
-
 def bits(tensor: Tensor) -> bytes:
     return tensor.detach().numpy().tobytes()
 
@@ -136,7 +100,8 @@ def taken_over(
 ) -> dict[str, bytes]:
     """The bytes of every tensor of an engine that has taken over a checkpoint, put together."""
     world = join_world(env, device="cpu", timeout_s=60)
-    engine = make(world, model, strategy, vocab_size, precision="32-true")
+    config = fake_run(model, optimizer="adamw_8bit", precision="32-true")
+    engine = engine_of(config, strategy, world, vocab_size)
     state = engine.state_dict()
     load_tensors(state, folder)
     engine.load_state_dict(state)
@@ -152,8 +117,9 @@ def rounded_weights(env: RankEnv, model: Path, strategy: Strategy) -> list[str]:
     """Digests of all ranks' shards after five steps, in bf16 with other rows on each rank."""
     world = join_world(env, device="cpu", timeout_s=60)
     torch.manual_seed(world.rank)  # as dropout's, which differs by rank
-    rounding: Any = {"precision": "bf16-true", "stochastic_rounding": True}
-    engine = make(world, model, strategy, None, **rounding)
+    rounding = {"precision": "bf16-true", "stochastic_rounding": True}
+    config = fake_run(model, optimizer="adamw_8bit", **rounding)
+    engine = engine_of(config, strategy, world)
     ids = torch.arange(32).reshape(2, 16) + 7 * world.rank
     for _ in range(5):
         batch = Batch(ids, ids, (0, 1))

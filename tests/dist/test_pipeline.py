@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from isles.dist.world import join_world
 from isles.errors import CommunicationError, ExitCode, UserError
 from isles.facts.models import PIPELINE
 from isles.models.build import build_empty_model, fill_model
-from isles.run.checkpoints import list_checkpoints
 from isles.run.env import RankEnv
 from isles.run.paths import RunDir
 from isles.run.records import read_record, read_rows
@@ -40,8 +37,10 @@ from isles.strategies.pipeline.stages import (
     rank_of_stage,
     stage_indices,
 )
-from tests.deadline import DEADLINE_S
-from tests.dist.test_resume import rows_after_start
+from tests.dist.test_failures import (
+    check_that_a_killed_rank_is_noticed,
+    check_that_the_last_good_weights_stay,
+)
 from tests.dist.test_same_mathematics import eval_loss, largest_difference, weights_of
 from tests.each import each
 from tests.ranks import run_ranks, start_training, train_to_end
@@ -189,17 +188,8 @@ def test_the_same_pipeline_goes_on_bit_for_bit(five_layers: Path) -> None:
 
 @pytest.mark.long
 def test_a_loss_that_is_not_finite_stops_every_stage(five_layers: Path) -> None:
-    hell = ("training.learning_rate=100.0", "training.optimizer=sgd", "training.max_steps=200")
-    run_dir, attempt, gang = start_training(
-        five_layers, 2, "strategy={kind: ddp, pp_size: 2}", *hell, "training.max_grad_norm=null"
-    )
-    assert set(gang.wait()) == {ExitCode.TRAINING}
-    error = read_record(attempt.rank_error(0)) or {}
-    assert "not finite" in error["what"]
-    good = list_checkpoints(run_dir)[-1]
-    assert f"step {good.step + 1}" in error["what"]
-    state = weights_of(run_dir, good.step)
-    assert all(bool(torch.isfinite(v).all()) for n, v in state.items() if n.startswith("model."))
+    strategy = "strategy={kind: ddp, pp_size: 2}"
+    check_that_the_last_good_weights_stay(five_layers, 2, strategy)
 
 
 def _alone(env: RankEnv, folder: str) -> str:
@@ -241,19 +231,7 @@ def test_a_stage_that_does_not_come_is_waited_for_no_longer_than_said(tiny_model
 
 
 def test_a_killed_stage_is_noticed_by_the_others(five_layers: Path) -> None:
-    run_dir, attempt, gang = start_training(
-        five_layers,
-        2,
-        "strategy={kind: fsdp, pp_size: 2}",
-        "training.max_steps=100000",
-        "training.logging_steps=1",
-    )
-    assert rows_after_start(run_dir, gang, 2)
-    os.kill(gang.processes[1].pid or 0, signal.SIGKILL)
-    gang.processes[0].join(DEADLINE_S)
-    error = read_record(attempt.rank_error(0)) or {}
-    assert error["is_communication"]
-    assert error["exit_code"] == ExitCode.COMMUNICATION
+    check_that_a_killed_rank_is_noticed(five_layers, "strategy={kind: fsdp, pp_size: 2}")
 
 
 def test_a_model_that_cannot_be_cut_is_refused_at_the_start(

@@ -129,7 +129,7 @@ def test_each_kind_of_stall_names_its_rank_and_place(run_file: Path) -> None:
 
 
 def test_action_stop_ends_the_run_and_names_who_froze(run_file: Path) -> None:
-    """Here rank 0, which keeps the store of the ranks, so that the others hear nothing at all."""
+    """Here rank 0, which else decides."""
     stop = "watchdog.action=stop"
     run_dir, attempt, gang = start_training(run_file, 2, *QUICK, stop, rank=troubled_rank)
     assert rows_after_start(run_dir, gang, 2)

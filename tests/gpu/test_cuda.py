@@ -7,20 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.model import ModelConfig
-from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
-from isles.models.attention import use_maskless_attention
-from isles.models.build import build_empty_model, build_model, fill_model
 from isles.run.env import RankEnv
 from isles.run.records import read_record, read_rows
-from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.e2e.test_train import isles, the_run
+from tests.engines import engine_of, fake_run
 
 pytestmark = pytest.mark.gpu
 
@@ -48,27 +41,7 @@ def test_no_step_waits_for_the_gpu(
     monkeypatch.setattr("isles.strategies.head._find_liger", lambda: None)
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cuda", timeout_s=60)
     try:
-        config = RunConfig(
-            model=ModelConfig(name_or_path=str(tiny_model), init="scratch"),
-            data=DataConfig(sources=(SourceConfig(type="fake"),)),
-            training=TrainingConfig(max_steps=10),
-        )
-        if is_sharded(strategy):
-            model = build_empty_model(config.model, dtype=torch.float32, vocab_size=None)
-        else:
-            model = build_model(
-                config.model, device=world.device, dtype=torch.float32, seed=0, vocab_size=None
-            )
-        assert use_maskless_attention(model)
-        engine = make_engine(
-            strategy,
-            model,
-            lambda module: fill_model(module, config.model, seed=0),
-            lambda module: make_optimizers(config.training, module),
-            resolve_mesh(strategy, world),
-            world,
-            config,
-        )
+        engine = engine_of(fake_run(tiny_model), strategy, world)
         ids = torch.arange(32, device=world.device).reshape(2, 16)
         batch = Batch(ids, ids, (0, 1))
 
@@ -107,7 +80,7 @@ def test_other_strategies_learn_on_one_gpu(run_file: Path, strategy: str, precis
 
 
 def test_the_largest_micro_batch_is_found(run_file: Path) -> None:
-    """CPU twin: tests/unit/test_probe.py."""
+    """CPU twin: tests/unit/test_balance.py."""
     options = ("clusters.0.gpus_per_node=1", "training.max_steps=5", "training.warmup_steps=0")
     isles("train", str(run_file), *options, cwd=run_file.parent)
     log = the_run(run_file).attempts()[-1].rank_log(0).read_text()

@@ -1,4 +1,4 @@
-"""Shares by name, revising the rows, calibrating on a real small model, the cache."""
+"""Shares by name, sizes, revising the rows, calibrating on a real small model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from isles.balance.measure import (
     ComputeMeter,
     Probe,
     calibrate,
-    curve_file,
-    keep_curve,
-    read_curve,
     rows_that_fit,
     settled,
 )
@@ -29,7 +26,6 @@ from isles.balance.revise import (
     Device,
     History,
     choose,
-    next_allocation,
     pooled,
     revise,
 )
@@ -39,7 +35,7 @@ from isles.errors import ConfigError
 from isles.models.attention import use_maskless_attention
 from isles.models.build import build_probe
 from isles.train.balance import rank_shares, rank_sizes
-from isles.train.probe import WithLoss
+from isles.train.probe import WithLoss, even_micro_batch
 
 HOSTS = ["big", "big", "small", "old"]
 
@@ -74,6 +70,18 @@ def test_unknown_names_are_refused_unless_hosts_come_and_go() -> None:
     assert rank_sizes({"big": 4}, HOSTS, may_miss=False) == [4, 4, None, None]
 
 
+def test_equal_micro_batches_divide_the_rows() -> None:
+    """The largest that fits, or that of before over a resume."""
+    for rows, before, expected in (
+        (12, None, 6),
+        (8, None, 8),
+        (11, None, 1),
+        (12, 2, 2),
+        (12, 8, 6),
+    ):
+        assert even_micro_batch(rows, 8, before) == expected, (rows, before)
+
+
 def test_equal_ranks_get_the_even_split() -> None:
     assert choose(even_curves(1.0, 1.05), 12, 6, in_step=False) == even_split(
         12, 2, 6, in_step=False
@@ -89,33 +97,41 @@ def seconds_of(split: RowSplit, curves: Sequence[Curve], *slower: float) -> list
     return found
 
 
+def allocated(curves: Sequence[Curve], split: RowSplit, hosts: str) -> Allocation:
+    """Of ranks on hosts of these letters, each of one kind of device."""
+    devices = tuple(Device(host, "gpu", rank) for rank, host in enumerate(hosts))
+    return Allocation(0, split, 4, "ddp", devices, tuple(curves), is_timed=True)
+
+
+def revised(now: Allocation, *slower: float) -> Allocation | None:
+    found = revise(now, seconds_of(now.split, now.curves, *slower))
+    return None if found is None else found[0]
+
+
 def test_rows_are_split_anew_only_where_it_pays() -> None:
-    curves, apart = even_curves(1.0, 1.0, 1.0), (0, 1, 2)
-    split = even_split(66, 3, 8, in_step=False)
-    assert revise(split, curves, seconds_of(split, curves, 1, 1, 1), apart, 2) is None
-    assert revise(split, curves, seconds_of(split, curves, 1, 1.08, 1), apart, 2) is None
-    found = revise(split, curves, seconds_of(split, curves, 1, 1, 3), apart, 2)
+    now = allocated(even_curves(1.0, 1.0, 1.0), even_split(66, 3, 8, in_step=False), "abc")
+    assert revised(now, 1, 1, 1) is None
+    assert revised(now, 1, 1.08, 1) is None
+    found = revise(now, seconds_of(now.split, now.curves, 1, 1, 3))
     assert found is not None
-    assert found.split.rows == (29, 28, 9)
-    assert "data-parallel rank 2 is 3.00 times slower" in found.reason
-    again = seconds_of(found.split, found.curves, 1, 1, 1)
-    assert revise(found.split, found.curves, again, apart, 2) is None, "it does not flap"
+    assert found[0].split.rows == (29, 28, 9)
+    assert "data-parallel rank 2 is 3.00 times slower" in found[1]
+    assert revised(found[0], 1, 1, 1) is None, "it does not flap"
 
 
 def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
-    curves, equal = even_curves(1.0, 1.0), (0, 0)
-    split = even_split(24, 2, 4, in_step=False)
+    now = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
     for slower, rows in [(1.2, None), (2.0, (16, 8)), (0.5, (8, 16))]:
-        found = revise(split, curves, seconds_of(split, curves, 1, slower), equal, 4)
+        found = revised(now, 1, slower)
         assert (None if found is None else found.split.rows) == rows, slower
     known = even_curves(1.0, 1.5)
-    found = revise(choose(known, 24, 4, in_step=False), known, [[1.0] * 5, [1.2] * 5], equal, 4)
-    assert found is not None, "once they are apart, a little is enough"
-    noisy = seconds_of(split, curves, 1, 2.0)
+    apart = allocated(known, choose(known, 24, 4, in_step=False), "aa")
+    assert revise(apart, [[1.0] * 5, [1.2] * 5]), "once they are apart, a little is enough"
+    noisy = seconds_of(now.split, now.curves, 1, 2.0)
     noisy[1][3] /= 2
-    assert revise(split, curves, noisy, equal, 4) is None, "as fast as the other, if once"
+    assert revise(now, noisy) is None, "as fast as the other, if once"
     # A measurement at the start says nothing about them: the least that one needed is for all.
-    one, other = pooled(even_curves(1.0, 1.99), equal)
+    one, other = pooled(even_curves(1.0, 1.99), (0, 0))
     assert one == other
     slow, fast, noisy_one = pooled(even_curves(3.0, 1.0, 1.5), (0, 1, 1))
     assert (slow.time(1), fast.time(1), noisy_one.time(1)) == (3.0, 1.0, 1.0)
@@ -123,46 +139,18 @@ def test_equal_devices_are_told_apart_by_what_every_window_shows() -> None:
 
 def test_a_rank_that_recovers_gets_its_rows_back() -> None:
     curves = even_curves(1.0, 3.0)
-    split = choose(curves, 48, 8, in_step=True)
-    assert split.rows == (36, 12)
-    found = revise(split, curves, seconds_of(split, curves, 1, 1 / 3), (0, 1), 8)
+    now = allocated(curves, choose(curves, 48, 8, in_step=True), "ab")
+    assert now.split.rows == (36, 12)
+    found = revised(now, 1, 1 / 3)
     assert found is not None
     assert found.split.rows == (24, 24)
-    assert "its rows bring 0.67 times an even split, not 2.00" in found.reason
-
-
-def begun(*per_row: float, rows: int = 24) -> History:
-    """Of a run on equal devices with even rows so far."""
-    devices = tuple(Device("box", "gpu", rank) for rank in range(len(per_row)))
-    split = even_split(rows, len(per_row), 4, in_step=False)
-    curves = tuple(even_curves(*per_row))
-    return History().add(Allocation(0, split, 4, "ddp", devices, curves, is_timed=True))
-
-
-def test_a_split_that_does_not_bring_what_it_promised_is_taken_back() -> None:
-    history = begun(1.0, 1.0)
-    (first,) = history.allocations
-    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
-    assert slow is not None
-    assert slow[0].split.rows == (16, 8)
-    history = history.add(slow[0])
-    kept = seconds_of(slow[0].split, slow[0].curves, 1, 1)
-    assert next_allocation(history, 20, kept) is None
-    no_faster = seconds_of(slow[0].split, slow[0].curves, 2, 2)
-    found = next_allocation(history, 20, no_faster)
-    assert found is not None
-    assert found[0].split.rows == (12, 12)
-    assert found[0].rests, "it would come again at once"
-    assert "taken back, as steps are 0.75 times as fast, not 1.50" in found[1]
-    assert next_allocation(history.decided(20), 50, no_faster) is None, "slower for another reason"
 
 
 def test_steps_that_are_done_again_have_the_rows_that_they_had(tmp_path: Path) -> None:
-    history = begun(1.0, 1.0)
-    (first,) = history.allocations
-    slow = next_allocation(history, 10, seconds_of(first.split, first.curves, 1, 2))
+    first = allocated(even_curves(1.0, 1.0), even_split(24, 2, 4, in_step=False), "aa")
+    slow = revised(first, 1, 2)
     assert slow is not None
-    history = history.add(slow[0]).decided(50)
+    history = History().add(first).add(replace(slow, after_step=10)).decided(50)
     file = tmp_path / "balance.json"
     history.write(file)
     assert History.load(file, None) == history
@@ -247,17 +235,6 @@ def test_rows_that_fit() -> None:
     assert rows_that_fit(used, 95.0, 6) == 6
     assert rows_that_fit(used, 5.0, 100) == 0
     assert rows_that_fit({1: 20.0}, 10.0, 100) == 0
-
-
-def test_the_cache_gives_back_what_was_kept(tmp_path: Path) -> None:
-    file = curve_file(tmp_path, {"device": "x", "model": "y"})
-    assert read_curve(file) is None
-    curve = Curve((1, 8), (0.25, 1.0), 12)
-    keep_curve(file, curve)
-    assert read_curve(file) == curve
-    assert curve_file(tmp_path, {"device": "x", "model": "z"}) != file
-    file.write_text('{"sizes": []}')
-    assert read_curve(file) is None
 
 
 def test_the_meter_counts_training_and_not_evaluation() -> None:

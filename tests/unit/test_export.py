@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,31 +24,36 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from isles.checkpoint.card import CardFacts, make_card
+from isles.checkpoint.card import card_text
 from isles.checkpoint.export import export_model
+from isles.config.load import load_run_file
+from isles.config.resolve import resolve
 from isles.errors import DataError, UserError
+from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.train import verbs
 from tests.deadline import DEADLINE_S
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
-FACTS = CardFacts(
-    name="tiny-1",
-    repo=None,
-    kind="model",
-    base="org/base",
-    base_repo="org/base",
-    from_scratch=False,
-    method="causal_lm",
-    adapter=None,
-    is_chat=False,
-    has_tokenizer=True,
-    sources=("`words.jsonl`, type text",),
-    datasets=("org/data",),
-    figures={"steps": 20, "tokens": 6441, "eval_loss": 5.2, "perplexity": None},
-    versions={"isles": "0.1.0"},
-    run_file="name: tiny\n",
-)
+RUN = """\
+name: tiny
+model: {name_or_path: org/base}
+data: {sources: [{path: org/data}], seq_length: 32}
+training: {max_steps: 20, global_batch_size: 4}
+"""
+
+
+def card_of(folder: Path, tokenizer: Any, *overrides: str, **options: Any) -> str:
+    """The card of a run that has trained 20 steps and evaluated."""
+    run_dir = RunDir(folder / "tiny-1")
+    run_dir.path.mkdir(exist_ok=True)
+    row = {"kind": "eval", "step": 20, "loss": 5.2}
+    run_dir.metrics.write_text(json.dumps(row) + "\n")
+    (folder / "run.yaml").write_text(RUN)
+    resolved = resolve(load_run_file(folder / "run.yaml", overrides), num_gpus=0, world_size=1)
+    manifest = {"tokens": 6441, "samples": 80, "elapsed_s": 3.0, "world_size": 1, "versions": {}}
+    checkpoint = CheckpointInfo(folder, 20, manifest)
+    return card_text(run_dir, resolved, checkpoint, tokenizer, **options)
 
 
 def tiny_model(**more: Any) -> LlamaForCausalLM:
@@ -153,7 +157,7 @@ def test_the_snippet_of_the_card_works_and_the_template_is_kept(
     folder, tokenizer = tmp_path / "model", tiny_tokenizer(template)
     model = tiny_model()
     model.generation_config.max_length = 40
-    card = make_card(replace(FACTS, is_chat=template is not None))
+    card = card_of(tmp_path, tokenizer)
     export_model(model, tokenizer, folder, max_shard_bytes=10**9, card=card)
     assert "apply_chat_template" in card if template else "Once upon a time" in card
     printed = run_snippet(folder, monkeypatch)
@@ -167,7 +171,7 @@ def test_the_snippet_of_the_card_works_and_the_template_is_kept(
 def test_the_snippet_works_without_a_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = make_card(replace(FACTS, has_tokenizer=False))
+    card = card_of(tmp_path, None)
     export_model(tiny_model(), None, tmp_path / "model", max_shard_bytes=10**9, card=card)
     assert "64" in run_snippet(tmp_path / "model", monkeypatch)
 
@@ -180,7 +184,7 @@ def test_the_snippet_of_an_adapter_works(tmp_path: Path, monkeypatch: pytest.Mon
     loaded = AutoModelForCausalLM.from_pretrained(base)
     get_peft_model(loaded, LoraConfig(task_type="CAUSAL_LM", r=2)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    card = make_card(replace(FACTS, kind="adapter", adapter="lora"))
+    card = card_of(tmp_path, tiny_tokenizer(), "adapter.type=lora", kind="adapter")
     (folder / "README.md").write_text(card)
     assert run_snippet(folder, monkeypatch).strip()
     head = front_matter(card)
@@ -188,20 +192,20 @@ def test_the_snippet_of_an_adapter_works(tmp_path: Path, monkeypatch: pytest.Mon
     assert "adapter alone" in card
 
 
-def test_a_card_says_what_is_known_and_nothing_else() -> None:
-    card = make_card(FACTS)
+def test_a_card_says_what_is_known_and_nothing_else(tmp_path: Path) -> None:
+    card = card_of(tmp_path, tiny_tokenizer())
     head = front_matter(card)
     assert head["library_name"] == "transformers" and head["pipeline_tag"] == "text-generation"
     assert head["base_model"] == "org/base" and head["datasets"] == ["org/data"]
     assert "license" not in head and "language" not in head
     assert "| validation loss | 5.2000 |" in card and "perplexity" not in card
     assert "| tokens | 6.4k |" in card and "name: tiny" in card
-    fresh = make_card(
-        replace(FACTS, base="llama-2m", base_repo=None, from_scratch=True, datasets=())
-    )
+    shape = ("model.name_or_path=llama-2m", "model.init=scratch", "data.sources=[{type: fake}]")
+    fresh = card_of(tmp_path, None, *shape)
     assert "base_model" not in front_matter(fresh) and "datasets" not in front_matter(fresh)
     assert "fresh weights" in fresh
-    dpo = make_card(replace(FACTS, method="dpo", adapter="qlora", is_chat=True, repo="me/x"))
+    method = ("training.method=dpo", "adapter.type=qlora", "data.sources.0.type=preference")
+    dpo = card_of(tmp_path, tiny_tokenizer(TEMPLATE), *method, repo="me/x")
     assert {"dpo", "qlora", "conversational"} <= set(front_matter(dpo)["tags"])
     assert 'folder = "me/x"' in dpo and "# x" in dpo and "2305.18290" in dpo
 

@@ -8,20 +8,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isles.config.sections.data import DataConfig, SourceConfig
-from isles.config.sections.model import ModelConfig
-from isles.config.sections.run import RunConfig
 from isles.config.sections.strategy import DDPStrategyConfig, FSDPStrategyConfig
-from isles.config.sections.training import TrainingConfig
 from isles.dist.batch import Batch
 from isles.dist.world import join_world, leave_world
-from isles.models.attention import use_maskless_attention
-from isles.models.build import build_empty_model, build_model, fill_model
 from isles.run.env import RankEnv
 from isles.train.metrics import StepMeter
-from isles.train.optimizer import make_optimizers
-from isles.train.strategy import is_sharded, make_engine, resolve_mesh
 from tests.each import each
+from tests.engines import engine_of, fake_run
 
 
 class ReadsToHost(TorchDispatchMode):
@@ -53,31 +46,8 @@ def test_a_step_reads_nothing_back(
 ) -> None:
     world = join_world(RankEnv(0, 0, 1, 1, 0, None), device="cpu", timeout_s=10)
     try:
-        config = RunConfig(
-            model=ModelConfig(name_or_path=str(tiny_model), init="scratch"),
-            data=DataConfig(sources=(SourceConfig(type="fake"),)),
-            training=TrainingConfig(max_steps=10, optimizer=optimizer, precision=precision),
-        )
-        if is_sharded(strategy):
-            model = build_empty_model(config.model, dtype=torch.float32, vocab_size=None)
-        else:
-            model = build_model(
-                config.model,
-                device=world.device,
-                dtype=torch.float32,
-                seed=0,
-                vocab_size=None,
-            )
-        assert use_maskless_attention(model)
-        engine = make_engine(
-            strategy,
-            model,
-            lambda module: fill_model(module, config.model, seed=0),
-            lambda module: make_optimizers(config.training, module),
-            resolve_mesh(strategy, world),
-            world,
-            config,
-        )
+        config = fake_run(tiny_model, optimizer=optimizer, precision=precision)
+        engine = engine_of(config, strategy, world)
         meter = StepMeter(world, 1.0)
         ids = torch.arange(32).reshape(2, 16)
         batch = Batch(ids, ids, (0, 1))

@@ -7,6 +7,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from isles.balance.revise import (
     History,
     equal_devices,
     gain_over_even,
-    next_allocation,
+    revise,
     windows,
 )
 from isles.dist.split import RowSplit
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 _EARLY = 10
 """Steps from a new split to the first look at what it brings."""
 
-_EVERY, _SELDOM = 50, 500
-"""Steps between two looks; at a split that was left before and came back."""
+_EVERY = 50
+"""Steps between two later looks."""
 
 _EVIDENCE_S = 10.0
 """Of training that a look must have to decide by; with less it waits for the next one. So that
@@ -43,13 +44,10 @@ class Balancer:
     """The split that is in use, and the speeds that it was made for.
 
     Args:
-        world: all ranks.
         first: with what training begins.
         history: of `balance: auto`; its last decisions are of steps that come now, where an earlier
             start has done them already. None: the split stays.
         file: of the history; rank 0 writes it.
-        step: after which training begins.
-        clock: seconds.
     """
 
     def __init__(
@@ -170,8 +168,6 @@ class Balancer:
 
     def _is_look(self, before: int, step: int) -> bool:
         # Steps are counted one by one, but between clusters some may be passed over.
-        if self._current.rests:
-            return before // _SELDOM < step // _SELDOM
         early = self._current.after_step + _EARLY
         return before < early <= step or before // _EVERY < step // _EVERY
 
@@ -191,8 +187,11 @@ class Balancer:
             own = windows(steps_of_rank[:count])
             slowest = zip(measured[device.dp_rank], own, strict=True)
             measured[device.dp_rank] = [max(pair) for pair in slowest]
-        found = next_allocation(self._history, step, measured)
-        history = self._history.decided(step) if found is None else self._history.add(found[0])
+        found = revise(self._current, measured)
+        history = self._history.decided(step)
+        if found is not None:
+            chosen = replace(found[0], after_step=step)
+            history = self._history.add(chosen)
         try:
             history.write(self._file)
         except OSError as error:
@@ -200,9 +199,8 @@ class Balancer:
             log.warning("balance is not revised: %s cannot be written: %s", self._file, error)
             return None
         if found is not None:
-            chosen, reason = found
             text = _rows(chosen.split)
-            log.info("balance revised: %s; %s from step %d on", reason, text, step + 1)
+            log.info("balance revised: %s; %s from step %d on", found[1], text, step + 1)
         return history
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +15,6 @@ from torch import nn
 
 from isles.balance.curve import Curve
 from isles.dist.world import World
-from isles.run.records import read_record, write_record
 
 _ROUNDS = 3
 """At least, where passes are short."""
@@ -43,34 +39,13 @@ _WARMUP = 2
 """First steps of a start, which allocate and compile, and are left out."""
 
 
-class Lockstep:
-    """Ranks that measure at the same time, as they will compute at the same time.
-
-    Some of them may share processors unknown to torch, as virtual machines of one computer do. A
-    rank that measured before the others had begun, or after they were done, would seem too fast.
-    All ranks must call each method.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._group = world.control
-
-    def begin(self) -> None:
-        """Wait until all ranks are here."""
-        dist.barrier(group=self._group)
-
-    def go_on(self, work: Callable[[], object]) -> None:
-        """Repeat `work` until all ranks are here."""
-        others = dist.barrier(group=self._group, async_op=True)
-        assert others is not None  # it is, of a group that this rank is in
-        while not others.is_completed():
-            work()
-        others.wait()
-
-    def all_true(self, is_true: bool) -> bool:
-        """Whether it is true on all ranks."""
-        votes = torch.tensor([int(is_true)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(votes.item())
+def compute_until_all_are_here(work: Callable[[], object], world: World) -> None:
+    """Repeat `work` until all ranks have called this, as all must."""
+    others = dist.barrier(group=world.control, async_op=True)
+    assert others is not None  # it is, of a group that this rank is in
+    while not others.is_completed():
+        work()
+    others.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +61,9 @@ class Probe:
         device: where it is measured.
         share: part of the real model's work that falls to one rank (tensor, context and pipeline
             parallel ranks share it).
-        lockstep: for ranks that may share processors; None: they share nothing.
+        world: ranks that measure at the same time, as they will compute at the same time: some may
+            share processors unknown to torch, as virtual machines of one computer do, and a rank
+            that measured before the others or after them would seem too fast. None: none do.
     """
 
     make: Callable[[int], nn.Module]
@@ -96,7 +73,7 @@ class Probe:
     autocast: torch.dtype | None
     device: torch.device
     share: float
-    lockstep: Lockstep | None = None
+    world: World | None = None
 
 
 def calibrate(
@@ -104,8 +81,8 @@ def calibrate(
 ) -> tuple[Curve, bool]:
     """Measure this rank; returns its curve, and whether it settled. Random states stay as they are.
 
-    Sizes are timed in rounds until the two fastest agree, or the time for it is over. With lockstep
-    all ranks must call this.
+    Sizes are timed in rounds until the two fastest agree, or the time for it is over. With a
+    world all its ranks must call this.
 
     Args:
         probe: the model and its device.
@@ -182,20 +159,20 @@ def _measure(
             break
     rounds: dict[int, list[float]] = {size: [] for size in guesses}
     for done in itertools.count(1):
-        if probe.lockstep is not None:
-            probe.lockstep.begin()
+        if probe.world is not None:
+            dist.barrier(group=probe.world.control)
         for size, guess in guesses.items():
             if time.perf_counter() - began > _BUDGET_S:
                 break
             rounds[size].append(_window(model, probe, size, guess))
-        if probe.lockstep is not None:
+        if probe.world is not None:
             # Who is done must not leave the processors to the others: in training it will not.
-            probe.lockstep.go_on(lambda: _pass(model, probe, min(guesses)))
+            compute_until_all_are_here(lambda: _pass(model, probe, min(guesses)), probe.world)
         is_settled = settled(list(rounds.values()))
         is_done = is_settled and done >= _ROUNDS
         is_done = is_done or time.perf_counter() - began > _BUDGET_S
-        if probe.lockstep is not None:
-            is_done = probe.lockstep.all_true(is_done)
+        if probe.world is not None:
+            is_done = all(probe.world.gather(is_done))
         if is_done:
             break
     seconds = {size: min(rounds[size], default=guesses[size]) for size in guesses}
@@ -248,28 +225,6 @@ def _pass(model: nn.Module, probe: Probe, rows: int) -> None:
             parameter.grad.zero_()
 
 
-def curve_file(folder: Path, key: dict[str, object]) -> Path:
-    """Where a cache folder keeps the curve that depends on all of `key`."""
-    text = json.dumps(key, sort_keys=True, default=str)
-    return folder / "curves" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def read_curve(file: Path) -> Curve | None:
-    """A curve that was kept, or None."""
-    record = read_record(file)
-    try:
-        return None if record is None else Curve.read(record)
-    except (KeyError, TypeError, ValueError, AssertionError):
-        return None  # of another version: measured anew, and overwritten
-
-
-def keep_curve(file: Path, curve: Curve) -> None:
-    """Keep a curve; a cache that cannot be written costs only time."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_record(file, curve.record(), durable=False)
-
-
 class ComputeMeter:
     """Seconds of the forward passes of some modules in each step, inside the real engine.
 
@@ -278,7 +233,6 @@ class ComputeMeter:
 
     Args:
         modules: each of which computes and never waits; none inside another.
-        device: where they compute.
     """
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from isles.balance.curve import Curve, rank_seconds, step_seconds
 from isles.balance.solve import are_alike, fastest_split
@@ -69,9 +69,6 @@ class Allocation:
         devices: of every rank, in order.
         curves: of each data-parallel rank.
         is_timed: whether the curves are in seconds; else only their ratios mean something.
-        slowest_s: seconds, of what the meter measures, of the slowest rank under the split before
-            it, which this one must undercut. None: it was not chosen while training.
-        rests: whether it is looked at seldom, as one that was left before and came back.
     """
 
     after_step: int
@@ -81,8 +78,6 @@ class Allocation:
     devices: tuple[Device, ...]
     curves: tuple[Curve, ...]
     is_timed: bool
-    slowest_s: float | None = None
-    rests: bool = False
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Allocation:
@@ -98,8 +93,6 @@ class Allocation:
             devices=tuple(Device(**device) for device in record["devices"]),
             curves=tuple(Curve.read(curve) for curve in record["curves"]),
             is_timed=bool(record["is_timed"]),
-            slowest_s=record["slowest_s"],
-            rests=bool(record["rests"]),
         )
 
 
@@ -165,14 +158,6 @@ class History:
         return max(found, key=lambda history: (len(history.allocations) > 0, history.decided_to))
 
 
-class Revision(NamedTuple):
-    """A better split, what is now known of the ranks, and the reason, for the log."""
-
-    split: RowSplit
-    curves: tuple[Curve, ...]
-    reason: str
-
-
 def pooled(
     curves: Sequence[Curve], equals: Sequence[int], apart: float = float("inf")
 ) -> tuple[Curve, ...]:
@@ -203,7 +188,6 @@ def choose(
 
     Args:
         curves: of each data-parallel rank.
-        global_batch_size: rows of all ranks.
         even_size: micro-batch size of the even split.
         in_step: see RowSplit.
     """
@@ -225,23 +209,18 @@ def windows(steps: Sequence[float]) -> list[float]:
     return [statistics.fmean(steps[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-def revise(
-    split: RowSplit,
-    curves: Sequence[Curve],
-    measured: Sequence[Sequence[float]],
-    equals: Sequence[int],
-    even_size: int,
-) -> Revision | None:
-    """A better split, if what was measured says in every window that there is one.
+def revise(now: Allocation, measured: Sequence[Sequence[float]]) -> tuple[Allocation, str] | None:
+    """A better allocation, if what was measured says in every window that there is one, and why.
 
     Args:
-        split: in use.
-        curves: by which it was chosen.
+        now: in use.
         measured: for each data-parallel rank, what its own computing took in a step, window by
             window, in any unit; the windows of all ranks are of the same steps.
-        equals: for each data-parallel rank, the first one on equal devices.
-        even_size: micro-batch size of the even split.
+
+    Returns:
+        The allocation, of no step yet, and the reason in words.
     """
+    split, curves, equals = now.split, now.curves, equal_devices(now.devices)
     assert len(measured) == len(curves) == len(split.rows)
     expected = [rank_seconds(split, rank, curve) for rank, curve in enumerate(curves)]
     factors = [[s / one for s in own] for own, one in zip(measured, expected, strict=True)]
@@ -255,7 +234,7 @@ def revise(
     slower = _slower(factors, equals, [_APART if same else _DEVIATION for same in alike])
     scaled = tuple(curve.scaled(by) for curve, by in zip(curves, slower, strict=True))
     scaled = pooled(scaled, equals, _APART)
-    better = choose(scaled, split.global_batch_size, even_size, in_step=split.in_step)
+    better = choose(scaled, split.global_batch_size, now.even_size, in_step=split.in_step)
     if step_seconds(split, scaled) <= (1 + _LEAST_GAIN) * step_seconds(better, scaled):
         return None
     reason = "the ranks are as they were measured"
@@ -264,41 +243,7 @@ def revise(
         rank = off.index(max(off))
         word = "slower" if slower[rank] > 1 else "faster"
         reason = f"data-parallel rank {rank} is {off[rank]:.2f} times {word} than it was taken for"
-    brought, promised = (gain_over_even(split, known) for known in (scaled, curves))
-    if abs(promised - 1) > _LEAST_GAIN:
-        reason += f", so that its rows bring {brought:.2f} times an even split, not {promised:.2f}"
-    return Revision(better, scaled, reason)
-
-
-def next_allocation(
-    history: History, step: int, measured: Sequence[Sequence[float]]
-) -> tuple[Allocation, str] | None:
-    """The allocation that replaces the one in use, and why; None: that is kept.
-
-    Args:
-        history: of the run; its last split is in use.
-        step: that is over.
-        measured: see `revise`, in seconds.
-    """
-    now = history.allocations[-1]
-    slowest_s = max(map(min, measured))
-    # A split that is left as soon as it is looked at, for one that was left before, would come
-    # again at once. A device that recovers after a while is another matter.
-    is_first_look = now.slowest_s is not None and history.decided_to == now.after_step
-    found = revise(now.split, now.curves, measured, equal_devices(now.devices), now.even_size)
-    if found is not None:
-        split, curves, reason = found
-    elif now.slowest_s is not None and slowest_s > now.slowest_s and is_first_look:
-        before = history.allocations[-2]
-        split, curves = before.split, before.curves
-        promised = step_seconds(split, now.curves) / step_seconds(now.split, now.curves)
-        brought = now.slowest_s / slowest_s
-        reason = f"taken back, as steps are {brought:.2f} times as fast, not {promised:.2f}"
-    else:
-        return None
-    rests = is_first_look and any(each.split == split for each in history.allocations)
-    changed = replace(now, split=split, curves=curves, slowest_s=slowest_s, rests=rests)
-    return replace(changed, after_step=step), reason
+    return replace(now, split=better, curves=scaled), reason
 
 
 def _slower(

@@ -37,7 +37,6 @@ def fastest_split(curves: Sequence[Curve], global_batch_size: int, *, in_step: b
 
     Args:
         curves: of each data-parallel rank; each must have a time that never falls with the rows.
-        global_batch_size: rows of all ranks.
         in_step: see RowSplit.
     """
     tables = [_Table(curve, global_batch_size) for curve in curves]
@@ -203,32 +202,19 @@ def _split_of(allotted: list[int], steps: int, rows: int) -> RowSplit:
 
 def _cheapest_sum(costs: Sequence[float], missing: int, most: int) -> list[int]:
     # At most `most` numbers n >= 1 that add up to `missing` or more, with the least sum of
-    # costs[n-1].
-    plain: list[tuple[float, int]] = [(0.0, 0)]
-    for need in range(1, missing + 1):
-        plain.append(min((plain[max(0, need - n)][0] + cost, n) for n, cost in enumerate(costs, 1)))
-    found = _walk([plain] * (missing + 1), missing)
-    if len(found) <= most:
-        return found
-    # The cheapest needs too many: count them too.
+    # costs[n-1]. Each row of the table allows one number more: the least sum, and a number of it.
     rows = [[(0.0, 0)] + [(math.inf, 0)] * missing]
     for _ in range(most):
         before = rows[-1]
-        row = [(0.0, 0)]
-        for need in range(1, missing + 1):
-            row.append(
-                min((before[max(0, need - n)][0] + cost, n) for n, cost in enumerate(costs, 1))
-            )
-        rows.append(row)
-    return _walk(rows[::-1], missing)
-
-
-def _walk(tables: Sequence[Sequence[tuple[float, int]]], missing: int) -> list[int]:
-    # The numbers that were chosen on the way to `missing`.
+        more = (
+            min((before[max(0, need - n)][0] + cost, n) for n, cost in enumerate(costs, 1))
+            for need in range(1, missing + 1)
+        )
+        rows.append([(0.0, 0), *more])
     chosen = []
-    for table in tables:
+    for row in reversed(rows):
         if missing <= 0:
             break
-        chosen.append(table[missing][1])
+        chosen.append(row[missing][1])
         missing -= chosen[-1]
     return chosen

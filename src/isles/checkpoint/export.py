@@ -117,9 +117,6 @@ def export_model(
 def read_trained(model: nn.Module, checkpoint: Path) -> None:
     """Take over the weights of a checkpoint into the trained parameters of a whole model.
 
-    Args:
-        model: with an adapter, on one device.
-
     Raises:
         TrainingError: the checkpoint lacks one, or holds it in another shape.
     """

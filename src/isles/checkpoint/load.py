@@ -63,6 +63,22 @@ def latest_good(run_dir: RunDir) -> CheckpointInfo | None:
     return None
 
 
+def sound_checkpoint(folder: Path) -> CheckpointInfo:
+    """A checkpoint whose every hash is right.
+
+    Raises:
+        TrainingError: one is not.
+    """
+    if issues := verify_checkpoint(folder):
+        raise TrainingError(
+            f"this checkpoint is broken: {'; '.join(issues)}",
+            where=str(folder),
+            fix="take another one from `isles checkpoint list`",
+            id="checkpoint.broken",
+        )
+    return read_checkpoint(folder)
+
+
 @contextmanager
 def on_this_disk(
     checkpoint: CheckpointInfo, run_dir: RunDir, world: World, disks: Disks, progress: Progress

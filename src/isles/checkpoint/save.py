@@ -61,8 +61,6 @@ class CheckpointManager:
     """Saves a run's state in the background, one save at a time.
 
     Args:
-        run_dir: whose checkpoints, as this rank knows it.
-        world: the ranks of the cluster.
         disks: which nodes have a run directory of their own.
         attempt: which start of the run this is; its checkpoints say so.
         now: seconds that only ever grow.
@@ -96,9 +94,6 @@ class CheckpointManager:
         """Remove what killed saves left behind, and what is of steps that are done again.
 
         All ranks call this, before the first save.
-
-        Args:
-            step: after which training goes on.
         """
         if self._world.is_main:
             self._run_dir.checkpoints.mkdir(exist_ok=True)
@@ -148,7 +143,10 @@ class CheckpointManager:
         if self._world.main_first(lambda: self._prepare(partial, final, manifest)):
             self._make_staging(partial)
             try:
-                _save_rng(self._staging(partial), self._world.rank)
+                random = {"cpu": torch.get_rng_state()}
+                if torch.cuda.is_available():  # of this rank's GPU
+                    random["cuda"] = torch.cuda.get_rng_state()
+                save_file(random, rng_file(self._staging(partial), self._world.rank))
             except (OSError, SafetensorError) as error:
                 raise self._cannot_save(step, error) from error
             staged = stage(state, replicas) | stage(dict(own), (0, 1))
@@ -334,7 +332,7 @@ class _ExistingFolders(FileSystem):
     # torch makes the folder of a checkpoint with all that is above it, and so made a run directory
     # again that was deleted.
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Make nothing."""
+        pass
 
 
 class _Writer(FileSystemWriter):
@@ -343,11 +341,7 @@ class _Writer(FileSystemWriter):
         self.fs = _ExistingFolders()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's part; an error names the disk, as the other ranks see this error alone.
-
-        Raises:
-            TrainingError: this rank's disk does not take it.
-        """
+        # An error names the disk, as the other ranks see this error alone.
         try:
             return super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:
@@ -397,14 +391,6 @@ def disk_failure(error: BaseException, folder: Path, rank: int) -> TrainingError
         "`isles train` again goes on from the last whole checkpoint, which is untouched",
         id="checkpoint.unsaved",
     )
-
-
-def _save_rng(folder: Path, rank: int) -> None:
-    # PyTorch's random state, of the CPU and of this rank's GPU.
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    save_file(state, rng_file(folder, rank))
 
 
 def _discard(folder: Path) -> None:

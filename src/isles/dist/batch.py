@@ -17,6 +17,12 @@ from isles.facts.models import BLIND
 IGNORE_INDEX = -100
 """A target that is not trained on, as in torch.nn.functional.cross_entropy."""
 
+MIXED_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+"""In what a mixed `training.precision` computes, with weights in fp32."""
+
+COMPUTE_DTYPE = MIXED_DTYPE | {"bf16-true": torch.bfloat16}
+"""In what any `training.precision` computes; fp32 where it is not named."""
+
 MASKED = "isles_causal_sdpa"
 """torch's fused attention, causal without a mask, or with the one that it is given."""
 
@@ -125,7 +131,6 @@ def isolation_inputs(
       at their values, for which the host waits for the GPU.
 
     Args:
-        model: a Hugging Face model.
         position_ids_BT: int64, 0 where a document begins.
         cu_seqlens_N: int32, places where documents begin in the flattened rows, and the end of
             these; None where they are not known: then a mask is made instead.

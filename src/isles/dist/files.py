@@ -1,14 +1,13 @@
 """Files across disks: which nodes see a folder of rank 0, and copies for those that do not.
 
-Files go from one rank to others piece by piece, in bounded memory, and are compared by SHA-256. A
-folder that is brought is written beside its place and gets its name once it is whole.
+Files are sent piece by piece, in bounded memory, and compared by SHA-256. A folder is written
+beside its place and gets its name once it is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 import shutil
 import time
@@ -19,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -34,22 +32,8 @@ PIECE_BYTES = 4 * 2**20
 _PIECES_TOGETHER = 4
 """After so many pieces all ranks exchange failures: none waits long for others that still send."""
 
-_SPARE_BYTES = 2**16
-"""Left free on a disk that takes files."""
-
-_PUBLISHES = 3
-"""Attempts to give a folder its name."""
-
-_LOOK_S, _LOOK_EVERY_S = 5.0, 0.05
+_LOOK_S, _LOOK_EVERY_S = 1.0, 0.05
 """A file system of the network may show a new file a moment later than it was written."""
-
-_LOCAL = frozenset(
-    (
-        *("apfs", "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs"),
-        *("ntfs", "ntfs3", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"),
-    )
-)
-"""File systems of one machine: one look is enough there."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that have been sent, and all of them."""
@@ -89,10 +73,6 @@ def find_disks(world: World, folder: Path) -> Disks:
     Rank 0 writes a file with a random word, under a name that was never there; the first rank of
     every other node looks for it.
 
-    Args:
-        world: the ranks.
-        folder: the run directory, as this rank knows it.
-
     Raises:
         TrainingError: rank 0 cannot write there.
     """
@@ -109,8 +89,7 @@ def find_disks(world: World, folder: Path) -> Disks:
 
     name, word = world.main_first(write)
     try:
-        sees = world.rank == 0 or (me.is_leader and _sees(folder / name, word))
-        found = world.gather((me, sees))
+        found = world.gather((me, me.is_leader and _sees(folder / name, word)))
     finally:
         if world.is_main:
             with contextlib.suppress(OSError):
@@ -133,12 +112,10 @@ def broadcast_folder(
 
     Args:
         folder: where it lies, as this rank knows it.
-        world: the ranks.
         src: a rank on whose disk it is whole.
         needs: whether this rank writes it to its disk, unless what is there is the same. Ranks
             that do not know that they share a disk may both do so.
         files: at `src`, the names of the files that are sent, and their SHA-256; None: all.
-        progress: called on every rank.
 
     Returns:
         The ranks to which it was sent.
@@ -187,10 +164,8 @@ def gather_folder(
 
     Args:
         folder: this rank's; it has no folders within.
-        world: the ranks.
         sends: whether this rank, which is not 0, sends its files.
         group: a CPU group of all ranks, over which nothing else is sent meanwhile.
-        progress: called on every rank.
 
     Raises:
         TrainingError: as `broadcast_folder`.
@@ -224,39 +199,32 @@ def _send(
     end = _End(folder, world)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     timeout = timedelta(seconds=world.timeout_s)
-    total, done, pieces = sum(transfer.size_bytes for transfer in transfers), 0, 0
-    digests: list[str] = []
-    end.guard(end.check_space, sum(t.size_bytes for t in transfers if world.rank in t.takers))
+    total, done = sum(transfer.size_bytes for transfer in transfers), 0
     for transfer in transfers:
         sends, takes = world.rank == transfer.sender, world.rank in transfer.takers
         if sends or takes:
             end.guard(end.open, transfer.name, "rb" if sends else "wb")
-        for start in range(0, transfer.size_bytes, PIECE_BYTES):
+        for number, start in enumerate(range(0, transfer.size_bytes, PIECE_BYTES), 1):
             piece = buffer[: min(PIECE_BYTES, transfer.size_bytes - start)]
+            works: list[dist.Work | None] = []
             if sends:
                 end.guard(end.read, piece)
                 works = [dist.isend(piece, taker, group) for taker in transfer.takers]
             elif takes:
                 works = [dist.irecv(piece, transfer.sender, group)]
-            else:
-                works = []
             for work in works:
                 assert work is not None  # this rank is in the group
                 work.wait(timeout)
             if takes:
                 end.guard(end.write, piece)
-            done, pieces = done + len(piece), pieces + 1
-            if pieces % _PIECES_TOGETHER == 0:
+            done += len(piece)
+            if number % _PIECES_TOGETHER == 0:
                 raise_first(world.gather(end.failure, group=group))
                 progress(done, total)
         end.guard(end.close)
-        digests.append(end.digest if sends or takes else "")
-    raise_first(world.gather(end.failure, group=group))
-    read = world.gather(digests, group=group)
-    for number, transfer in enumerate(transfers):
-        sent = read[transfer.sender][number]
-        if world.rank in transfer.takers and digests[number] != (transfer.sha256 or sent):
-            end.guard(end.refuse, transfer, sent == digests[number])
+        sent = world.gather(end.digest, group=group)[transfer.sender]
+        if takes and end.digest != (transfer.sha256 or sent):
+            end.guard(end.refuse, transfer)
     raise_first(world.gather(end.failure, group=group))
 
 
@@ -268,11 +236,15 @@ class _End:
         self.failure: UserError | None = None
         self._folder, self._world = folder, world
         self._name = ""
-        self._stream = io.FileIO(os.devnull)
+        self._stream: Any = None
         self._hash = hashlib.sha256()
 
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
     def guard(self, action: Callable[..., None], *args: Any) -> None:
-        """Call an action unless one has failed before, and keep its failure."""
+        # Call an action unless one has failed before, and keep its failure.
         if self.failure is not None:
             return
         try:
@@ -282,67 +254,42 @@ class _End:
         except OSError as error:
             self.failure = _disk_failure(error, self._name, self._folder, self._world)
 
-    def check_space(self, wanted_bytes: int) -> None:
-        if not wanted_bytes:
-            return
-        # No folder further up: a deleted run directory must not come back.
-        self._folder.parent.mkdir(exist_ok=True)
-        self._folder.mkdir(exist_ok=True)
-        free = shutil.disk_usage(self._folder).free
-        if free < wanted_bytes + _SPARE_BYTES:
-            raise TrainingError(
-                f"{format_bytes(wanted_bytes)} have to be brought to this disk, "
-                f"{format_bytes(free)} are free on it",
-                where=self._where(),
-                fix="free some space there, or set another output_dir",
-                id="disk.free",
-            )
-
     def open(self, name: str, mode: str) -> None:
         assert not name.startswith("/") and ".." not in PurePosixPath(name).parts, name
         self._name, self._hash = name, hashlib.sha256()
         path = self._folder / name
         if mode == "wb":
-            path.parent.mkdir(exist_ok=True)
-        self._stream = io.FileIO(path, mode)
+            # No folder further up: a deleted run directory must not come back.
+            for parent in (self._folder.parent, self._folder, path.parent):
+                parent.mkdir(exist_ok=True)
+        self._stream = path.open(mode)
 
     def read(self, piece: torch.Tensor) -> None:
-        view = piece.numpy().data
-        while view:
-            count = self._stream.readinto(view)
-            if not count:
-                raise OSError(None, "it has become shorter while it was sent")
-            view = view[count:]
-        self._hash.update(piece.numpy().data)
+        if self._stream.readinto(piece.numpy()) < len(piece):
+            raise OSError(None, "it has become shorter while it was sent")
+        self._hash.update(piece.numpy())
 
     def write(self, piece: torch.Tensor) -> None:
-        view = piece.numpy().data
-        self._hash.update(view)
-        while view:  # a disk that is nearly full takes a part
-            view = view[self._stream.write(view) :]
+        self._hash.update(piece.numpy())
+        self._stream.write(piece.numpy())
 
     def close(self) -> None:
-        if not self._stream.closed:
-            with self._stream:
-                if self._stream.writable():
-                    os.fsync(self._stream.fileno())
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with stream:
+                if stream.writable():
+                    stream.flush()
+                    os.fsync(stream.fileno())
 
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-    def refuse(self, transfer: _Transfer, is_sent_so: bool) -> None:
-        when = "on the disk that it was read from" if is_sent_so else "on its way"
+    def refuse(self, transfer: _Transfer) -> None:
         raise TrainingError(
-            f"{transfer.name} has changed {when}: its SHA-256 is not that of what was to be sent",
-            where=f"{self._where()}, sent by rank {transfer.sender}",
+            f"{transfer.name} is not what was to be sent: its SHA-256 has changed on the disk of "
+            f"rank {transfer.sender}, or on its way",
+            where=f"{self._folder}, rank {self._world.rank} on {self._world.host}",
             fix="start again; if it comes again, look after the network card, the memory and the "
             "disk of both machines, and remove what can be made anew there",
             id="checkpoint.broken",
         )
-
-    def _where(self) -> str:
-        return f"{self._folder}, rank {self._world.rank} on {self._world.host}"
 
 
 def _publish(
@@ -350,23 +297,16 @@ def _publish(
 ) -> UserError | None:
     # Give the copy its name, unless another host that shares this disk did so first.
     old = partial.with_name(f"{partial.name}-old")
-    failure: OSError | None = None
-    for _ in range(_PUBLISHES):
-        if _holds(folder, wanted):
-            return None
-        try:
-            sync_folder(partial)
-            with contextlib.suppress(FileNotFoundError):
-                folder.replace(old)
-            partial.replace(folder)
-        except OSError as error:  # the other host may do the same at this moment
-            failure = error
-        else:
-            return None
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-    assert failure is not None
-    return _disk_failure(failure, "", folder, world)
+    try:
+        sync_folder(partial)
+        with contextlib.suppress(FileNotFoundError):
+            folder.replace(old)
+        partial.replace(folder)
+    except OSError as error:  # the other host may do the same at this moment
+        return None if _holds(folder, wanted) else _disk_failure(error, "", folder, world)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+    return None
 
 
 def _names(folder: Path) -> list[str]:
@@ -397,7 +337,7 @@ def _disk_failure(error: OSError, name: str, folder: Path, world: World) -> Trai
 
 
 def _sees(probe: Path, word: str) -> bool:
-    end = time.monotonic() + (0 if _kind(probe.parent) in _LOCAL else _LOOK_S)
+    end = time.monotonic() + _LOOK_S
     while True:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if probe.read_text(encoding="ascii") == word:
@@ -405,13 +345,3 @@ def _sees(probe: Path, word: str) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(_LOOK_EVERY_S)
-
-
-def _kind(folder: Path) -> str:
-    # Of the file system that a folder is on; "" where it is not known.
-    path = folder.absolute()
-    mounts = [
-        part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)
-    ]
-    best = max(mounts, key=lambda part: len(part.mountpoint), default=None)
-    return "" if best is None else str(best.fstype).lower()

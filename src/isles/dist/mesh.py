@@ -46,7 +46,6 @@ def make_mesh(layout: Layout, world: World, *, is_sharded: bool) -> Mesh:
 
     Args:
         layout: the grid; as many ranks as the world has.
-        world: all ranks.
         is_sharded: whether the strategy needs `root`.
     """
     assert layout.world_size == world.world_size, (layout, world.world_size)

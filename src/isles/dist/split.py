@@ -40,14 +40,12 @@ class RowSplit:
         rows, size = self.rows[dp_rank], self.micro_batch_sizes[dp_rank]
         if self.in_step:
             # The larger ones come first on every rank: what is slow on several ranks is slow once.
-            steps = max(self._own_steps(rank) for rank in range(len(self.rows)))
+            of_ranks = zip(self.rows, self.micro_batch_sizes, strict=True)
+            steps = max(1, *(-(-own // most) for own, most in of_ranks))
             least, larger = divmod(rows, steps)
             return (least + 1,) * larger + (least,) * (steps - larger)
         whole, rest = divmod(rows, size)
         return (size,) * whole + ((rest,) if rest or not whole else ())
-
-    def _own_steps(self, dp_rank: int) -> int:
-        return max(1, -(-self.rows[dp_rank] // self.micro_batch_sizes[dp_rank]))
 
 
 def even_split(
@@ -67,7 +65,6 @@ def shared_split(
     """Rows in proportion to shares, to the nearest row; each rank in few, even micro-steps.
 
     Args:
-        global_batch_size: rows in all.
         shares: of each data-parallel rank, not all 0.
         limits: most rows of a micro-batch, for each of them.
         in_step: see RowSplit.

@@ -7,13 +7,11 @@ import signal
 import socket
 import threading
 import time
-import uuid
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_STORE_LOOK_S = 0.05
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.5
 
 
@@ -92,17 +89,7 @@ class World:
             group: over which the outcome is sent; None: `control`.
             rank: which one.
         """
-        outcome: tuple[T | None, Exception | None] = (None, None)
-        if self.rank == rank:
-            try:
-                outcome = (work(), None)
-            except UserError as error:  # handed on to every rank, raised below
-                outcome = (None, error)
-            except Exception as error:
-                # Not every exception can be sent; the first rank's own log has its traceback.
-                log.exception("rank %d failed while the others waited", rank)
-                outcome = (None, RuntimeError(f"{type(error).__name__}: {error}"))
-        outcomes = [outcome]
+        outcomes = [_caught(work) if self.rank == rank else (None, None)]
         dist.broadcast_object_list(outcomes, src=rank, group=group or self.control)
         value, failure = outcomes[0]
         if failure is not None:
@@ -145,28 +132,45 @@ def on_every_rank(world: World, work: Callable[[], T]) -> T:
         UserError: of the first rank that failed, on all; where not all did, with the nodes that
             did.
     """
-    value: T | None = None
-    failure: UserError | None = None
-    try:
-        value = work()
-    except UserError as error:
-        failure = error
+    value, failure = _caught(work)
     found = world.gather((place_of(world), failure))
     failed = [(place, error) for place, error in found if error is not None]
     if not failed:
         return value  # type: ignore[return-value]  # no error: `work` has returned
     first = failed[0][1]
-    if len(failed) < len(found) and not isinstance(first, ConfigErrors):
+    is_some = len(failed) < len(found)
+    if is_some and isinstance(first, UserError) and not isinstance(first, ConfigErrors):
         nodes = ", ".join(dict.fromkeys(str(place) for place, _ in failed))
         first.where = f"{first.where} on {nodes}" if first.where else nodes
     raise first
 
 
-def raise_first(failures: list[UserError | None]) -> None:
+def raise_first(failures: Sequence[Exception | None]) -> None:
     """Raise the first failure, if any; called with the same ones on every rank."""
     for failure in failures:
         if failure is not None:
             raise failure
+
+
+@dataclass(slots=True)
+class _Share:
+    # What a rank tells the others of its part of a work.
+    is_done: bool
+    line: str = ""
+    result: Any = None
+    failure: Exception | None = None
+
+
+def _caught(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    # The result, or the error in a form that can be sent to the ranks that wait.
+    try:
+        return work(), None
+    except UserError as error:
+        return None, error
+    except Exception as error:
+        # Not every exception can be sent; this rank's own log has its traceback.
+        log.exception("failed while the other ranks waited")
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def work_together(
@@ -184,7 +188,6 @@ def work_together(
     Args:
         work: called in a thread, with a function that takes a line about how far it is; None: this
             rank has nothing to do.
-        world: the ranks.
         progress: called on every rank with what the others report.
         no_progress_s: longest time in which none of those that work may report anything new.
 
@@ -195,46 +198,31 @@ def work_together(
         Exception: the error of the first rank that failed, on every rank.
         CommunicationError: those that work have reported nothing new for too long.
     """
-    reported = ""
-    result: Future[T | None] = Future()
+    share = _Share(is_done=work is None)
 
     def report(line: str) -> None:
-        nonlocal reported
-        reported = line
+        share.line = line
 
     def run() -> None:
         assert work is not None
-        try:
-            result.set_result(work(report))
-        except UserError as error:
-            result.set_exception(error)
-        except Exception as error:
-            # Not every exception can be sent; this rank's own log has its traceback.
-            log.exception("failed while the other nodes waited")
-            result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        share.result, share.failure = _caught(lambda: work(report))
+        share.is_done = True
 
-    if work is None:
-        result.set_result(None)
-    else:
+    if work is not None:
         # A daemon: where another node fails, this process ends without waiting for it.
         threading.Thread(target=run, daemon=True).start()
     known: dict[int, str] = {}
     last_news, wait_s = time.monotonic(), _FIRST_LOOK_S
     while True:
-        is_done = result.done()
-        error = result.exception() if is_done else None
-        value = result.result() if is_done and error is None else None
-        states = world.gather((is_done, reported, value, error))
-        for _, _, _, failure in states:
-            if failure is not None:
-                raise failure
-        for rank, (_, line, _, _) in enumerate(states):
-            if line != known.get(rank, ""):
-                known[rank], last_news = line, time.monotonic()
-                progress(line)
-        running = [rank for rank, state in enumerate(states) if not state[0]]
+        shares = world.gather(share)
+        raise_first([each.failure for each in shares])
+        for rank, each in enumerate(shares):
+            if each.line != known.get(rank, ""):
+                known[rank], last_news = each.line, time.monotonic()
+                progress(each.line)
+        running = [rank for rank, each in enumerate(shares) if not each.is_done]
         if not running:
-            return [state[2] for state in states]
+            return [each.result for each in shares]
         # One may wait in silence for another that prepares the same on a disk that they share.
         if time.monotonic() - last_news > no_progress_s:
             who = ", ".join(f"{rank} ({known.get(rank, 'nothing')!r})" for rank in running)
@@ -255,8 +243,6 @@ def join_world(
     """Join the process group. All ranks must call this.
 
     Args:
-        env: this process' place.
-        device: `cuda` or `cpu`.
         timeout_s: longest wait for the others, here and in every later operation.
         work_timeout_s: longest wait for what rank 0 does alone, such as verifying a checkpoint.
 
@@ -274,8 +260,6 @@ def join_world(
             # The store of the nodes: nothing else listens, and each restart has its own keys.
             tcp_store = TCPStore(*env.store_address, is_master=False, timeout=timeout)
             store = PrefixStore(f"ranks-{env.restart}", tcp_store)
-        elif env.agent_store is not None:
-            store = _agent_store(env.agent_store, env.rank, env.world_size, timeout)
         elif env.world_size == 1:
             store = HashStore()
         dist.init_process_group(
@@ -343,45 +327,6 @@ def _device(env: RankEnv, kind: str) -> torch.device:
     device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _agent_store(address: tuple[str, int], rank: int, world_size: int, timeout: timedelta) -> Store:
-    # The store of torchrun's agent, under a prefix that only the ranks of this start know. torch
-    # takes its own count of restarts as the prefix, and that differs between nodes: an agent that
-    # follows another one into a restart does not count it. The ranks would then read addresses of
-    # ranks that are dead.
-    store = TCPStore(*address, is_master=False, timeout=timeout)
-    if rank:
-        name = uuid.uuid4().hex
-        store.set(f"isles/hello/{rank}", name)
-        token = store.get(f"isles/answer/{name}").decode()
-        store.set(f"isles/heard/{token}/{rank}", "1")
-        return PrefixStore(f"isles/{token}", store)
-    # Rank 0 answers each rank, until every one has read it. A hello may be left over from a rank
-    # that is dead: it is answered, and its answer is never read.
-    token = uuid.uuid4().hex
-    missing = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    answered: set[str] = set()
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"isles/heard/{token}/{other}"]):
-                missing.discard(other)
-            elif store.check([f"isles/hello/{other}"]):
-                name = store.get(f"isles/hello/{other}").decode()
-                if name not in answered:
-                    answered.add(name)
-                    store.set(f"isles/answer/{name}", token)
-        if time.monotonic() > deadline:
-            names = ", ".join(map(str, sorted(missing)))
-            raise CommunicationError(
-                f"these ranks did not come within {timeout.total_seconds():.0f} s: {names}",
-                where="rank 0",
-                fix="look at what torchrun printed on their hosts",
-                id="start.timeout",
-            )
-        time.sleep(_STORE_LOOK_S)
-    return PrefixStore(f"isles/{token}", store)
 
 
 def serve_store(listener: socket.socket) -> None:

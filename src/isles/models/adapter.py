@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isles.config.sections.model import AdapterConfig, missing_package
 from isles.config.sections.training import Precision
+from isles.dist.batch import MIXED_DTYPE
 from isles.errors import UserError
 
 _NAME = "default"
@@ -25,8 +26,6 @@ _NAME = "default"
 _FRESH = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 _MAGNITUDE = ".lora_magnitude_vector."
 
-_FROZEN_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-
 
 def frozen_dtype(precision: Precision, adapter: AdapterConfig) -> torch.dtype | None:
     """What the weights are held in that an adapter leaves alone; None: as the trained ones.
@@ -34,7 +33,7 @@ def frozen_dtype(precision: Precision, adapter: AdapterConfig) -> torch.dtype | 
     A forward pass under mixed precision computes with a 16-bit copy; without gradients to collect
     there is no need for more than that copy.
     """
-    return None if adapter.type == "none" else _FROZEN_DTYPE.get(precision)
+    return None if adapter.type == "none" else MIXED_DTYPE.get(precision)
 
 
 def import_peft(adapter: AdapterConfig) -> Any:  # an untyped library

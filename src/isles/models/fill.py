@@ -120,9 +120,6 @@ def fill_adapter(model: nn.Module, seed: int) -> None:
 
     Of the two, one is zero: the model begins as what it was.
 
-    Args:
-        model: with an adapter, or a part of one; its parameters are allocated.
-
     Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; peft's choice of distributions.
     """
     generator = torch.Generator()

@@ -210,7 +210,6 @@ def write_launch(
     device: str,
     command: tuple[str, ...],
     resumed_from: Path | None = None,
-    agents: list[dict[str, Any]] | None = None,
     now: Clock = time.time,
 ) -> None:
     """Record who runs an attempt: the agent, or rank 0 under a torchrun typed by hand.
@@ -221,11 +220,9 @@ def write_launch(
         world_size, device: of its ranks.
         command: the command line that started it.
         resumed_from: the checkpoint that was asked for by name.
-        agents: under a torchrun typed by hand, the processes that start ranks again.
         now: the clock, for an attempt that `new_attempt` did not make.
     """
-    who = process.record() | ({"agents": agents} if agents else {})
-    _write_launch(attempt, who, world_size, device, command, resumed_from, now)
+    _write_launch(attempt, process.record(), world_size, device, command, resumed_from, now)
 
 
 def _write_launch(

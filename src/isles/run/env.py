@@ -31,7 +31,6 @@ class RankEnv:
         restart: how often all ranks of this start were started again before.
         store_address: host and port of the store through which the ranks of several nodes find one
             another; None: `store` or env://.
-        agent_store: host and port of the store that a torchrun typed by hand shares.
         in_job: whether the run is in the job of a queue, which may be queued again after a stop.
     """
 
@@ -43,16 +42,12 @@ class RankEnv:
     store: Path | None
     restart: int = 0
     store_address: tuple[str, int] | None = None
-    agent_store: tuple[str, int] | None = None
     in_job: bool = False
 
 
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     """This process' place among the ranks."""
     world_size = int(environ.get("WORLD_SIZE", "1"))
-    shared = None
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        shared = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     return RankEnv(
         rank=int(environ.get("RANK", "0")),
         local_rank=int(environ.get("LOCAL_RANK", "0")),
@@ -60,7 +55,6 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", str(world_size))),
         attempt=int(environ.get(ATTEMPT, "0")),
         store=None,
-        agent_store=shared,
     )
 
 

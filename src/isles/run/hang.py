@@ -37,14 +37,12 @@ class Position:
         stage: a part of the step, or another phase: evaluating, saving.
         at: the place in its code; empty: unknown.
         waits_in: the collective operation that it waits in; empty: in none, as far as is known.
-        silent_s: seconds since its last heartbeat; 0: it lives.
     """
 
     step: int
     stage: str
     at: str = ""
     waits_in: str = ""
-    silent_s: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -60,28 +58,22 @@ class Hang:
     text: str
 
 
-def find_hang(
-    ranks: Mapping[int, Position], hosts: Sequence[str], unknown: Sequence[int] = ()
-) -> Hang:
+def find_hang(ranks: Mapping[int, Position], hosts: Sequence[str], silent_s: float = 0.0) -> Hang:
     """Find the ranks that the others wait for.
 
     Args:
-        ranks: position of each.
+        ranks: position of each that has answered.
         hosts: of all ranks.
-        unknown: ranks that have never sent a heartbeat.
+        silent_s: how long the others have not.
     """
-    silent = [rank for rank, position in ranks.items() if position.silent_s]
-    if silent or unknown:
-        words = []
-        for rank in silent:
-            position = ranks[rank]
-            seen = f" (last seen in {position.stage} of step {position.step})"
-            words.append(
-                f"{_name(rank, hosts)} has not been heard of for {position.silent_s:.0f} s"
-                f"{seen if position.stage else ''}: it is frozen, or its machine or network is down"
-            )
-        words += [f"{_name(rank, hosts)} was never heard of" for rank in unknown]
-        return _stall((*silent, *unknown), words)
+    silent = [rank for rank in range(len(hosts)) if rank not in ranks]
+    if silent:
+        lost = "it is frozen, or its machine or network is down"
+        words = [
+            f"{_name(rank, hosts)} has not been heard of for {silent_s:.0f} s: {lost}"
+            for rank in silent
+        ]
+        return _stall(tuple(silent), words)
     first = min(position.order for position in ranks.values())
     last = max(position.order for position in ranks.values())
     behind = [rank for rank, position in ranks.items() if position.order == first]

@@ -146,8 +146,6 @@ class TorchEngine(Engine):
         model: with its parameters in place, cut or whole.
         objective: what is minimised, bound to the model; None: the engine computes it itself.
         stepper: the optimizers over the parameters of the model.
-        mesh: which rows, and which piece of each sequence, this rank has.
-        world: the ranks of the cluster.
     """
 
     def __init__(

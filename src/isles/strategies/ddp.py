@@ -12,28 +12,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isles.config.sections.strategy import DDPStrategyConfig
-from isles.dist.batch import Batch
+from isles.dist.batch import MIXED_DTYPE, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.strategies.base import TorchEngine
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-
 
 class DDPEngine(TorchEngine):
     """One process, or several that hold the same model. See `strategies.base.Engine`.
 
     Args:
-        model: on this rank's device, the same weights on every rank.
-        make_optimizers: optimizers over the parameters of the model that it is given.
-        config: the run file's section.
-        mesh: which rows, and which piece of each sequence, this rank has.
-        world: the ranks of the cluster.
-        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         comm_sample_every: how often, in steps, communication is timed.
-        make_objective: what is minimised.
     """
 
     def __init__(
@@ -52,7 +43,7 @@ class DDPEngine(TorchEngine):
         stepper = Stepper([model], make_optimizers, device=world.device, precision=precision)
         super().__init__(model, objective, stepper, mesh, world)
         self._must_learn_graph = config.static_graph and world.world_size > 1
-        self._autocast = _AUTOCAST.get(precision)
+        self._autocast = MIXED_DTYPE.get(precision)
         self._ddp: DistributedDataParallel | None = None
         self._forward: nn.Module = model
         if world.world_size > 1:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from isles.config.sections.strategy import FSDPStrategyConfig
-from isles.dist.batch import Batch
+from isles.dist.batch import MIXED_DTYPE, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
 from isles.errors import UserError
@@ -25,21 +25,12 @@ from isles.strategies.base import TorchEngine
 from isles.strategies.objective import CausalLM, MakeObjective
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
-_PARAM_DTYPE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-
 
 class FSDPEngine(TorchEngine):
     """A model that is cut block by block, and gathered block by block to be used.
 
     Args:
         model: on the meta device; tensor parallel, if any, has been applied.
-        materialize: fills a model whose memory has been allocated, this rank's part of it.
-        make_optimizers: optimizers over the parameters of the model that it is given.
-        config: the run file's section.
-        mesh: the ranks, with a root.
-        world: all of them.
-        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
-        make_objective: what is minimised.
     """
 
     def __init__(
@@ -89,9 +80,6 @@ def shard_model(
 
     Args:
         model: on the meta device.
-        config: how.
-        mesh: the ranks, with a root.
-        device: where this rank computes.
         precision: as in the run file.
 
     Returns:
@@ -108,7 +96,7 @@ def shard_model(
     options: dict[str, Any] = {
         "mesh": mesh.root[axes],
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_PARAM_DTYPE.get(precision),
+            param_dtype=MIXED_DTYPE.get(precision),
             reduce_dtype=torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32,
         ),
         "offload_policy": offload,
@@ -175,7 +163,6 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Mo
     """The transformer blocks of a model, in order.
 
     Args:
-        model: a Hugging Face model.
         class_names: names of the blocks' classes; empty: what the model itself says must not be
             split, else the longest list of modules of one class.
 

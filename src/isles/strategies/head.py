@@ -40,9 +40,6 @@ class LossHead:
     The head's weight is used where its own forward pass would use it, so that FSDP2 and ZeRO have
     gathered it. A model that does something to the logits after its head (Gemma's soft cap, a
     scale), or whose head is no plain matrix (tensor parallel, an adapter on it), is run as it is.
-
-    Args:
-        model: the Hugging Face model, with the parameters' own modules.
     """
 
     def __init__(self, model: nn.Module) -> None:

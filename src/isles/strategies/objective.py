@@ -19,11 +19,7 @@ from isles.strategies.sequence import Part
 
 
 class Objective(ABC):
-    """The loss of one micro-batch, bound to a model that is cut and filled.
-
-    Args:
-        model: the Hugging Face model.
-    """
+    """The loss of one micro-batch, bound to a model that is cut and filled."""
 
     def __init__(self, model: nn.Module) -> None:
         self._head = LossHead(model)
@@ -77,7 +73,6 @@ class DPO(Objective):
     trained. A pair without targets fills a batch and counts for nothing.
 
     Args:
-        model: the Hugging Face model.
         beta: how closely the model is held to what it was.
         label_smoothing: share of the pairs that are taken to be the wrong way round.
 

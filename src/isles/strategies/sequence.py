@@ -63,7 +63,6 @@ def localize(batch: Batch, mesh: Mesh, model: Any | None) -> Part:
 
     Args:
         batch: the micro-batch, with whole sequences.
-        mesh: the ranks.
         model: as for `whole`.
     """
     size = mesh.layout.cp
@@ -88,7 +87,6 @@ def use_context_parallel_attention(model: Any, mesh: Mesh, method: str) -> None:
     Args:
         model: a Hugging Face model with causal attention over the whole sequence, which takes
             position_ids.
-        mesh: with a group for context parallel.
         method: `allgather` or `ulysses`.
 
     Source: keys and values to all as in Llama 3 (arXiv:2407.21783, section 3.3.2); heads for

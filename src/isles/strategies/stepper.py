@@ -38,7 +38,6 @@ class Stepper:
     Args:
         modules: a whole model, or the stages of it that this rank holds.
         make_optimizers: the optimizers over the parameters of one module.
-        device: where this rank computes.
         precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         stages: the ranks that hold the other stages of the same model, over which the norm is
             taken too; None where each rank has all.

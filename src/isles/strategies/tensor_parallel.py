@@ -25,7 +25,6 @@ def apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
 
     Args:
         model: a Hugging Face model, on the meta device, not sharded yet.
-        mesh: the ranks that share each matrix.
 
     Raises:
         UserError: the model has no plan, or one that isles cannot follow exactly.

@@ -25,7 +25,6 @@ class MLflowTracker:
     `load_mlflow` must be called before.
 
     Args:
-        config: address and experiment.
         run: what is shown besides the curves.
     """
 

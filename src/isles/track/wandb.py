@@ -29,7 +29,6 @@ class WandbTracker:
     again it keeps the numbers that it has.
 
     Args:
-        config: project, entity, group, tags, mode.
         run: what is shown besides the curves.
         mode: online, offline or disabled; see `resolve_mode`.
     """
@@ -91,7 +90,6 @@ def resolve_mode(config: WandbConfig, folder: Path) -> tuple[WandbMode, str]:
     Imports wandb, asks nobody anything, and needs no network. To be called before `WandbTracker`.
 
     Args:
-        config: the tracker's section.
         folder: the run directory.
 
     Raises:

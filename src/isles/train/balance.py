@@ -21,18 +21,13 @@ from isles.config.sections.run import RunConfig
 from isles.dist.mesh import Mesh
 from isles.dist.split import RowSplit, even_split, shared_split
 from isles.dist.world import World
-from isles.errors import ConfigError, UserError
+from isles.errors import ConfigError, OutOfMemoryError, UserError
 from isles.run.checkpoints import CheckpointInfo
 from isles.run.paths import RunDir
 from isles.strategies.fsdp import find_blocks
-from isles.train.probe import (
-    CPU_MICRO_BATCH_SIZE,
-    choose_micro_batch_size,
-    measure_curve,
-    no_row_fits,
-)
+from isles.train.probe import CPU_MICRO_BATCH_SIZE, even_micro_batch, measure_curve
 from isles.train.record import Recorder
-from isles.train.strategy import holds_whole_model, runs_in_step
+from isles.train.strategy import runs_in_step
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +110,7 @@ class _Chooser:
     ) -> None:
         self._model, self._config, self._strategy = model, config, strategy
         self._mesh, self._world = mesh, world
-        self._resume_from = resume_from
+        self._manifest = resume_from.manifest if resume_from else {}
         self._rows = config.training.global_batch_size
         self._in_step = runs_in_step(strategy)
         self._devices = world.gather(Device(world.host, _device_name(world), mesh.dp_rank))
@@ -127,15 +122,11 @@ class _Chooser:
         self._equals = equal_devices(self._devices)
         self.is_auto = config.balance == "auto" and mesh.dp_size > 1
         self._is_measured = self.is_auto and len(set(self._equals)) > 1
-        # Whether a rank can try sizes on the real model by itself; else they are foreseen. It must
-        # hold all of it, and attend without the ranks that share its sequences.
-        self._can_try = holds_whole_model(strategy) and mesh.layout.cp == 1
 
     def history(self, run_dir: RunDir, step: int, recorder: Recorder) -> tuple[History, Allocation]:
         # What was decided before and still holds, or a new beginning.
-        manifest = self._resume_from.manifest if self._resume_from else {}
         before = self._world.main_first(
-            lambda: History.load(run_dir.balance, manifest.get("balance"))
+            lambda: History.load(run_dir.balance, self._manifest.get("balance"))
         )
         history = before.going_on_after(step, self._fits)
         if history is None:
@@ -153,17 +144,30 @@ class _Chooser:
 
     def allocate(self, step: int) -> Allocation:
         balance, dp_size = self._config.balance, self._mesh.dp_size
-        foresees = self._is_cuda and None in self._caps
-        foresees = foresees and (isinstance(balance, dict) or not self._can_try)
-        curves, is_settled = self._curves() if self._is_measured or foresees else (None, True)
-        even_size = self._even_size(curves)
+        rows = -(-self._rows // dp_size)
+        size_before = self._manifest.get("micro_batch_size")
+        is_kept = size_before is not None and rows % size_before == 0
+        # A GPU's memory is a limit, which is measured where none is given.
+        is_limited = self._is_cuda and None in self._caps
+        is_limited = is_limited and (isinstance(balance, dict) or not is_kept)
+        curves, is_settled = self._curves() if self._is_measured or is_limited else (None, True)
+        caps = [cap for cap in self._caps if cap is not None]
+        even_size = min(caps, default=0)
+        if None in self._caps:
+            largest = min(curve.limit for curve in curves) if curves else CPU_MICRO_BATCH_SIZE
+            found = even_micro_batch(rows, largest, size_before)
+            even_size = min([found, *caps])
+        if is_limited:
+            log.info("micro_batch_size=%d was found to fit", even_size)
+        default = even_size if self._is_cuda else CPU_MICRO_BATCH_SIZE
+        limits = [cap or default for cap in self._caps]  # where nothing was measured
         split = even_split(self._rows, dp_size, even_size, in_step=self._in_step)
         if isinstance(balance, dict):
-            limits = [curve.limit for curve in curves] if curves else self._limits(even_size)
             shares = [0.0] * dp_size
             by_rank = rank_shares(balance, self._hosts, may_miss=self._may_miss)
             for device, share in zip(self._devices, by_rank, strict=True):
                 shares[device.dp_rank] += share
+            limits = [curve.limit for curve in curves] if curves else limits
             split = shared_split(self._rows, shares, limits, in_step=self._in_step)
         elif not self.is_auto:
             sizes = tuple(cap or even_size for cap in self._caps)
@@ -179,7 +183,7 @@ class _Chooser:
                 )
         is_timed = self.is_auto and curves is not None
         if curves is None:
-            curves = tuple(map(_proportional, self._limits(even_size)))
+            curves = tuple(map(_proportional, limits))
         kind = self._strategy.kind
         return Allocation(
             step, split, even_size, kind, tuple(self._devices), tuple(curves), is_timed
@@ -205,37 +209,24 @@ class _Chooser:
             self._model, self._config, self._strategy, self._mesh, self._world, cap
         )
         every, all_settled = zip(*self._world.gather((found, is_settled)), strict=True)
-        for rank, curve in enumerate(every):
+        together: list[list[Curve]] = [[] for _ in self._caps]
+        for rank, (curve, device) in enumerate(zip(every, self._devices, strict=True)):
             if curve is None:
-                raise no_row_fits(self._config, rank, self._devices[rank].host)
+                raise OutOfMemoryError(
+                    f"one sequence of {self._config.data.seq_length} tokens does not fit on the "
+                    "GPU",
+                    where=f"rank {rank} on {device.host}",
+                    fix="training.gradient_checkpointing: full, a shorter data.seq_length, an "
+                    "adapter, strategy: {kind: fsdp} over more GPUs, training.optimizer: "
+                    "adamw_8bit, training.precision: bf16-true, or a smaller model",
+                    id="memory.gpu",
+                )
+            together[device.dp_rank].append(curve)
         curves = []
-        for dp_rank, cap in enumerate(self._caps):
-            together = [
-                curve
-                for curve, device in zip(every, self._devices, strict=True)
-                if curve is not None and device.dp_rank == dp_rank
-            ]
-            curve = slowest(together)
+        for of_rank, cap in zip(together, self._caps, strict=True):
+            curve = slowest(of_rank)
             curves.append(curve if cap is None else curve.capped(cap))
         return curves, all(all_settled)
-
-    def _even_size(self, curves: Sequence[Curve] | None) -> int:
-        # Micro-batch size of all ranks where rows are split evenly, and in evaluation.
-        rows = -(-self._rows // self._mesh.dp_size)
-        caps = [cap for cap in self._caps if cap is not None]
-        if len(caps) == len(self._caps):
-            return min(caps)
-        if curves is not None and self._is_cuda and not self._can_try:
-            largest = min(curve.limit for curve in curves)
-            return max(size for size in range(1, min(rows, largest) + 1) if rows % size == 0)
-        size = choose_micro_batch_size(
-            self._model, self._config, rows, self._world, self._resume_from
-        )
-        return min([size, *caps])
-
-    def _limits(self, even_size: int) -> list[int]:
-        # Most rows of a micro-batch where nothing was measured.
-        return [cap or (even_size if self._is_cuda else CPU_MICRO_BATCH_SIZE) for cap in self._caps]
 
     def _given_sizes(self) -> list[int | None]:
         # The run file's micro-batch size for each data-parallel rank; None: to be found.
@@ -288,7 +279,6 @@ def rank_shares(
 
     Args:
         shares: by host or rank number.
-        hosts: of each rank.
         may_miss: whether hosts may come and go in this run, so that a name may be of an absent one.
 
     Raises:

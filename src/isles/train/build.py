@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import subprocess
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +40,7 @@ from isles.train.optimizer import make_optimizers
 from isles.train.parts import Parts
 from isles.train.progress import Progress
 from isles.train.record import Recorder, make_trackers
-from isles.train.reference import Reference
+from isles.train.reference import score_reference
 from isles.train.stop import Agreement, StopSignals
 from isles.train.strategy import (
     check_blocks,
@@ -84,8 +82,10 @@ def build(
     total_steps = length_in_steps(config.training, training.samples_per_epoch)
     if config.training.method == "dpo":
         # With the weights that the run begins with, so before any checkpoint is loaded.
-        reference = Reference(engine, mesh, world, recorder, balancer.even_size)
-        reference.score_all(training, validation, config.training, total_steps, run_dir)
+        rows = None if total_steps is None else total_steps * config.training.global_batch_size
+        score = functools.partial(score_reference, engine, mesh, world, recorder, run_dir)
+        score("training", training, rows, balancer.even_size)
+        score("validation", validation, config.training.eval_samples, balancer.even_size)
     exchange = None
     if config.diloco is not None:
         # Its web client takes a third of a second to import, which other runs need not wait for.
@@ -115,14 +115,12 @@ def build(
         loader=loader,
         validation=validation,
         progress=progress,
-        agreement=_make_agreement(config, world, signals, progress),
+        agreement=Agreement(world, signals, config, progress.elapsed_s),
         meter=meter,
         checkpoints=checkpoints,
         balancer=balancer,
         total_steps=total_steps,
-        git_commit=_git_commit() if world.is_main else None,
-        data_content=training.content,
-        samples_per_epoch=training.samples_per_epoch,
+        training=training,
         base=base,
     )
     if exchange is not None:
@@ -136,7 +134,7 @@ def build(
             forget_ahead=loader.forget,
             requested=lambda: signals.stop_code,
             total_steps=total_steps,
-            data_content=parts.data_content,
+            data_content=training.content,
             base=base,
         )
     return parts
@@ -193,25 +191,6 @@ def _make_model(
     return model
 
 
-def _make_agreement(
-    config: RunConfig, world: World, signals: StopSignals, progress: Progress
-) -> Agreement:
-    limits = config.training
-    ends_run = limits.max_steps is None and limits.num_train_epochs is None
-    stop_at = None
-    if limits.max_time is not None:
-        already = progress.elapsed_s if ends_run else 0.0
-        stop_at = time.monotonic() + limits.max_time - already
-    minutes = config.checkpoint.every_minutes
-    return Agreement(
-        world,
-        signals,
-        stop_at=stop_at,
-        time_ends_run=ends_run,
-        save_every_s=None if minutes is None else minutes * 60,
-    )
-
-
 def _take_over(
     engine: Engine,
     checkpoint: CheckpointInfo | None,
@@ -253,14 +232,3 @@ def _take_over(
         checkpoint.path,
     )
     return progress
-
-
-def _git_commit() -> str | None:
-    # The commit of the folder that the run was started in, if it is under git.
-    try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None

@@ -185,19 +185,20 @@ def _measure(sizes: list[int], rank: int, world_size: int, device: Any) -> list[
         if rows and rows[-1]["seconds"] * size / rows[-1]["bytes"] > _TOO_LONG_S:
             break
         tensor = torch.full((size // 4,), float(rank + 1), device=device)
-        first = _slowest(_time(tensor, 1, device), device)
+        first = _time(tensor, 1)
         expected = world_size * (world_size + 1) / 2
         if not bool((tensor == expected).all()):
             raise RuntimeError(f"the sum of {size} bytes over {world_size} ranks is wrong")
         times = max(1, min(50, int(_SPEND_S / max(first, 1e-6))))
         tensor.zero_()
-        seconds = _slowest(_time(tensor, times, device), device) / times
+        seconds = _time(tensor, times) / times
         bus = size / seconds * 2 * (world_size - 1) / world_size
         rows.append({"bytes": size, "seconds": seconds, "algorithm": size / seconds, "bus": bus})
     return rows
 
 
-def _time(tensor: Any, times: int, device: Any) -> float:
+def _time(tensor: Any, times: int) -> float:
+    # Seconds of so many all-reduces, on the slowest rank.
     import torch
     import torch.distributed as dist
 
@@ -205,19 +206,11 @@ def _time(tensor: Any, times: int, device: Any) -> float:
     begin = time.perf_counter()
     for _ in range(times):
         dist.all_reduce(tensor)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _slowest(seconds: float, device: Any) -> float:
-    # Of all ranks.
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor.item())
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=tensor.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds.item())
 
 
 def _line(error: Exception) -> str:

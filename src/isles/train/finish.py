@@ -18,10 +18,9 @@ from isles.checkpoint.export import (
 )
 from isles.checkpoint.hub import push
 from isles.config.resolve import Resolved
-from isles.config.sections.output import CheckpointConfig
 from isles.errors import UserError
 from isles.models.build import converts_weights, load_model_config
-from isles.run.checkpoints import CheckpointInfo, find_checkpoint
+from isles.run.checkpoints import find_checkpoint
 from isles.run.paths import RunDir
 from isles.run.records import read_rows, write_record
 from isles.train.model import base_of, empty_model, whole_model, with_base
@@ -39,17 +38,10 @@ def finish(parts: Parts) -> None:
     pushed, elapsed_s = None, progress.elapsed_s  # an export is no training
     if parts.config.checkpoint.export_on_finish:
         parts.recorder.phase("exporting", str(run_dir.model))
-        if holds_whole_model(parts.strategy) and parts.config.adapter.type == "none":
-            checkpoint = find_checkpoint(run_dir, progress.step)
-            export_model(
-                parts.engine.model,
-                parts.tokenizer,
-                run_dir.model,
-                max_shard_bytes=max_shard_bytes(parts.config.checkpoint),
-                card=card_text(run_dir, parts.resolved, checkpoint, parts.tokenizer),
-            )
-        else:  # no rank has the whole model; the last checkpoint has, or has the whole adapter
-            export_step(run_dir, parts.resolved, parts.tokenizer, progress.step, run_dir.model)
+        is_whole = holds_whole_model(parts.strategy) and parts.config.adapter.type == "none"
+        model = parts.engine.model if is_whole else None
+        step, folder = progress.step, run_dir.model
+        export_step(run_dir, parts.resolved, parts.tokenizer, step, folder, model=model)
         pushed = _push(parts)
     rows = read_rows(run_dir.metrics)
     losses = [row for row in rows if row["kind"] == "train"]
@@ -80,8 +72,9 @@ def export_step(
     *,
     repo: str | None = None,
     merge: bool | None = None,
+    model: Any = None,
 ) -> None:
-    """Export a checkpoint, file by file, in one process.
+    """Export a checkpoint in one process.
 
     Args:
         run_dir, resolved, tokenizer: of the run; the tokenizer is None where it had none.
@@ -90,69 +83,47 @@ def export_step(
         repo: where it will lie on the hub, for the model card; None: as the run file says.
         merge: whether an adapter is merged into its model, for which the whole must fit into this
             machine's memory; None: as the run file says.
+        model: with the weights of the checkpoint, whole in memory; None: they are exported from
+            the checkpoint, file by file.
 
     Raises:
         UserError, TrainingError: see `export_checkpoint`, `export_adapter` and `export_merged`.
     """
     config = resolved.config
     checkpoint = find_checkpoint(run_dir, step)
-    if config.adapter.type != "none":
-        merges = config.checkpoint.merge_adapter if merge is None else merge
-        _export_adapted(run_dir, resolved, tokenizer, checkpoint, folder, merges, repo)
-        return
-    model = empty_model(config, tokenizer)
-    if converts_weights(model):
-        log.warning(
-            "the experts are exported joined, as transformers holds them; `isles checkpoint export`"
-            " writes them one by one, as on the hub, and needs memory for the whole model"
-        )
-    export_checkpoint(
-        checkpoint.path,
-        model,
-        tokenizer,
-        folder,
-        max_shard_bytes=max_shard_bytes(config.checkpoint),
-        card=card_text(run_dir, resolved, checkpoint, tokenizer, repo=repo),
-    )
-
-
-def _export_adapted(
-    run_dir: RunDir,
-    resolved: Resolved,
-    tokenizer: Any,
-    checkpoint: CheckpointInfo,
-    folder: Path,
-    merge: bool,
-    repo: str | None,
-) -> None:
-    config = with_base(resolved.config, checkpoint)
-    kind: ExportKind = "model" if merge else "adapter"
+    has_adapter = config.adapter.type != "none"
+    merges = has_adapter and (config.checkpoint.merge_adapter if merge is None else merge)
+    kind: ExportKind = "adapter" if has_adapter and not merges else "model"
+    size = int(config.checkpoint.max_shard_gb * 10**9)
+    if has_adapter:
+        config = with_base(config, checkpoint)
     card = card_text(run_dir, resolved, checkpoint, tokenizer, kind=kind, repo=repo)
-    if merge:
+    if kind == "adapter":
+        model, base = empty_model(config, tokenizer), base_of(config)["name"]
+        export_adapter(checkpoint.path, model, tokenizer, folder, base=base, card=card)
+    elif has_adapter:
         frozen = None
         if config.adapter.type == "qlora":
             frozen = load_model_config(config.model).dtype or torch.float32
             log.info("merging into the model as it was before it was quantised, in %s", frozen)
             plain = config.adapter.model_copy(update={"type": "lora"})
             config = config.model_copy(update={"adapter": plain})
-        model: Any = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
+        model = whole_model(config, tokenizer, torch.device("cpu"), frozen=frozen)
         read_trained(model, checkpoint.path)
-        size = max_shard_bytes(config.checkpoint)
         export_merged(model, tokenizer, folder, max_shard_bytes=size, card=card)
-        return
-    export_adapter(
-        checkpoint.path,
-        empty_model(config, tokenizer),
-        tokenizer,
-        folder,
-        base=base_of(config)["name"],
-        card=card,
-    )
-
-
-def max_shard_bytes(config: CheckpointConfig) -> int:
-    """The largest file of weights in an export."""
-    return int(config.max_shard_gb * 10**9)
+    elif model is not None:
+        export_model(model, tokenizer, folder, max_shard_bytes=size, card=card)
+    else:
+        model = empty_model(config, tokenizer)
+        if converts_weights(model):
+            log.warning(
+                "the experts are exported joined, as transformers holds them; `isles checkpoint "
+                "export` writes them one by one, as on the hub, and needs memory for the whole "
+                "model"
+            )
+        export_checkpoint(
+            checkpoint.path, model, tokenizer, folder, max_shard_bytes=size, card=card
+        )
 
 
 def _push(parts: Parts) -> dict[str, str] | None:

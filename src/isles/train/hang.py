@@ -1,7 +1,8 @@
 """Notices a step that takes far longer than usual, and names the rank that holds it up, and where.
 
-The step leaves word of its stage in a `StepClock`; a thread of each rank looks at it. When a step
-is overdue, all ranks post their stacks through their heartbeats, and the lowest that lives decides.
+The step notes its stage in a `StepClock`, at which a thread of each rank looks. Once a step is
+overdue on some rank, all ranks write where they stand into the store through which they have met,
+which works while their main threads wait inside torch; the lowest that lives decides.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from isles.config.sections.run import RunConfig
 from isles.dist.world import World
@@ -30,28 +37,23 @@ from isles.run.hang import STAGES, Frame, Hang, Position, collective_in, find_ha
 from isles.run.outcome import end_without_agent, error_record
 from isles.run.paths import Attempt
 from isles.run.records import read_record, write_record, write_text_atomic
-from isles.train.heartbeat import HEARTBEAT_S, Heartbeats, start_heartbeats
 from isles.train.record import Recorder
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_LOOK_S = 1.0
+_ANSWER_S = 6.0
+"""How long ranks have to answer; a rank or store that has not counts as lost."""
+
+_CONNECT = timedelta(seconds=5)
 _STOPPED_S = 10.0
 """Longer than this between two looks, the process did not run: a queue had stopped it, or its
 machine was paused. A machine that is full does not keep a thread waiting so long."""
 
-_SILENT_S = 4 * HEARTBEAT_S
-"""A rank without a heartbeat for so long counts as lost."""
-
-_LISTEN_S = 6 * HEARTBEAT_S
-"""How long heartbeats and stacks are collected before a rank decides."""
-
 _RECENT_STEPS, _KNOWN_STEPS = 31, 3
-_FIRST = 5
-"""The first steps, and the first evaluation, may take so many times min_time."""
-
-_COMPILING = 20
-"""The same where the model is compiled."""
+_FIRST, _COMPILING = 5, 20
+"""The first steps, and the first evaluation, may take so many times min_time; the second: where
+the model is compiled."""
 
 
 class Moment(NamedTuple):
@@ -74,7 +76,7 @@ class StepClock:
     """Where this rank is in its step. An update reads a clock and stores a value, nothing else.
 
     Args:
-        now: monotonic clock, seconds; the watchdog and the heartbeats use the same.
+        now: monotonic clock, seconds; the watchdog uses the same.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -160,247 +162,206 @@ def _stack(frame: FrameType | None) -> list[Frame]:
     return [(entry.filename, entry.lineno or 0, entry.name) for entry in found]
 
 
-def _flight_record() -> str:
-    # What NCCL's flight recorder knows, as JSON; empty where there is none.
-    with suppress(Exception):  # a private function of torch, which may go
-        from torch._C import _distributed_c10d
-
-        dump: Any = _distributed_c10d
-        text = dump._dump_nccl_trace_json(includeCollectives=True, onlyActive=True)
-        return text.decode() if isinstance(text, bytes) else str(text)
-    return ""
-
-
 class Watchdog:
-    """Watches the steps of one rank, together with the watchdogs of the others."""
+    """Watches the steps of one rank, together with the watchdogs of the others.
+
+    Args:
+        connect: gives the store of the ranks, again after a failure.
+        is_gpu: whether this rank computes on a GPU.
+        saving_moved_at: when a save has last made progress, by `clock`.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         attempt: Attempt,
-        heartbeats: Heartbeats,
-        recorder: Recorder,
-        clock: StepClock,
         env: RankEnv,
         hosts: list[str],
+        clock: StepClock,
+        connect: Callable[[], Store],
+        recorder: Recorder,
         *,
         is_gpu: bool,
         saving_moved_at: Callable[[], float],
     ) -> None:
-        self._saving_moved_at = saving_moved_at
-        self._config = config.watchdog
-        compiles = config.training.torch_compile
-        self._first_s = self._config.min_time * (_COMPILING if compiles else _FIRST)
-        self._save_s = config.checkpoint.timeout + self._config.min_time
-        self._attempt = attempt
-        self._heartbeats = heartbeats
-        self._recorder = recorder
-        self._clock = clock
-        self._env = env
-        self._hosts = hosts
-        self._rank = env.rank
+        self._config = config
+        self._attempt, self._env, self._rank, self._hosts = attempt, env, env.rank, hosts
+        self._clock, self._connect, self._recorder = clock, connect, recorder
         self._is_gpu = is_gpu
+        self._saving_moved_at = saving_moved_at
         self._main = threading.main_thread().ident or 0
-        self._listening_since: float | None = None
-        self._overdue: Moment | None = None
-        self._overdue_at = 0.0
-        self._reported: tuple[Moment, str] | None = None
-        self._answered = ""
+        self._store: Store | None = None
+        self._store_answered_at = clock.now()
+        self._answered = 0
+        self._hang: _Overdue | None = None
         self._looked_at = self._resumed_at = clock.now()
         self._is_over = threading.Event()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._thread.start()
 
     def close(self) -> None:
         """Watch no more."""
         self._is_over.set()
-        self._heartbeats.close()
+        self._thread.join(2 * _CONNECT.total_seconds())
 
     def _watch(self) -> None:
         while not self._is_over.wait(_LOOK_S):
             try:
-                self._look()
+                self.look()
             except Exception:  # a thread's edge: no bug in here may end a run
                 log.exception("the watchdog has failed; the run goes on without it")
-                return
+                break
+        self._store = None
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look once: answer who has asked, and ask or decide where this rank is overdue."""
         moment, now = self._clock.moment, self._clock.now()
-        self._heartbeats.view = {"step": moment.step, "stage": moment.stage, "phase": moment.phase}
-        self._answer()
-        if self._reported is not None and self._reported[0].since != moment.since:
-            self._went_on(now)
-        if self._overdue is not None and self._overdue.since != moment.since:
-            self._overdue = None
         if now - self._looked_at > _STOPPED_S:
             self._resumed_at = now
-        self._looked_at = now
+        if self._hang is not None and self._hang.moment.since != moment.since:
+            self._went_on(self._hang, now)
+            self._hang = None
         since = max(moment.since, self._resumed_at)
         if moment.phase == "saving":  # files that move may take as long as they like
             since = max(since, self._saving_moved_at())
-        limit_s, took_s = self._limit_s(moment), now - since
-        is_near = limit_s is not None and took_s > limit_s - _LISTEN_S
-        if is_near and self._listening_since is None:
-            self._heartbeats.last_seen.clear()
-            self._listening_since = now
-        elif not is_near:
-            self._listening_since = None
-        self._heartbeats.is_reading = is_near
-        if limit_s is None or took_s < limit_s:
-            return
-        if self._overdue is None:
-            self._overdue, self._overdue_at = moment, now
-            self._heartbeats.ask(f"{moment.step}-{moment.phase}")
-        elif self._reported is None and now - self._overdue_at > _LISTEN_S:
-            self._decide(moment, now)
+        limit_s = self._limit_s(moment)
+        is_overdue = limit_s is not None and now - since >= limit_s
+        if is_overdue and self._hang is None:
+            self._hang = _Overdue(moment, now)
+        self._exchange()
+        hang = self._hang
+        if is_overdue and hang and not hang.is_decided and now - hang.noticed_at > _ANSWER_S:
+            hang.is_decided = True
+            self._decide(hang, now)
+        self._looked_at = self._clock.now()
 
     def _limit_s(self, moment: Moment) -> float | None:
         # How long this phase may take; None: as long as it likes.
-        config = self._config
+        config, steps = self._config.watchdog, self._clock.steps
+        times = _COMPILING if self._config.training.torch_compile else _FIRST
         match moment.phase:
-            case "step" if len(self._clock.steps) < _KNOWN_STEPS:
-                return self._first_s
+            case "step" if len(steps) < _KNOWN_STEPS:
+                return config.min_time * times
             case "step":
-                usual_s = config.slow_factor * statistics.median(self._clock.steps)
-                return max(config.min_time, usual_s)
+                return max(config.min_time, config.slow_factor * statistics.median(steps))
             case "evaluating":
-                usual_s = config.slow_factor * self._clock.longest_evaluation_s
-                return max(self._first_s, usual_s)
+                longest_s = config.slow_factor * self._clock.longest_evaluation_s
+                return max(config.min_time * times, longest_s)
             case "saving":
-                return self._save_s
+                return self._config.checkpoint.timeout + config.min_time
             case _:
                 return None
 
-    def _answer(self) -> None:
-        # Post where this rank stands, where a rank has asked for it.
-        asked = self._heartbeats.asked
-        if not asked or asked == self._answered:
-            return
-        self._answered = asked
-        moment, place = self._clock.moment, place_now(self._main, is_gpu=self._is_gpu)
-        standing = {"step": moment.step, "stage": moment.stage, **asdict(place)}
-        self._heartbeats.post(json.dumps(standing))
-        self._write_stacks(moment.step, self._rank, moment.stage, place)
+    def _exchange(self) -> None:
+        # Ask once for each hang, and answer each time that some rank has asked.
+        hang = self._hang
+        try:
+            store = self._store = self._store or self._connect()
+            if hang is not None and not hang.question:
+                hang.question = int(store.add("asked", 1))
+                hang.noticed_at = self._clock.now()
+            asked = int(store.get("asked")) if store.check(["asked"]) else 0
+            if asked != self._answered:
+                moment, place = self._clock.moment, place_now(self._main, is_gpu=self._is_gpu)
+                answer = {"question": asked, **moment._asdict(), **asdict(place)}
+                store.set(f"rank-{self._rank}", json.dumps(answer))
+                self._answered = asked
+                self._write_stacks(self._rank, answer)
+            self._store_answered_at = self._clock.now()
+        except RuntimeError:  # torch's, of a store that is gone or cut off: tried again
+            self._store = None
 
-    def _write_stacks(self, step: int, rank: int, stage: str, place: Place) -> None:
-        waits = f", waiting in {place.waits_in}" if place.waits_in else ""
-        head = f"rank {rank} on {self._hosts[rank]}, step {step}, {stage}{waits}, {place.at}\n\n"
-        folder = self._attempt.hangs
-        with suppress(OSError):  # a full disk: the log still names the rank
-            folder.mkdir(exist_ok=True)
-            path = folder / f"step-{step}-rank-{rank}.txt"
-            write_text_atomic(path, head + place.stacks, durable=False)
-            if rank == self._rank and self._is_gpu and (record := _flight_record()):
-                path = folder / f"step-{step}-rank-{rank}.nccl.json"
-                write_text_atomic(path, record, durable=False)
+    def _answers(self, question: int) -> dict[int, dict[str, Any]]:
+        # Of the ranks that have answered this question or a later one.
+        found: dict[int, dict[str, Any]] = {}
+        with suppress(RuntimeError):
+            for rank in range(len(self._hosts)) if self._store is not None else ():
+                if self._store.check([f"rank-{rank}"]):
+                    answer = json.loads(self._store.get(f"rank-{rank}"))
+                    if answer["question"] >= question:
+                        found[rank] = answer
+        return found
 
-    def _decide(self, moment: Moment, now: float) -> None:
+    def _decide(self, hang: _Overdue, now: float) -> None:
         # Name the rank that holds up the step, if no lower rank lives to do so.
-        heartbeats, ranks = self._heartbeats, range(len(self._hosts))
-        no_answer_s = now - heartbeats.answered_at
-        if no_answer_s > _SILENT_S:
-            # No rank is seen at all: it is the store that is gone.
-            if heartbeats.store_rank == self._rank:
-                return  # it is in this process: its own thread was held up, and no other
-            lost = [heartbeats.store_rank] if heartbeats.store_rank is not None else []
-            living = [rank for rank in ranks if rank not in lost]
-            may_stop = not lost or living[0] == self._rank
-            hang = self._without_store(no_answer_s) if may_stop else None
-        else:
-            seen = heartbeats.last_seen
-            silent = {r: now - s.at for r, s in seen.items() if now - s.at > _SILENT_S}
-            silent.pop(self._rank, None)
-            unknown = [r for r in ranks if r not in seen and r != self._rank]
-            living = [r for r in ranks if r not in silent and r not in unknown]
-            may_stop = living[0] == self._rank
-            # A lower rank in another phase has its own deadline: hours, if it hangs in a save.
-            phases = {rank: last.view.get("phase") for rank, last in seen.items()}
-            is_left = not any(r < self._rank and phases.get(r) == moment.phase for r in living)
-            hang = self._compare(moment, living, silent, unknown) if is_left else None
-        if hang is None:
-            self._reported = (moment, "")
-        else:
-            self._report(moment, now, hang, may_stop=may_stop)
-
-    def _without_store(self, no_answer_s: float) -> Hang:
-        host, port = self._heartbeats.address
-        rank = self._heartbeats.store_rank
-        if rank is not None:
-            return Hang(
-                (rank,),
-                f"rank {rank} on {self._hosts[rank]}, which keeps the store of the ranks at "
-                f"{host}:{port}, has not been heard of for {no_answer_s:.0f} s: it is frozen, or "
-                "its machine or network is down",
+        silent_s = now - self._store_answered_at
+        answers = self._answers(hang.question) if hang.question else {}
+        if self._rank not in answers:
+            text = (
+                f"the store of the ranks has not answered for {silent_s:.0f} s: the process that "
+                "leads the run is frozen or gone, or its machine or network is down"
             )
-        return Hang(
-            (),
-            f"the store of the ranks at {host}:{port} has not answered for {no_answer_s:.0f} s: "
-            "the process that leads the run is frozen or gone, or its machine or network is down",
-        )
+            self._report(hang, now, Hang((), text), may_stop=True)
+            return
+        # A lower rank in another phase has its own deadline: hours, if it hangs in a save.
+        if any(r < self._rank and a["phase"] == hang.moment.phase for r, a in answers.items()):
+            return
+        positions = {
+            rank: Position(a["step"], a["stage"], a["at"], a["waits_in"])
+            for rank, a in answers.items()
+        }
+        for rank, answer in answers.items():
+            if not self._stacks(rank, answer["step"]).exists():  # of a rank on another host
+                self._write_stacks(rank, answer)
+        found = find_hang(positions, self._hosts, silent_s=now - hang.noticed_at)
+        self._report(hang, now, found, may_stop=min(answers) == self._rank)
 
-    def _compare(
-        self, moment: Moment, living: list[int], silent: dict[int, float], unknown: list[int]
-    ) -> Hang:
-        # From what the living ranks have posted.
-        standings: dict[int, Position] = {}
-        for rank in (*living, *silent):
-            last = self._heartbeats.last_seen.get(rank)
-            view = {} if last is None else last.view
-            step, stage = int(view.get("step", moment.step)), str(view.get("stage", ""))
-            standings[rank] = Position(step, stage, silent_s=silent.get(rank, 0.0))
-            record: dict[str, Any] = json.loads(self._heartbeats.posted.get(rank, "{}"))
-            # One from an earlier hang says nothing of this one.
-            if rank in living and record.get("step") == step:
-                place = Place(record["at"], record["waits_in"], record["stacks"])
-                stage = str(record["stage"])
-                standings[rank] = Position(step, stage, place.at, place.waits_in)
-                if not (self._attempt.hangs / f"step-{step}-rank-{rank}.txt").exists():
-                    self._write_stacks(step, rank, stage, place)  # of a rank on another host
-        return find_hang(standings, self._hosts, unknown)
+    def _stacks(self, rank: int, step: int) -> Path:
+        return self._attempt.hangs / f"step-{step}-rank-{rank}.txt"
 
-    def _report(self, moment: Moment, now: float, hang: Hang, *, may_stop: bool) -> None:
-        what = f"step {moment.step}"
-        usual = ""
+    def _write_stacks(self, rank: int, answer: dict[str, Any]) -> None:
+        waits = f", waiting in {answer['waits_in']}" if answer["waits_in"] else ""
+        head = f"rank {rank} on {self._hosts[rank]}, step {answer['step']}, {answer['stage']}"
+        path = self._stacks(rank, answer["step"])
+        with suppress(OSError):  # a full disk: the log still names the rank
+            path.parent.mkdir(exist_ok=True)
+            text = f"{head}{waits}, {answer['at']}\n\n{answer['stacks']}"
+            write_text_atomic(path, text, durable=False)
+            if rank == self._rank and self._is_gpu and (record := _flight_record()):
+                write_text_atomic(path.with_suffix(".nccl.json"), record, durable=False)
+
+    def _report(self, hang: _Overdue, now: float, found: Hang, *, may_stop: bool) -> None:
+        moment, usual = hang.moment, ""
+        hang.what = f"step {moment.step}"
         if moment.phase != "step":
-            what = f"{moment.phase} after step {moment.step}"
+            hang.what = f"{moment.phase} after step {moment.step}"
         elif len(self._clock.steps) >= _KNOWN_STEPS:
             usual = f" (usually {_seconds(statistics.median(self._clock.steps))})"
-        text = f"{what} has taken {_seconds(now - moment.since)}{usual}: {hang.text}"
-        self._reported = (moment, what)
+        text = f"{hang.what} has taken {_seconds(now - moment.since)}{usual}: {found.text}"
         self._recorder.note(f"{text}; stacks of the ranks: {self._attempt.hangs}")
         record = {"step": moment.step, "text": text, "at": time.time()}
-        record |= {"root_causes": list(hang.root_causes), "went_on_after_s": None}
+        record |= {"root_causes": list(found.root_causes), "went_on_after_s": None}
         with suppress(OSError):
             self._attempt.hangs.mkdir(exist_ok=True)
             write_record(self._attempt.hangs / f"step-{moment.step}.json", record)
-        if self._config.action == "stop" and may_stop:
-            self._end(text, hang)
+        if self._config.watchdog.action == "stop" and may_stop:
+            self._end(text, found)
 
-    def _went_on(self, now: float) -> None:
-        assert self._reported is not None
-        moment, what = self._reported
-        self._reported = None
-        if not what:
+    def _went_on(self, hang: _Overdue, now: float) -> None:
+        if not hang.what:
             return
-        took_s = now - moment.since
-        self._recorder.note(f"{what} went on after {_seconds(took_s)}")
-        path = self._attempt.hangs / f"step-{moment.step}.json"
+        took_s = now - hang.moment.since
+        self._recorder.note(f"{hang.what} went on after {_seconds(took_s)}")
+        path = self._attempt.hangs / f"step-{hang.moment.step}.json"
         with suppress(OSError):
             write_record(path, {**(read_record(path) or {}), "went_on_after_s": took_s})
 
-    def _end(self, text: str, hang: Hang) -> None:
+    def _end(self, text: str, found: Hang) -> None:
         # End this rank, and with it the others, with an error that names the root cause.
-        rank = hang.root_causes[0] if hang.root_causes else self._rank
-        host = self._hosts[rank]
+        rank = found.root_causes[0] if found.root_causes else self._rank
         error = error_record(
             text,
             id="step.stalled",
             kind="Stalled",
             code=ExitCode.COMMUNICATION,
-            where=f"rank {rank} on {host}",
+            where=f"rank {rank} on {self._hosts[rank]}",
             fix=f"the stacks of the ranks are in {self._attempt.hangs}; watchdog.action: report "
             "would wait for it",
             rank=rank,
-            host=host,
+            host=self._hosts[rank],
             is_communication=False,
             will_recur=False,
             restart=self._env.restart,
@@ -414,6 +375,15 @@ class Watchdog:
         os._exit(ExitCode.COMMUNICATION)  # its main thread waits where no exception reaches it
 
 
+@dataclass(slots=True)
+class _Overdue:
+    moment: Moment
+    noticed_at: float  # or asked, which may come later where the store is away
+    question: int = 0  # its number in the store; 0: not asked yet
+    is_decided: bool = False
+    what: str = ""  # in words, once this rank has reported it
+
+
 @contextmanager
 def watching(
     clock: StepClock,
@@ -423,33 +393,49 @@ def watching(
     world: World,
     recorder: Recorder,
     saving_moved_at: Callable[[], float],
-) -> Iterator[Watchdog]:
-    """Watch the steps within. All ranks must call this.
-
-    Args:
-        clock: where this rank is in its step.
-        config: the run file.
-        attempt: takes the stacks.
-        env, world: this rank's place.
-        recorder: takes notes for the user.
-        saving_moved_at: when a save has last made progress, by `clock`.
-    """
-    hosts = world.gather(world.host)
-    watch = Watchdog(
+) -> Iterator[None]:
+    """Watch the steps within; see `Watchdog`. All ranks must call this."""
+    ranks = world.gather((world.host, uuid.uuid4().hex))
+    watchdog = Watchdog(
         config,
         attempt,
-        start_heartbeats(world, env, clock.now),
-        recorder,
-        clock,
         env,
-        hosts,
+        [host for host, _ in ranks],
+        clock,
+        lambda: PrefixStore(f"watch-{ranks[0][1]}", _own_connection(env)),
+        recorder,
         is_gpu=world.device.type == "cuda",
         saving_moved_at=saving_moved_at,
     )
+    watchdog.start()
     try:
-        yield watch
+        yield
     finally:
-        watch.close()
+        watchdog.close()
+
+
+def _own_connection(env: RankEnv) -> Store:
+    # To the store through which the ranks have met. That of the process group is taken while its
+    # main thread waits for a key.
+    if env.store is not None:
+        return FileStore(str(env.store), -1)
+    store: Store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, is_master=False, timeout=_CONNECT)
+    return store  # in memory, of a rank that is alone
+
+
+def _flight_record() -> str:
+    # What NCCL's flight recorder knows, as JSON; empty where there is none.
+    with suppress(Exception):  # a private function of torch, which may go
+        from torch._C import _distributed_c10d
+
+        dump: Any = _distributed_c10d
+        text = dump._dump_nccl_trace_json(includeCollectives=True, onlyActive=True)
+        return text.decode() if isinstance(text, bytes) else str(text)
+    return ""
 
 
 def _seconds(seconds: float) -> str:

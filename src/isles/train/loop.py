@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from isles.config.sections.training import learning_rate
 from isles.errors import ExitCode
-from isles.train.finite import check_finite
 from isles.train.parts import Parts
 from isles.train.stop import NOW, TIME_IS_UP, Decision, StopBeforeTraining
 
@@ -54,7 +53,7 @@ def train(parts: Parts) -> ExitCode:
         evaluates = parts.is_due(config.eval_steps) and progress.step != parts.total_steps
         saves = decision.save or stop or parts.is_due(parts.config.checkpoint.every_steps)
         if is_recorded or evaluates or saves or parts.checks_every_step:
-            check_finite(parts)
+            parts.check_finite()
         if is_recorded:
             parts.record(lr=lr, grad_norm=grad_norm)
         if evaluates:
@@ -83,7 +82,7 @@ def outer_step(parts: Parts, decision: Decision) -> int:
         return 0
     is_last = parts.progress.step == parts.total_steps or decision.stop == TIME_IS_UP
     if decision.outer or is_last:
-        check_finite(parts)
+        parts.check_finite()
     parts.outer.after_inner_step(has_commands=decision.outer)
     if is_last or parts.progress.step == parts.total_steps:  # a later number may be taken
         return end_together(parts)

@@ -32,7 +32,6 @@ class StepMeter:
     else here waits for it.
 
     Args:
-        world: the ranks.
         flops_per_token: of training, forward and backward; with the peak of the GPU it gives the
             model FLOPs utilisation, which a CPU or an unknown GPU has not.
     """
@@ -45,13 +44,7 @@ class StepMeter:
         gpu = find_gpu(world.device_name) if self._cuda else None
         self._tokens_per_second_at_peak = gpu.bf16_flops / flops_per_token if gpu else None
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._tokens = 0
-        self._loss_divisor = 0
-        self._padding = 0.0
-        self._steps = 0
-        self._timed = 0
-        self._parts = dict.fromkeys(PHASES, 0.0)
-        self._since = time.perf_counter()
+        self._begin_row()
         self._mark_at = self._since
         self._timing = False
 
@@ -113,47 +106,46 @@ class StepMeter:
             sums: this rank's part of what the method tells besides the loss.
         """
         elapsed = time.perf_counter() - self._since
-        timed = max(1, self._timed)
         if self._cuda:
             peak_bytes = float(torch.cuda.max_memory_allocated(self._world.device))
         else:  # of the whole process
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-        mine = [float(self._loss.item()), peak_bytes]
-        mine += [self._parts[phase] / timed for phase in PHASES]
-        mine.append(math.nan if communication_s is None else communication_s)
-        mine += [float(value.item()) for value in sums.values()]
+        seconds = {phase: took_s / max(1, self._timed) for phase, took_s in self._parts.items()}
+        seconds["communication"] = math.nan if communication_s is None else communication_s
+        summed = {"loss": self._loss, **sums}
+        mine = (seconds, {name: float(value.item()) for name, value in summed.items()}, peak_bytes)
         ranks = self._world.gather(mine)
-        loss_sum = sum(rank[0] for rank in ranks)
-        means = [sum(rank[i] for rank in ranks) / len(ranks) for i in range(2, 6)]
-        communication = None if math.isnan(means[3]) else means[3]
-        forward_backward = means[1] - (communication or 0.0)
+        means = {name: sum(of[name] for of, _, _ in ranks) / len(ranks) for name in seconds}
+        communication = None if math.isnan(means["communication"]) else means["communication"]
         tokens_per_second = self._tokens / elapsed
         per_rank = tokens_per_second / self._world.world_size
         at_peak = self._tokens_per_second_at_peak
         row = {
-            "loss": loss_sum / max(1, self._loss_divisor),
             **{
-                name: sum(rank[index] for rank in ranks) / max(1, self._loss_divisor)
-                for index, name in enumerate(sums, start=6)
+                name: sum(of[name] for _, of, _ in ranks) / max(1, self._loss_divisor)
+                for name in summed
             },
             "grad_norm": float(grad_norm.item()),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_gpu": per_rank,
             "padding_share": self._padding / self._steps,
             "step_time_s": elapsed / self._steps,
-            "data_s": means[0],
-            "forward_backward_s": max(0.0, forward_backward),
+            "data_s": means["data"],
+            "forward_backward_s": max(0.0, means["forward_backward"] - (communication or 0.0)),
             "communication_s": communication,
-            "optimizer_s": means[2],
+            "optimizer_s": means["optimizer"],
             "mfu": None if at_peak is None else per_rank / at_peak,
-            "memory_bytes": int(max(rank[1] for rank in ranks)),
+            "memory_bytes": int(max(peak for _, _, peak in ranks)),
         }
+        self._begin_row()
+        return row
+
+    def _begin_row(self) -> None:
         self._loss.zero_()
         self._tokens = self._loss_divisor = self._steps = self._timed = 0
         self._padding = 0.0
         self._parts = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
-        return row
 
     def _now(self) -> float:
         if self._cuda:
@@ -167,9 +159,7 @@ def evaluate(
     """Mean loss over all ranks' batches. All ranks must call this.
 
     Args:
-        engine: whose model is asked.
         batches: this rank's part; all ranks have equally many.
-        world: the ranks of the cluster.
         counts: whether this rank is the one of those with the same rows that counts them.
 
     Returns:

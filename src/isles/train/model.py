@@ -49,9 +49,7 @@ def whole_model(
     """The run's model as it is before the first step, with its adapter; see `build_model`.
 
     Args:
-        config: the run file.
         tokenizer: of the run; None where it has none.
-        device: where it lies.
         frozen: type of the weights beside an adapter; None: as in training.
     """
     precision = config.training.precision

@@ -32,7 +32,6 @@ def make_optimizers(
     to AdamW's size).
 
     Args:
-        config: the run file's section.
         model: whose trained parameters have their memory, whole or sharded.
         seed: of stochastic rounding; the same on all ranks.
 
@@ -42,15 +41,15 @@ def make_optimizers(
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); Liu et al. 2025 (arXiv:2502.16982) for
     Muon's scale.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     match config.optimizer:
         case "adamw" if not config.stochastic_rounding:
-            return [_adamw(config, [p for _, p in named])]
+            return [_adamw(config, trained)]
         case "adamw" | "adamw_8bit":
             if error := missing_torchao(config):
                 raise error
             low_memory = LowMemoryAdamW(
-                _decay_groups(config, [p for _, p in named]),
+                _decay_groups(config, trained),
                 lr=config.learning_rate,
                 betas=(config.adam_beta1, config.adam_beta2),
                 eps=config.adam_epsilon,
@@ -60,9 +59,9 @@ def make_optimizers(
             )
             return [low_memory]
         case "sgd":
-            groups = _decay_groups(config, [p for _, p in named])
+            groups = _decay_groups(config, trained)
             # The fused kernel does not know shards; without it a step waits for the GPU.
-            is_whole = not any(isinstance(p, DTensor) for _, p in named)
+            is_whole = not any(isinstance(p, DTensor) for p in trained)
             sgd = torch.optim.SGD(
                 groups, lr=config.learning_rate, momentum=config.momentum, fused=is_whole
             )
@@ -70,10 +69,13 @@ def make_optimizers(
                 _start_momentum(sgd)
             return [sgd]
         case "muon":
-            ends = {id(p) for part in _ends(model) for p in part.parameters()}
-            inner = [p for _, p in named if p.ndim == 2 and id(p) not in ends]
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            outer: list[nn.Module] = [p for p in model.modules() if isinstance(p, nn.Embedding)]
+            outer += [] if head is None else [head]
+            ends = {id(p) for part in outer for p in part.parameters()}
+            inner = [p for p in trained if p.ndim == 2 and id(p) not in ends]
             chosen = {id(p) for p in inner}
-            rest = [p for _, p in named if id(p) not in chosen]
+            rest = [p for p in trained if id(p) not in chosen]
             is_cpu = any(p.device.type == "cpu" for p in inner)
             muon = (MuonFp32 if is_cpu else torch.optim.Muon)(
                 inner,
@@ -152,13 +154,6 @@ def _decay_groups(
     return [group for group in groups if group["params"]]
 
 
-def _ends(model: nn.Module) -> list[nn.Module]:
-    # Embeddings of tokens and positions, and the head.
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    ends: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    return ends if head is None else [*ends, head]
-
-
 class LowMemoryAdamW(Optimizer):
     """torchao's AdamW on this rank's part of each parameter: moments in 8 bits, bf16 weights that
     are rounded at random, or both.
@@ -170,9 +165,6 @@ class LowMemoryAdamW(Optimizer):
 
     Args:
         groups: parameters with their `weight_decay`, whole or sharded (DTensors).
-        lr: learning rate.
-        betas: decay of the first and of the second moment.
-        eps: offset of the denominator.
         eight_bit: hold the moments of matrices in 8 bits, other moments in fp32.
         rounds_at_random: round weights in bf16 stochastically; with eight_bit off, moments have
             the weights' type.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import subprocess
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,6 +22,8 @@ from isles.data.loader import Loader, evaluation_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
 from isles.dist.world import World
+from isles.errors import TrainingError
+from isles.outer.samples import joined
 from isles.run.checkpoints import MANIFEST_VERSION
 from isles.run.paths import RunDir
 from isles.strategies.base import Engine
@@ -51,9 +56,7 @@ class Parts:
     checkpoints: CheckpointManager
     balancer: Balancer
     total_steps: int | None
-    git_commit: str | None
-    data_content: str
-    samples_per_epoch: int
+    training: Dataset
     base: dict[str, str] | None
     outer: Outer | None = None
 
@@ -155,6 +158,65 @@ class Parts:
         self.agreement.saved()
         self.meter.resume(paused)
 
+    def check_finite(self) -> None:
+        """Stop if some step since the last check was not finite. All ranks must call this.
+
+        The engine has kept the weights of the last good step; they are saved before the error.
+
+        Raises:
+            TrainingError: naming the step, the ranks and the sample indices.
+        """
+        good = self.engine.good_steps()
+        if good is None:
+            self.progress.forget_history()
+            return
+        self.progress.rewind_to(good)
+        bad_step = self.progress.step + 1
+        if self.world.is_main:
+            self.checkpoints.forget_after(self.progress.step)
+        bad_ranks = self._find_bad_ranks()
+        self.save(wait=True)
+        what = f"the loss of step {bad_step} is not finite; {'; '.join(bad_ranks)}"
+        if not bad_ranks:
+            numbers = self.loader.sample_ids(self.progress.samples).tolist()
+            spans = joined([(number, number + 1) for number in numbers])
+            samples = ", ".join(f"{start} to {stop - 1}" for start, stop in spans)
+            what = (
+                f"the gradient of step {bad_step} is not finite, while every loss of it is "
+                f"(samples {samples})"
+            )
+        raise TrainingError(
+            what,
+            where=f"step {bad_step}",
+            fix="lower training.learning_rate or lengthen training.warmup_steps, look at those "
+            "samples of the data, or use a wider precision (bf16-mixed, 32-true). The weights of "
+            f"step {self.progress.step}, the last good one, are saved",
+            id="loss.finite",
+        )
+
+    def _find_bad_ranks(self) -> list[str]:
+        # One line for each rank with a loss that is not finite, from the last good weights.
+        data = self.loader.step(self.progress.samples)
+        rows = [
+            (sample, batch.sample(row))
+            for batch in data.micro_batches
+            for row, sample in enumerate(batch.sample_ids)
+        ]
+        filler = data.micro_batches[0].sample(0)
+        bad = []
+        # Where the model is sharded, all ranks must ask it equally often.
+        for index in range(max(self.world.gather(len(rows)))):
+            sample, row = rows[index] if index < len(rows) else (None, filler)
+            is_good = math.isfinite(float(self.engine.evaluate(row)))
+            if not is_good and sample is not None:
+                bad.append(sample)
+        every = self.world.gather((self.world.rank, self.world.host, bad))
+        return [
+            f"rank {rank} on {host}: samples {', '.join(map(str, samples))}"
+            for rank, host, samples in every
+            if samples
+        ]
+
     def _manifest(self) -> dict[str, Any]:
         import transformers
 
@@ -175,15 +237,15 @@ class Parts:
             "balance": self.balancer.record(),
             "outer": None if self.outer is None else self.outer.exchange.manifest(),
             "seed": self.config.seed,
-            "data": self.data_content,
-            "samples_per_epoch": self.samples_per_epoch,
+            "data": self.training.content,
+            "samples_per_epoch": self.training.samples_per_epoch,
             "stream": self.loader.stream_state(),
             "base": self.base,
             "world_size": self.world.world_size,
             "strategy": self.strategy.kind,
             "device": self.world.device_name,
             "config_digest": digest(self.config),
-            "git_commit": self.git_commit,
+            "git_commit": _git_commit() if self.world.is_main else None,
             "created_at": time.time(),
             "host": self.world.host,
             "versions": {
@@ -193,3 +255,15 @@ class Parts:
                 **({} if self.base is None else {"peft": version("peft")}),
             },
         }
+
+
+@functools.cache
+def _git_commit() -> str | None:
+    # The commit of the folder that the run was started in, if it is under git.
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -10,7 +10,6 @@ class Progress:
     """Counts of the whole run, over all its attempts.
 
     Args:
-        step: inner steps done.
         samples: the global cursor, the index of the next sample; where a cluster shares the samples
             with others, it counts the cluster's own.
         tokens: read by the model, without padding, trained on or not.

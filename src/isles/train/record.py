@@ -45,7 +45,6 @@ class Recorder:
     """Writes status.json, and hands rows to the trackers. Does nothing on other ranks than 0.
 
     Args:
-        run_dir: takes the records.
         is_main: whether this is rank 0.
         world_size: ranks in the run.
         last_step: takes the number of each step; None: nothing does.
@@ -193,41 +192,40 @@ def check_outside(resolved: Resolved, run_dir: RunDir, recorder: Recorder, world
 def make_trackers(
     resolved: Resolved, run_dir: RunDir, recorder: Recorder, world: World, *, step: int
 ) -> Trackers:
-    """Open the trackers on rank 0; on other ranks there are none.
-
-    Args:
-        resolved: the run file.
-        run_dir: where records and curves lie.
-        recorder: takes what a tracker says to the user.
-        world: the ranks.
-        step: the inner steps that are done.
-    """
+    """Open the trackers on rank 0; on other ranks there are none."""
     if not world.is_main:
         return Trackers([])
     local: list[Tracker] = [JsonlTracker(run_dir.metrics, resumed_step=step)]
     remote: list[Background] = []
     for section in tracker_sections(resolved.config.track):
-        match section:
-            case JsonlConfig():
-                pass  # every run writes it: status and loss.png are made from it
-            case TensorBoardConfig():
-                local.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
-            case WandbConfig() | MLflowConfig():
-                opened = _open(section, resolved, run_dir, recorder, world)
-                remote += [opened] if opened is not None else []
-            case _:
-                assert_never(section)
+        open_tracker: Callable[[], RemoteTracker]
+        facts = _facts(section.kind, resolved, run_dir, world)
+        try:
+            match section:
+                case JsonlConfig():
+                    continue  # every run writes it: status and loss.png are made from it
+                case TensorBoardConfig():
+                    local.append(TensorBoardTracker(run_dir.tensorboard, resumed_step=step))
+                    continue
+                case WandbConfig():
+                    mode, note = resolve_mode(section, run_dir.path)
+                    if note:
+                        recorder.note(note)
+                    open_tracker = functools.partial(WandbTracker, section, facts, mode=mode)
+                case MLflowConfig():
+                    load_mlflow()
+                    open_tracker = functools.partial(MLflowTracker, section, facts)
+                case _:
+                    assert_never(section)
+        except Exception as error:  # a curve is not worth a run; the traceback says why
+            log.info("%s failed", section.kind, exc_info=True)
+            recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
+        else:
+            remote.append(Background(section.kind, open_tracker, print_line=recorder.note))
     return Trackers(local, remote, recorder.note)
 
 
-def _open(
-    section: WandbConfig | MLflowConfig,
-    resolved: Resolved,
-    run_dir: RunDir,
-    recorder: Recorder,
-    world: World,
-) -> Background | None:
-    # None where its package is broken.
+def _facts(kind: str, resolved: Resolved, run_dir: RunDir, world: World) -> RunFacts:
     import transformers
 
     about = {
@@ -240,23 +238,5 @@ def _open(
         "host": world.host,
         "run_dir": str(run_dir.path),
     }
-    record, values = run_dir.tracker_record(section.kind), dict(leaves(resolved.config))
-    facts = RunFacts(run_dir.name, run_dir.path, record, values, about)
-    open_tracker: Callable[[], RemoteTracker]
-    try:
-        match section:
-            case WandbConfig():
-                mode, note = resolve_mode(section, run_dir.path)
-                if note:
-                    recorder.note(note)
-                open_tracker = functools.partial(WandbTracker, section, facts, mode=mode)
-            case MLflowConfig():
-                load_mlflow()
-                open_tracker = functools.partial(MLflowTracker, section, facts)
-            case _:
-                assert_never(section)
-    except Exception as error:  # a curve is not worth a run; the traceback says why
-        log.info("%s failed", section.kind, exc_info=True)
-        recorder.note(f"{section.kind} failed and is left out; training goes on: {error}")
-        return None
-    return Background(section.kind, open_tracker, print_line=recorder.note)
+    values = dict(leaves(resolved.config))
+    return RunFacts(run_dir.name, run_dir.path, run_dir.tracker_record(kind), values, about)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isles.config.sections.training import TrainingConfig
 from isles.data.loader import numbered_batches
 from isles.data.mix import Dataset
 from isles.dist.mesh import Mesh
@@ -36,96 +35,73 @@ _KEEP_EVERY_S = 300.0
 _BATCHES_AT_ONCE = 16
 
 
-class Reference:
-    """Scores the pairs of a run's data with the model as it is now. All ranks must call `score`.
+def score_reference(
+    engine: Engine,
+    mesh: Mesh,
+    world: World,
+    recorder: Recorder,
+    run_dir: RunDir,
+    part: str,
+    dataset: Dataset | None,
+    num_samples: int | None,
+    micro_batch_size: int,
+) -> None:
+    """Give a dataset the scores of its first samples by the model as it is now.
+
+    All ranks must call this, before any checkpoint is loaded.
 
     Args:
-        engine: its model has its first weights, before any checkpoint is loaded.
-        mesh: which ranks share rows.
-        world: all ranks.
-        recorder: shows the progress.
+        run_dir: keeps the scores for later starts.
+        part: training or validation.
+        dataset: of pairs; None: there is none.
+        num_samples: how many global indices will be read; None: perhaps all.
         micro_batch_size: pairs of a forward pass.
     """
+    if dataset is None:
+        return
+    path = run_dir.reference(part)
+    scores = world.main_first(lambda: _known(dataset, path), group=world.work)
+    wanted = _wanted(dataset, num_samples)
+    missing = wanted[np.isnan(scores[wanted, 0])]
+    if len(missing):
+        log.info("reference: scoring pairs=%d of=%d", len(missing), dataset.num_samples)
+    kept_at = time.monotonic()
+    at_once = mesh.dp_size * micro_batch_size * _BATCHES_AT_ONCE
+    engine.model.eval()
+    try:
+        for start in range(0, len(missing), at_once):
+            numbers = missing[start : start + at_once]
+            recorder.phase("scoring the reference", f"{start} of {len(missing)} pairs: {part}")
+            scores[numbers] = _score(engine, mesh, world, dataset, numbers, micro_batch_size)
+            is_last = start + at_once >= len(missing)
+            if world.is_main and (is_last or time.monotonic() - kept_at > _KEEP_EVERY_S):
+                buffer = io.BytesIO()
+                np.savez(buffer, scores=scores, content=np.array(dataset.content))
+                write_bytes_atomic(path, buffer.getvalue())
+                kept_at = time.monotonic()
+    finally:
+        engine.model.train()
+    dataset.reference = scores
 
-    def __init__(
-        self,
-        engine: Engine,
-        mesh: Mesh,
-        world: World,
-        recorder: Recorder,
-        micro_batch_size: int,
-    ) -> None:
-        self._engine, self._mesh, self._world = engine, mesh, world
-        self._recorder = recorder
-        self._size = micro_batch_size
 
-    def score_all(
-        self,
-        training: Dataset,
-        validation: Dataset | None,
-        config: TrainingConfig,
-        total_steps: int | None,
-        run_dir: RunDir,
-    ) -> None:
-        """Score the samples that a run will read. All ranks must call this."""
-        rows = None if total_steps is None else total_steps * config.global_batch_size
-        self.score(training, rows, run_dir.reference("training"))
-        if validation is not None:
-            self.score(validation, config.eval_samples, run_dir.reference("validation"))
-
-    def score(self, dataset: Dataset, num_samples: int | None, path: Path) -> None:
-        """Give a dataset the scores of its first samples.
-
-        Args:
-            dataset: of pairs.
-            num_samples: how many global indices will be read; None: perhaps all.
-            path: keeps the scores for later starts.
-        """
-        scores = self._world.main_first(lambda: _known(dataset, path), group=self._world.work)
-        wanted = _wanted(dataset, num_samples)
-        missing = wanted[np.isnan(scores[wanted, 0])]
-        if len(missing):
-            log.info("reference: scoring pairs=%d of=%d", len(missing), dataset.num_samples)
-            self._fill(dataset, missing, scores, path)
-        dataset.reference = scores
-
-    def _fill(self, dataset: Dataset, missing: Any, scores: Any, path: Path) -> None:
-        # A few batches on every rank at a time.
-        kept_at = time.monotonic()
-        at_once = self._mesh.dp_size * self._size * _BATCHES_AT_ONCE
-        self._engine.model.eval()
-        try:
-            for start in range(0, len(missing), at_once):
-                numbers = missing[start : start + at_once]
-                self._recorder.phase(
-                    "scoring the reference", f"{start} of {len(missing)} pairs: {path.stem}"
-                )
-                scores[numbers] = self._score_together(dataset, numbers)
-                is_last = start + at_once >= len(missing)
-                if self._world.is_main and (is_last or time.monotonic() - kept_at > _KEEP_EVERY_S):
-                    buffer = io.BytesIO()
-                    np.savez(buffer, scores=scores, content=np.array(dataset.content))
-                    write_bytes_atomic(path, buffer.getvalue())
-                    kept_at = time.monotonic()
-        finally:
-            self._engine.model.train()
-
-    def _score_together(self, dataset: Dataset, numbers: Any) -> Any:
-        # Scores of these samples, [len(numbers), 2], on every rank.
-        share = -(-len(numbers) // self._mesh.dp_size)
-        mine = slice(self._mesh.dp_rank * share, (self._mesh.dp_rank + 1) * share)
-        found = torch.zeros((share * self._mesh.dp_size, 2), dtype=torch.float64)
-        # All go through the model equally often: where pairs run out, some are scored twice.
-        padded = np.resize(numbers, share * self._mesh.dp_size)
-        place = mine.start
-        for batch in numbered_batches(dataset, padded[mine], self._size, self._world.device):
-            rows = self._engine.row_scores(batch).double().cpu().view(-1, 2)
-            if self._mesh.place.tp == 0:  # tensor parallel ranks have the same rows
-                found[place : place + len(rows)] = rows
-            place += len(rows)
-        if self._world.world_size > 1:
-            dist.all_reduce(found, group=self._world.control)
-        return found[: len(numbers)].float().numpy()
+def _score(
+    engine: Engine, mesh: Mesh, world: World, dataset: Dataset, numbers: Any, size: int
+) -> Any:
+    # Scores of these samples, [len(numbers), 2], on every rank.
+    share = -(-len(numbers) // mesh.dp_size)
+    mine = slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
+    found = torch.zeros((share * mesh.dp_size, 2), dtype=torch.float64)
+    # All go through the model equally often: where pairs run out, some are scored twice.
+    padded = np.resize(numbers, share * mesh.dp_size)
+    place = mine.start
+    for batch in numbered_batches(dataset, padded[mine], size, world.device):
+        rows = engine.row_scores(batch).double().cpu().view(-1, 2)
+        if mesh.place.tp == 0:  # tensor parallel ranks have the same rows
+            found[place : place + len(rows)] = rows
+        place += len(rows)
+    if world.world_size > 1:
+        dist.all_reduce(found, group=world.control)
+    return found[: len(numbers)].float().numpy()
 
 
 def give_scores(dataset: Dataset, num_samples: int, path: Path) -> None:

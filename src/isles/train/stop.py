@@ -13,6 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from isles.config.sections.run import RunConfig
 from isles.dist.world import World
 from isles.errors import ExitCode
 from isles.run.paths import Attempt
@@ -155,27 +156,21 @@ class Agreement:
     The ranks' requests travel beside the step's computation, so no step waits for them.
 
     Args:
-        world: the ranks of the cluster.
-        signals: this rank's signals.
-        stop_at: time.monotonic() at which rank 0 asks to stop, or None.
-        time_ends_run: whether that is the run's end or only this attempt's.
-        save_every_s: longest time between two saves, or None.
+        elapsed_s: of training in earlier attempts.
     """
 
     def __init__(
-        self,
-        world: World,
-        signals: StopSignals,
-        *,
-        stop_at: float | None,
-        time_ends_run: bool,
-        save_every_s: float | None,
+        self, world: World, signals: StopSignals, config: RunConfig, elapsed_s: float
     ) -> None:
-        self._world = world
-        self._signals = signals
-        self._stop_at = stop_at
-        self._time_code = TIME_IS_UP if time_ends_run else int(ExitCode.REQUEUE)
-        self._save_every_s = save_every_s
+        self._world, self._signals = world, signals
+        limits, minutes = config.training, config.checkpoint.every_minutes
+        # Where it is the only length, max_time is the run's; else that of this attempt.
+        ends_run = limits.max_steps is None and limits.num_train_epochs is None
+        self._time_code = TIME_IS_UP if ends_run else int(ExitCode.REQUEUE)
+        self._stop_at: float | None = None
+        if limits.max_time is not None:
+            self._stop_at = time.monotonic() + limits.max_time - (elapsed_s if ends_run else 0.0)
+        self._save_every_s = None if minutes is None else minutes * 60
         self._saved_at = time.monotonic()
         self._requests = torch.zeros(3, dtype=torch.int32)
         self._work: dist.Work | None = None

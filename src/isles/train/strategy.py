@@ -28,6 +28,7 @@ from isles.config.sections.strategy import (
     MeshSection,
 )
 from isles.config.sections.training import TrainingConfig
+from isles.dist.batch import COMPUTE_DTYPE
 from isles.dist.mesh import Mesh, make_mesh
 from isles.dist.world import World
 from isles.facts.cost import ModelSize
@@ -36,13 +37,6 @@ from isles.strategies.base import Engine
 from isles.strategies.objective import DPO, CausalLM, MakeObjective
 
 log = logging.getLogger(__name__)
-
-SCORES_DTYPE = {
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "fp16-mixed": torch.float16,
-}
-"""In what attention is computed; fp32 where nothing is named."""
 
 _LINK_BYTES = 32 * 2**20
 _LINK_REPEATS = 3
@@ -57,8 +51,6 @@ def resolve_strategy(
     names it). All ranks must call this.
 
     Args:
-        config: the run file.
-        world: all ranks.
         empty_model: makes the model without memory.
     """
     match config.strategy:
@@ -79,22 +71,17 @@ def _choose(config: RunConfig, world: World, model: nn.Module) -> tuple[Strategy
         vocab_size=int(shape.vocab_size),
         num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
-    memory = _least_memory_bytes(world)
-    machine = Machine(world.world_size, _ranks_per_node(world), memory, None)
-    training, length = config.training, config.data.seq_length
-    if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
-        machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
-    chosen, why = choose_strategy(size, training, length, machine)
-    return chosen, f"{describe(chosen)}, as {why}"
-
-
-def _least_memory_bytes(world: World) -> int:
     # Of the rank that has least: its GPU's, or its part of the machine's on a CPU.
     if world.device.type == "cuda":
         mine = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         mine = psutil.virtual_memory().total // world.local_world_size
-    return min(world.gather(mine))
+    machine = Machine(world.world_size, _ranks_per_node(world), min(world.gather(mine)), None)
+    training, length = config.training, config.data.seq_length
+    if world.world_size > 1 and ddp_bytes(size, training, length) > machine.usable_bytes:
+        machine = replace(machine, link_bytes_per_s=_link_bytes_per_s(world))
+    chosen, why = choose_strategy(size, training, length, machine)
+    return chosen, f"{describe(chosen)}, as {why}"
 
 
 def _link_bytes_per_s(world: World) -> float:
@@ -198,9 +185,6 @@ def make_engine(
         model: empty where the strategy is sharded, else whole.
         materialize: fills an empty model, or this rank's part of it, once it has memory.
         make_optimizers: the optimizers over a module.
-        mesh: the grid of the strategy.
-        world: all ranks.
-        config: the run file.
     """
     objective = make_objective(config.training)
     precision = config.training.precision
@@ -313,7 +297,7 @@ def use_attention(
         use_maskless_attention(
             model,
             device=device,
-            dtype=SCORES_DTYPE.get(training.precision),
+            dtype=COMPUTE_DTYPE.get(training.precision),
             is_compiled=training.torch_compile,
         )
         return

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from isles.checkpoint.card import card_text
-from isles.checkpoint.export import export_model, read_trained
+from isles.checkpoint.export import read_trained
 from isles.checkpoint.hub import check_push, push
-from isles.checkpoint.load import load_tensors
+from isles.checkpoint.load import load_tensors, sound_checkpoint
 from isles.config.resolve import Resolved, load_resolved
 from isles.config.sections.output import HubId
 from isles.config.sections.strategy import DDPStrategyConfig
@@ -26,19 +25,19 @@ from isles.data.chat.template import chat_prompt
 from isles.data.loader import evaluation_batches
 from isles.data.mix import build_datasets
 from isles.data.tokens.tokenizer import check_vocabulary, load_tokenizer
+from isles.dist.batch import MIXED_DTYPE
 from isles.dist.world import join_world, leave_world
-from isles.errors import DataError, TrainingError, UserError
+from isles.errors import DataError, UserError
 from isles.models.build import converts_weights
-from isles.run.checkpoints import CheckpointInfo, find_checkpoint, verify_checkpoint
+from isles.run.checkpoints import find_checkpoint
 from isles.run.env import RankEnv, cache_home
 from isles.run.paths import RunDir
-from isles.strategies.ddp import DDPEngine
-from isles.train.finish import export_step, max_shard_bytes
+from isles.train.finish import export_step
 from isles.train.logs import log_of_verb
 from isles.train.metrics import evaluate
 from isles.train.model import empty_model, whole_model, with_base
 from isles.train.reference import give_scores
-from isles.train.strategy import make_objective, resolve_mesh
+from isles.train.strategy import make_engine, resolve_mesh
 
 
 def main() -> int:
@@ -106,7 +105,7 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
                 fix="use owner/name",
             ) from None
         check_push(repo, where=f"--push-to-hub={repo}")
-    checkpoint = _sound_checkpoint(run_dir, options.step)
+    checkpoint = sound_checkpoint(find_checkpoint(run_dir, options.step).path)
     folder, step = options.output or run_dir.model, checkpoint.step
     has_adapter = resolved.config.adapter.type != "none"
     if options.merge_adapter and not has_adapter:
@@ -122,19 +121,12 @@ def _export(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) ->
         warning := check_vocabulary(tokenizer, vocab_size, is_trained=True)
     ):
         sys.stderr.write(f"warning: {warning}\n")
+    model: Any = None
     if not has_adapter and converts_weights(empty):
         # Only transformers' own way of saving gives the experts back their names on the hub.
         model, _ = _load(run_dir, resolved, step, torch.device("cpu"))
-        export_model(
-            model,
-            tokenizer,
-            folder,
-            max_shard_bytes=max_shard_bytes(resolved.config.checkpoint),
-            card=card_text(run_dir, resolved, checkpoint, tokenizer, repo=repo),
-        )
-    else:
-        merge = options.merge_adapter or None
-        export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge)
+    merge = options.merge_adapter or None
+    export_step(run_dir, resolved, tokenizer, step, folder, repo=repo, merge=merge, model=model)
     sys.stdout.write(f"step {step} is exported to {folder}\n")
     if repo is not None:
         url = push(folder, repo, message=f"{run_dir.name}, step {step}")
@@ -176,8 +168,7 @@ def _generate(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) 
             )
     greedy = options.temperature <= 0
     # A frozen model of 16 bits and its adapter of 32 meet as they did in training.
-    mixed = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-    dtype = mixed.get(resolved.config.training.precision) if has_adapter else None
+    dtype = MIXED_DTYPE.get(resolved.config.training.precision) if has_adapter else None
     with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         output = model.generate(
             input_ids=inputs["input_ids"],
@@ -225,16 +216,8 @@ def _eval(options: argparse.Namespace, run_dir: RunDir, resolved: Resolved) -> N
         if config.training.method == "dpo":
             give_scores(validation, num_samples, run_dir.reference("validation"))
         strategy = DDPStrategyConfig()
-        engine = DDPEngine(
-            model,
-            lambda _: [],
-            strategy,
-            resolve_mesh(strategy, world),
-            world,
-            precision=config.training.precision,
-            comm_sample_every=1,
-            make_objective=make_objective(config.training),
-        )
+        mesh = resolve_mesh(strategy, world)
+        engine = make_engine(strategy, model, lambda _: None, lambda _: [], mesh, world, config)
         batches = evaluation_batches(
             validation,
             num_samples,
@@ -261,7 +244,7 @@ def _load(
     run_dir: RunDir, resolved: Resolved, step: int | None, device: torch.device
 ) -> tuple[Any, int]:
     # The model with a checkpoint's weights, and the checkpoint's step.
-    checkpoint = _sound_checkpoint(run_dir, step)
+    checkpoint = sound_checkpoint(find_checkpoint(run_dir, step).path)
     config = resolved.config
     tokenizer = _tokenizer(run_dir, resolved)
     if config.adapter.type != "none":
@@ -275,18 +258,6 @@ def _load(
     load_tensors(state, checkpoint.path, alone=True)
     model.tie_weights()
     return model.eval(), checkpoint.step
-
-
-def _sound_checkpoint(run_dir: RunDir, step: int | None) -> CheckpointInfo:
-    checkpoint = find_checkpoint(run_dir, step)
-    if damage := verify_checkpoint(checkpoint.path):
-        raise TrainingError(
-            f"the checkpoint is broken: {'; '.join(damage)}",
-            where=str(checkpoint.path),
-            fix="take another one with --step: `isles checkpoint list`",
-            id="checkpoint.broken",
-        )
-    return checkpoint
 
 
 def _tokenizer(run_dir: RunDir, resolved: Resolved) -> Any:

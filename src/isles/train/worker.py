@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from isles.checkpoint.load import latest_good, refuse_other_run
+from isles.checkpoint.load import latest_good, refuse_other_run, sound_checkpoint
 from isles.config.resolve import Resolved, digest, load_resolved
 from isles.dist.files import find_disks
 from isles.dist.world import World, is_communication_error, join_world, leave_world
@@ -19,10 +19,8 @@ from isles.errors import (
     CommunicationError,
     ExitCode,
     OutOfMemoryError,
-    TrainingError,
     UserError,
 )
-from isles.run.checkpoints import CheckpointInfo, read_checkpoint, verify_checkpoint
 from isles.run.env import RankEnv
 from isles.run.outcome import end, end_without_agent, error_record
 from isles.run.paths import Attempt, RunDir
@@ -50,11 +48,7 @@ def run_rank(
     """Train as one rank of a run, and record how it ended; returns the exit code.
 
     Args:
-        run_dir: the run directory, with resolved.yaml in it.
-        attempt: this start, whose folder exists.
-        env: this process' place.
         resume_from: a checkpoint that was asked for by name; None: the latest good one.
-        world: the process group, where it is joined already.
     """
     log_of_rank(env.rank)
     signals = StopSignals(attempt if env.rank == 0 else None)
@@ -110,7 +104,10 @@ def _train(
         log.info("disks of their own: %s; checkpoints travel to rank 0", disks.apart_names)
     refuse_other_run(run_dir, world, disks)
     check_outside(resolved, run_dir, recorder, world)
-    checkpoint = _find_checkpoint(run_dir, world, resume_from)
+    checkpoint = world.main_first(
+        lambda: sound_checkpoint(resume_from) if resume_from else latest_good(run_dir),
+        group=world.work,
+    )
     parts = build(resolved, run_dir, world, recorder, signals, checkpoint, disks, attempt.number)
     signals.training_begins()
     recorder.step_done(parts.progress.step)
@@ -144,24 +141,6 @@ def _train(
         _write_outcome(attempt, env, state, code, step=parts.progress.step, reason=reason)
     log.info("ended exit_code=%d step=%d", int(code), parts.progress.step)
     return code
-
-
-def _find_checkpoint(
-    run_dir: RunDir, world: World, resume_from: Path | None
-) -> CheckpointInfo | None:
-    def choose() -> CheckpointInfo | None:
-        if resume_from is None:
-            return latest_good(run_dir)
-        if damage := verify_checkpoint(resume_from):
-            raise TrainingError(
-                f"this checkpoint is broken: {'; '.join(damage)}",
-                where=str(resume_from),
-                fix="take another one from `isles checkpoint list`",
-                id="checkpoint.broken",
-            )
-        return read_checkpoint(resume_from)
-
-    return world.main_first(choose, group=world.work)
 
 
 def _compare_configs(resolved: Resolved, world: World) -> None:

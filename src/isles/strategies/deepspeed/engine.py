@@ -38,11 +38,7 @@ class DeepSpeedEngine(Engine):
     Args:
         model: on this rank's device, the same weights on every rank; for stage 3 on the meta
             device.
-        materialize: fills a model whose memory has been allocated, this rank's part of it.
-        make_optimizers: optimizers over the parameters of the model that it is given.
-        world: the ranks of the cluster.
         settings: DeepSpeed's JSON, with nothing left on `auto`.
-        make_objective: what is minimised.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -226,11 +222,7 @@ def import_deepspeed(world: World) -> Any:  # an untyped library
 
 
 def _check_settings(settings: Json, world: World) -> None:
-    """Every rank must have read the same. All ranks must call this.
-
-    Raises:
-        UserError: naming the rank and host that read something else.
-    """
+    # Every rank must have read the same. All ranks must call this.
     mine = json.dumps(settings, sort_keys=True)
     for rank, host, theirs in world.gather((world.rank, world.host, mine)):
         if theirs != mine:
@@ -242,11 +234,7 @@ def _check_settings(settings: Json, world: World) -> None:
 
 
 def _check_device(deepspeed: Any, settings: Json, world: World) -> None:
-    """Refuse what this machine cannot do, before DeepSpeed fails in the middle of it.
-
-    Raises:
-        PreflightError: a precision or an offload.
-    """
+    # Refuse what this machine cannot do, before DeepSpeed fails in the middle of it.
     accelerator = deepspeed.accelerator.get_accelerator()
     where = f"rank {world.rank} on {world.host}"
     for name, is_supported in (
@@ -280,22 +268,9 @@ def _cut_model(
     settings: Json,
     world: World,
 ) -> Optimizer:
-    """Fill an empty model and hand it to DeepSpeed, tensor by tensor. All ranks must call this.
-
-    Every rank first fills its part of each tensor in CPU memory; then one tensor at a time is put
-    together, and cut again as DeepSpeed wants it.
-
-    Args:
-        deepspeed: the package.
-        model: on the meta device; afterwards its parameters are DeepSpeed's.
-        materialize: fills a model whose memory has been allocated, this rank's part of it.
-        make_optimizer: the optimizer over a module.
-        settings: DeepSpeed's JSON.
-        world: the ranks.
-
-    Returns:
-        The optimizer over DeepSpeed's parameters.
-    """
+    # Fill an empty model and hand it to DeepSpeed, tensor by tensor; returns the optimizer over its
+    # parameters. Every rank first fills its part of each tensor in CPU memory; then one tensor at a
+    # time is put together, and cut again as DeepSpeed wants it. All ranks must call this.
     _allocate(model, init_device_mesh("cpu", (world.world_size,)))
     materialize(model)
     # Made now, when the parameters still have their shapes, by which it groups them.

@@ -19,10 +19,8 @@ class ZeroState:
     No rank ever holds more than one whole tensor beside those that are dealt to it.
 
     Args:
-        model: the model, whose parameters DeepSpeed has taken over.
         zero: DeepSpeed's optimizer: of stage 1 and 2, of stage 3, or of stage 1 in bf16.
         optimizer: the torch optimizer inside.
-        world: the ranks of the cluster.
     """
 
     def __init__(self, model: nn.Module, zero: Any, optimizer: Optimizer, world: World) -> None:

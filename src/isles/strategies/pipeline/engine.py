@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isles.config.sections.strategy import FSDPStrategyConfig
-from isles.dist.batch import Batch
+from isles.dist.batch import COMPUTE_DTYPE, Batch
 from isles.dist.mesh import Mesh
 from isles.dist.world import World, is_communication_error
 from isles.errors import CommunicationError, UserError
@@ -31,12 +31,6 @@ from isles.strategies.pipeline.stages import (
 from isles.strategies.sequence import localize
 from isles.strategies.stepper import MakeOptimizers, Stepper
 
-_HIDDEN_DTYPE = {
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "fp16-mixed": torch.float16,
-}
-
 
 class PipelineEngine(TorchEngine):
     """A model whose blocks lie on several ranks in a row. See `strategies.base.Engine`.
@@ -46,12 +40,7 @@ class PipelineEngine(TorchEngine):
 
     Args:
         model: the whole model on the meta device, attention chosen, nothing cut yet.
-        materialize: fills a model whose memory has been allocated, by the parameters' names.
-        make_optimizers: optimizers over the parameters of the model that it is given.
         config: how a stage is cut over its ranks; NO_SHARD: each of them holds it whole.
-        mesh: the ranks, with a root.
-        world: all of them.
-        precision: 32-true, bf16-mixed, fp16-mixed or bf16-true, as in the run file.
         parallelize: applies tensor parallel, if any, to a stage on the meta device, in place.
 
     Raises:
@@ -73,7 +62,7 @@ class PipelineEngine(TorchEngine):
         size = mesh.layout.pp
         num_stages = size * stages_per_rank(config.pp_schedule)
         check_model(model)
-        dtype = _HIDDEN_DTYPE.get(precision, torch.float32)
+        dtype = COMPUTE_DTYPE.get(precision, torch.float32)
         layers = assign_layers(len(model.base_model.layers), num_stages)
         stages: dict[int, nn.Module] = {}
         for index in stage_indices(config.pp_schedule, mesh.place.pp, size):

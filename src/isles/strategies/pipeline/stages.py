@@ -40,7 +40,6 @@ class _Elsewhere(nn.Module):
     """As a layer without one: there is nothing to cut here."""
 
     def forward(self, hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
-        """Hand on what came."""
         return hidden
 
 
@@ -201,7 +200,6 @@ class Pipeline:
         modules: the stages of this rank by their number in the pipeline, in order.
         schedule: in which order the micro-batches go through.
         group: the ranks that hold the stages of one copy of the model.
-        device: of this rank.
         hidden: size and type of the hidden states that travel between stages.
         loss: what the last stage differentiates.
     """

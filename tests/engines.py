@@ -1,0 +1,47 @@
+"""Engines of the tiny model, for tests that take steps by themselves."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from isles.config.layout import Strategy
+from isles.config.sections.data import DataConfig, SourceConfig
+from isles.config.sections.model import ModelConfig
+from isles.config.sections.run import RunConfig
+from isles.config.sections.training import TrainingConfig
+from isles.dist.world import World
+from isles.models.attention import use_maskless_attention
+from isles.models.build import build_empty_model, build_model, fill_model
+from isles.strategies.base import Engine
+from isles.train.model import weights_dtype
+from isles.train.optimizer import make_optimizers
+from isles.train.strategy import is_sharded, make_engine, resolve_mesh
+
+
+def fake_run(model: Path, **training: Any) -> RunConfig:
+    """The run file of ten steps of a model from fresh weights on fake data."""
+    return RunConfig(
+        model=ModelConfig(name_or_path=str(model), init="scratch"),
+        data=DataConfig(sources=(SourceConfig(type="fake"),)),
+        training=TrainingConfig(max_steps=10, **training),
+    )
+
+
+def engine_of(
+    config: RunConfig, strategy: Strategy, world: World, vocab_size: int | None = None
+) -> Engine:
+    """The engine of a run with seed 0. All ranks must call this."""
+    dtype = weights_dtype(config.training.precision)
+    if is_sharded(strategy):
+        model = build_empty_model(config.model, dtype=dtype, vocab_size=vocab_size)
+    else:
+        model = build_model(
+            config.model, device=world.device, dtype=dtype, seed=0, vocab_size=vocab_size
+        )
+    assert use_maskless_attention(model)
+    fill = functools.partial(fill_model, config=config.model, seed=0)
+    optimizers = functools.partial(make_optimizers, config.training, seed=0)
+    mesh = resolve_mesh(strategy, world)
+    return make_engine(strategy, model, fill, optimizers, mesh, world, config)

@@ -1,0 +1,277 @@
+"""Who holds up a step: where ranks stand, who judges an overdue step, and what is no hang at all.
+
+The clock and the store are passed in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from isles.config.load import load_run_file
+from isles.monitor.status import hang_texts
+from isles.run.env import RankEnv
+from isles.run.hang import Position, find_hang
+from isles.run.paths import Attempt, RunDir
+from isles.run.records import read_record, write_record
+from isles.train.hang import Place, StepClock, Watchdog, place_now
+from isles.train.record import Recorder
+from tests.deadline import DEADLINE_S
+
+HOSTS = ["a", "a", "b", "b"]
+WAITS = Position(7, "forward and backward", "at x.py:1 f()", "the backward pass")
+
+
+def test_a_rank_that_is_not_heard_of_comes_first() -> None:
+    behind = Position(7, "data loading")
+    stall = find_hang({0: WAITS, 1: behind, 3: WAITS}, HOSTS, silent_s=9.6)
+    assert stall.root_causes == (2,)
+    assert stall.text.startswith("rank 2 on b has not been heard of for 10 s: it is frozen, or")
+
+
+def test_the_rank_at_the_earliest_place_is_behind() -> None:
+    late = Position(7, "data loading", "at my.py:88 read()")
+    stall = find_hang({0: WAITS, 1: WAITS, 2: WAITS, 3: late}, HOSTS)
+    assert stall.root_causes == (3,)
+    assert stall.text == "rank 3 on b is behind: in data loading, at my.py:88 read()"
+    # On GPUs the others may be a step ahead, and wait there.
+    ahead = Position(8, "agreeing", "at loop.py:1 train()", "self._work.wait()")
+    assert find_hang({0: ahead, 1: WAITS, 2: ahead, 3: ahead}, HOSTS).root_causes == (1,)
+
+
+def test_among_equals_the_one_that_does_not_wait_is_behind() -> None:
+    busy = Position(7, "forward and backward", "at my.py:3 spin()")
+    stall = find_hang({0: WAITS, 1: WAITS, 2: busy, 3: WAITS}, HOSTS)
+    assert stall.root_causes == (2,)
+    assert "spin()" in stall.text
+
+
+def test_nobody_is_blamed_without_a_sign() -> None:
+    stall = find_hang(dict.fromkeys(range(4), WAITS), HOSTS)
+    assert stall.root_causes == ()
+    assert "all ranks wait for one another, in the backward pass" in stall.text
+    busy = Position(7, "forward and backward", "at my.py:3 spin()")
+    assert find_hang(dict.fromkeys(range(4), busy), HOSTS).root_causes == ()
+    assert find_hang({0: busy}, ["a"]).root_causes == (0,)
+
+
+def test_many_culprits_are_cut_short() -> None:
+    stall = find_hang({5: WAITS}, ["h"] * 6, silent_s=5.0)
+    assert stall.root_causes == (0, 1, 2, 3, 4)
+    assert stall.text.endswith("; and 2 more")
+
+
+def reads(pipe: int) -> bytes:
+    return os.read(pipe, 1)
+
+
+def reads_ahead(pipe: int) -> bytes:
+    with ThreadPoolExecutor(1, "data") as executor:
+        return executor.submit(reads, pipe).result()
+
+
+@pytest.mark.parametrize("work", [reads, reads_ahead])
+def test_the_place_of_a_thread_is_where_its_work_stands(work: Callable[[int], bytes]) -> None:
+    """Also where it waits for a thread that reads ahead."""
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=work, args=(reader,), name="rank")
+    thread.start()
+    try:
+        place = until(lambda: _place_in(thread, "reads()"))
+        assert re.fullmatch(r"at unit/test_hang\.py:\d+ reads\(\)", place.at)
+        assert place.waits_in == ""
+        assert "return os.read(pipe, 1)" in place.stacks
+        assert place.stacks.startswith("thread rank:\n")
+    finally:
+        os.write(writer, b"x")
+        thread.join(DEADLINE_S)
+        os.close(reader)
+        os.close(writer)
+
+
+def _place_in(thread: threading.Thread, function: str) -> Place | None:
+    place = place_now(thread.ident or 0, is_gpu=False)
+    return place if place.at.endswith(function) else None
+
+
+def until(look: Callable[[], Place | None]) -> Place:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if (found := look()) is not None:
+            return found
+    raise AssertionError(f"not within {DEADLINE_S} s")
+
+
+def test_the_clock_keeps_steps_and_evaluations_apart() -> None:
+    clock = StepClock()
+    clock.step(1)
+    clock.at("optimizer step")
+    assert (clock.moment.step, clock.moment.stage) == (1, "optimizer step")
+    since = clock.moment.since
+    clock.step(2)
+    assert clock.steps[0] == clock.moment.since - since
+    clock.begin("evaluating")
+    assert (clock.moment.phase, clock.moment.step) == ("evaluating", 2)
+    clock.end()
+    assert len(clock.steps) == 2
+    assert clock.longest_evaluation_s > 0
+    assert clock.moment.phase == ""
+    clock.step(3)
+    assert len(clock.steps) == 2  # the time between two steps is not a step
+
+
+def test_a_stall_says_what_the_user_sees(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, 1)
+    assert hang_texts(attempt) == ()
+    attempt.hangs.mkdir()
+    for step in range(1, 6):
+        record = {"step": step, "text": f"step {step} has taken 61 s: rank 1 on b is behind"}
+        record |= {"went_on_after_s": 62.0 if step < 5 else None}
+        write_record(attempt.hangs / f"step-{step}.json", record)
+        (attempt.hangs / f"step-{step}-rank-1.txt").write_text("stack")
+    assert hang_texts(attempt) == (
+        "step 3 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
+        "step 4 has taken 61 s: rank 1 on b is behind; it went on after 1m 02s",
+        f"step 5 has taken 61 s: rank 1 on b is behind; stacks of the ranks: {attempt.hangs}",
+    )
+
+
+RUN = """\
+name: a
+model: {name_or_path: llama-2m, init: scratch}
+data: {sources: [{type: fake}], seq_length: 32}
+training: {max_steps: 20, global_batch_size: 32}
+checkpoint: {timeout: 100s}
+"""
+NOW = 5_000.0
+"""By the clock that is passed in; the machine's own may be anything."""
+
+
+class Rank:
+    """The watchdog of one of two ranks, long in a phase at NOW, which looks when it is told to."""
+
+    def __init__(
+        self,
+        folder: Path,
+        phase: str,
+        rank: int = 0,
+        took_s: float = 2_000.0,
+        moved_at: float = 0.0,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "run.yaml").write_text(RUN)
+        self.folder, self.rank, self.store = folder, rank, HashStore()
+        self.is_cut = False
+        self._now = NOW - took_s
+        clock = StepClock(lambda: self._now)
+        clock.steps.extend([1.0] * 3)
+        clock.step(7)
+        if phase != "step":
+            clock.begin(phase)
+        self._watchdog = Watchdog(
+            load_run_file(folder / "run.yaml", ()).config,
+            Attempt(folder, 1),
+            RankEnv(rank, rank, 2, 2, 1, None),
+            ["box", "other"],
+            clock,
+            self._connect,
+            Recorder(RunDir(folder), is_main=False, world_size=2),
+            is_gpu=False,
+            saving_moved_at=lambda: moved_at,
+        )
+
+    def _connect(self) -> HashStore:
+        if self.is_cut:
+            raise RuntimeError("cut off")
+        return self.store
+
+    def look(self, now: float) -> None:
+        """One look at that moment, after it has looked all the time."""
+        self._now = self._watchdog._looked_at = now
+        self._watchdog.look()
+
+    def hear(self, phase: str) -> None:
+        """The other rank answers, from a phase of step 7."""
+        answer = {"question": 1, "phase": phase, "step": 7, "stage": phase, "since": 0.0}
+        answer |= {"at": "at x.py:1 f()", "waits_in": "", "stacks": ""}
+        self.store.set(f"rank-{1 - self.rank}", json.dumps(answer))
+
+    @property
+    def found(self) -> dict[str, Any] | None:
+        """What it has reported."""
+        return read_record(self.folder / "hangs" / "step-7.json")
+
+    def judge(self) -> dict[str, Any] | None:
+        """What it reports when it has looked, listened, and looked again."""
+        self.look(NOW)
+        self.look(NOW + 7.0)
+        return self.found
+
+
+@pytest.mark.parametrize(("phase", "judges"), [("saving", True), ("step", False)])
+def test_a_rank_that_hangs_in_a_save_is_named_by_those_that_wait(
+    tmp_path: Path, phase: str, judges: bool
+) -> None:
+    """It has the long deadline of a save itself; in the same phase the lowest rank judges."""
+    rank = Rank(tmp_path, "step", rank=1)
+    rank.hear(phase)
+    assert (rank.judge() is not None) == judges
+
+
+def test_a_rank_without_an_answer_is_named(tmp_path: Path) -> None:
+    found = Rank(tmp_path, "step").judge()
+    assert found is not None
+    assert found["root_causes"] == [1]
+    assert "rank 1 on other has not been heard of for 7 s" in found["text"]
+    assert "step 7, asking" in (tmp_path / "hangs" / "step-7-rank-0.txt").read_text()
+
+
+def test_an_evaluation_may_take_five_times_as_long_as_a_step(tmp_path: Path) -> None:
+    """Of min_time, which is a minute here."""
+    found = {
+        (phase, took_s): Rank(tmp_path / f"{phase}-{took_s}", phase, took_s=took_s).judge()
+        for phase in ("step", "evaluating")
+        for took_s in (40.0, 200.0, 400.0)
+    }
+    hangs = [case for case, record in found.items() if record is not None]
+    assert hangs == [("step", 200.0), ("step", 400.0), ("evaluating", 400.0)]
+
+
+def test_a_save_whose_parts_move_is_no_hang(tmp_path: Path) -> None:
+    assert Rank(tmp_path, "saving", moved_at=NOW - 5.0).judge() is None
+    assert Rank(tmp_path / "still", "saving").judge() is not None
+
+
+def test_time_in_which_a_process_did_not_run_is_no_hang(tmp_path: Path) -> None:
+    """A queue had stopped it, or its machine was paused: the phase is timed anew from there."""
+    rank = Rank(tmp_path, "step", took_s=20.0)
+    rank._now = NOW + 900.0
+    rank._watchdog.look()
+    for later_s, is_hang in ((950.0, False), (970.0, False), (977.0, True)):
+        rank.look(NOW + later_s)
+        assert (rank.found is not None) == is_hang
+
+
+def test_a_store_that_is_away_is_asked_again_and_then_named(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, "step")
+    rank.is_cut = True
+    rank.look(NOW)
+    rank.is_cut = False
+    rank.look(NOW + 5.0)
+    rank.look(NOW + 7.0)
+    assert rank.found is None, "who was asked late may answer late"
+    rank.look(NOW + 12.0)
+    assert rank.found is not None
+    lost = Rank(tmp_path / "lost", "step")
+    lost.is_cut = True
+    assert "the store of the ranks has not answered" in (lost.judge() or {})["text"]
