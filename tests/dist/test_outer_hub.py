@@ -242,7 +242,7 @@ async def _unknown(folder: Path) -> None:
             zeros = hashlib.sha256(chunk).hexdigest()
             for path, data, sha256, status, kind in [
                 (f"{place}/0", chunk, "0" * 64, 422, "hash"),
-                (f"{place}/0", b"short", zeros, 413, "malformed"),
+                (f"{place}/0", b"short", zeros, 422, "malformed"),
                 (f"{place}/2", chunk, zeros, 422, "malformed"),
                 (f"{place}/-1", chunk, zeros, 422, "malformed"),
                 ("/v1/rounds/99/parts/" + member_id("a") + "/0", chunk, zeros, 409, "early"),

@@ -262,7 +262,7 @@ def test_a_hub_that_dies_at_any_instant_goes_on(tmp_path: Path) -> None:
     assert overlaps(world.core.journal) == []
     assert world.core.samples.counts() == {"averaged": TURNS * 2 * 3}
     for outer_step in range(TURNS):
-        answer = world.core.answer(outer_step)
+        answer = world.answer(outer_step)
         assert answer.weights == {"a": 1, "b": 2}
         data = world.core.rounds.average_path(outer_step).read_bytes()
         one, two = (np.float32(outer_step + n) * np.float32(n / 3) for n in (1, 2))
