@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+import isles.outer.average  # noqa: F401  torch, once for all children
 from isles.outer.hub.files import Incoming, average, norm_of
 from isles.outer.messages import CHUNK_BYTES, Contribution, digest_of, hash_chunks
 from tests.outer_world import World, member_id

@@ -150,6 +150,14 @@ def member_id(name: str) -> str:
     return name.encode().hex().rjust(32, "0")
 
 
+def participants(journal: Journal) -> list[list[int]]:
+    """The numbers of the members that were averaged, by round."""
+    found: dict[int, list[int]] = {}
+    for row in journal.rows("SELECT * FROM parts WHERE reason = '' ORDER BY round, member"):
+        found.setdefault(row["round"], []).append(row["member"])
+    return list(found.values())
+
+
 def overlaps(journal: Journal) -> list[str]:
     """What is wrong with the blocks of samples: a gap, an overlap."""
     found, end = [], 0
